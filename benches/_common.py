@@ -1,0 +1,122 @@
+"""What the benchmarks share: memory readings, the machine's description, fio, Markdown.
+
+Standard library only: the interpreter with DeepSpeed imports it too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+GB = 1e9  # tables print GB = 10^9 bytes, as DESIGN.md does
+
+
+def rss() -> dict[str, int]:
+    """Peak and current resident bytes of this process (`hwm` is VmHWM, the kernel's own high-water mark)."""
+    names = {"VmHWM": "hwm", "VmRSS": "rss", "RssAnon": "anon", "RssFile": "file", "RssShmem": "shmem"}
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in names:
+            found[names[key]] = int(value.split()[0]) * 1024
+    return found
+
+
+def block_io() -> tuple[int, int]:
+    """Bytes this process made the block layer read and write (every thread; page-cache hits do not count)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no MemAvailable in /proc/meminfo")
+
+
+def _mount(path: Path) -> tuple[str, str]:
+    """(device name, filesystem type) that holds `path`."""
+    best = ("?", "?", "")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, point, kind = line.split()[:3]
+        point = point.replace("\\040", " ")
+        inside = point == "/" or f"{path}/".startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best[2]):
+            best = (device, kind, point)
+    return Path(best[0]).name, best[1]
+
+
+def machine(workdir: Path) -> dict:
+    """CPU, cores, RAM, disk under `workdir`, kernel and versions. Holds no path, so it can be committed."""
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            cpu = line.partition(":")[2].strip()
+            break
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device, kind = _mount(workdir.resolve())
+    model = Path(f"/sys/class/block/{device}/device/model")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(ram / 2**30, 1),
+        "disk": f"{device} {kind}" + (f" ({model.read_text().strip()})" if model.is_file() else ""),
+        "kernel": platform.release(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "python": platform.python_version(),
+        "versions": versions("torch", "transformers", "safetensors", "memascend"),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def fio(workdir: Path, size: str = "2G", seconds: int = 10) -> dict[str, float] | None:
+    """Sequential GB/s of the disk (1 MiB blocks, depth 32, O_DIRECT); None when fio is missing or fails."""
+    if shutil.which("fio") is None:
+        return None
+    target = workdir / "fio.tmp"
+    speeds = {}
+    try:
+        for kind in ("write", "read"):  # the write comes first: it lays the file out that the read reads
+            command = [
+                "fio",
+                f"--name={kind}",
+                f"--filename={target}",
+                f"--rw={kind}",
+                f"--size={size}",
+                "--bs=1M",
+                "--iodepth=32",
+                "--ioengine=libaio",
+                "--direct=1",
+                "--time_based",
+                f"--runtime={seconds}",
+                "--output-format=json",
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                return None
+            job = json.loads(done.stdout)["jobs"][0]
+            speeds[f"{kind}_gb_s"] = round(job[kind]["bw_bytes"] / GB, 2)
+    finally:
+        target.unlink(missing_ok=True)
+    return speeds
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

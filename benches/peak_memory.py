@@ -1,0 +1,735 @@
+#!/usr/bin/env python
+"""Peak host memory, step time and SSD traffic per step: memascend beside in-memory and ZeRO-Infinity.
+
+    python benches/peak_memory.py                          # 0.51b, memascend and in-memory
+    python benches/peak_memory.py --models depth-8,depth-16,depth-32,depth-64 --systems memascend --check
+    python benches/peak_memory.py --models 0.51b,1.6b --systems memascend,zero-infinity \\
+        --deepspeed-python DS_VENV/bin/python --json benches/results/peak_memory.json
+
+Each configuration runs in a process of its own. Memory is that process's VmHWM less its import baseline:
+its VmHWM right after importing torch, transformers and LlamaForCausalLM, bytecode already compiled, before
+the system under test is imported. It covers everything from there on: loading, planning, every step, closing.
+A step lasts from step boundary to step boundary (memascend's update is deferred into the next forward, so
+its "forward" contains the update before it). Times and bytes are medians over the measured steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _common import GB, block_io, fio, machine, markdown, mem_available, rss, versions
+
+VOCABULARY, TOKENS, LEARNING_RATE, MAX_NORM, SEED = 32_000, 128, 1e-4, 1.0, 1
+# name: hidden, intermediate, layers, heads, key/value heads
+SHAPES = {
+    "tiny": (256, 704, 4, 4, 2),  # for trying the script out
+    "0.51b": (1536, 4096, 16, 24, 12),
+    "1.6b": (2560, 6784, 20, 40, 20),
+    **{f"depth-{depth}": (1024, 2816, depth, 16, 8) for depth in (8, 16, 32, 64)},
+}
+SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
+# Bytes a parameter takes, to refuse a run that cannot fit: weight 2, fp32 master, gradient, two moments.
+IN_MEMORY_BYTES = 18
+# On disk: memascend 2 slots of 12, gradients 4; ZeRO-Infinity weight 2, fp32 master, moments, gradient 16.
+DISK_BYTES = {"memascend": 28, "zero-infinity": 18}
+# What issue 3 asks for
+PEAK_LIMIT_GB = {"0.51b": 0.85, "1.6b": 1.35}
+STEP_RATIO_LIMIT, SSD_BYTES_LIMIT, FLAT_LIMIT = 0.7, 30.0, 0.03
+
+
+def parameter_count(shape: tuple[int, ...]) -> int:
+    hidden, intermediate, layers, heads, kv_heads = shape
+    kv = hidden // heads * kv_heads
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate + 2 * hidden
+    return 2 * VOCABULARY * hidden + hidden + layers * layer
+
+
+# --- the child: one configuration, one process ---
+
+
+def llama_config(shape):
+    from transformers import LlamaConfig
+
+    hidden, intermediate, layers, heads, kv_heads = shape
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        use_cache=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def write_model(shape, out: Path) -> None:
+    """A seeded random Llama as sharded safetensors; one shard (a layer or an end) is in memory at a time."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaForCausalLM
+
+    config = llama_config(shape)
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
+    shards: dict[str, list[str]] = {}
+    for name in shapes:
+        parts = name.split(".")
+        shards.setdefault(".".join(parts[:3]) if parts[1] == "layers" else name, []).append(name)
+    out.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(SEED)
+    index = {"metadata": {"total_size": 2 * sum(_numel(s) for s in shapes.values())}, "weight_map": {}}
+    for number, names in enumerate(shards.values(), start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in names:
+            if name.endswith("norm.weight"):
+                tensors[name] = torch.ones(shapes[name], dtype=torch.bfloat16)
+            else:
+                tensors[name] = torch.empty(shapes[name]).normal_(0.0, 0.02, generator=generator).bfloat16()
+            index["weight_map"][name] = file
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    config.save_pretrained(out)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+    return product
+
+
+class MemascendRun:
+    """`from_pretrained` into a store; every byte the run reads and writes is counted by the engine."""
+
+    label = "forward incl. the deferred update"
+
+    def __init__(self, model_dir: str, scratch: str, options: dict):
+        import memascend
+
+        def load(host_memory):
+            return memascend.from_pretrained(model_dir, store=f"{scratch}/store", host_memory=host_memory)
+
+        self.memascend = memascend
+        host_memory = options["host_memory"]
+        if host_memory is None:
+            try:
+                self.model = load(1 << 20)
+                host_memory = 1 << 20
+            except memascend.BudgetError as error:  # refused before anything is written
+                host_memory = error.smallest_bytes
+                self.model = load(host_memory)
+        else:
+            self.model = load(host_memory)
+        self.model.train()
+        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.clip_grad_norm_(MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ssd_bytes(self):
+        stats = self.memascend.stats(self.model)
+        return stats["ssd_bytes_read"], stats["ssd_bytes_written"]
+
+    def close(self):
+        self.optimizer.flush()
+        stats = self.memascend.stats(self.model)
+        self.memascend.close(self.model)
+        return {
+            "host_memory_bytes": stats["host_bytes_budget"],
+            "pool_peak_bytes": stats["host_bytes_peak"],
+            "engine": stats["engine"],
+            "direct_io": stats["direct_io"],
+            "notices": stats["notices"],
+        }
+
+
+class TorchRun:
+    """In memory: bf16 weights, fp32 masters under torch.optim.AdamW (fused)."""
+
+    label = "forward"
+
+    def __init__(self, model_dir: str, scratch: str, options: dict):
+        import torch
+        from transformers import LlamaForCausalLM
+
+        self.torch = torch
+        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
+        self.params = list(self.model.parameters())
+        self.masters = [p.detach().float().requires_grad_() for p in self.params]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=1e-2, fused=True)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        self.torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with self.torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+
+    def ssd_bytes(self):
+        return None
+
+    def close(self):
+        return {}
+
+
+class ExactRun(TorchRun):
+    """In memory under memascend.AdamW without a store: the offloaded losses must equal these bit for bit."""
+
+    def __init__(self, model_dir: str, scratch: str, options: dict):
+        import memascend
+        import torch
+        from transformers import LlamaForCausalLM
+
+        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
+        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    def step(self):
+        self.optimizer.clip_grad_norm_(MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class ZeroInfinityRun:
+    """DeepSpeed ZeRO-3, parameters and optimizer states on NVMe, nothing cached in host memory."""
+
+    label = "forward"
+
+    def __init__(self, model_dir: str, scratch: str, options: dict):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        import deepspeed
+        import torch
+        from safetensors import safe_open
+        from transformers import LlamaForCausalLM
+
+        shape = options["shape"]
+        Path(scratch, "nvme").mkdir()
+        nvme = {"device": "nvme", "nvme_path": f"{scratch}/nvme"}
+        largest = VOCABULARY * shape[0]  # elements of the embedding
+        zero = {
+            "stage": 3,
+            "sub_group_size": int(5e7),
+            "offload_param": {**nvme, "max_in_cpu": 0, "buffer_count": 5, "buffer_size": largest},
+            "offload_optimizer": {**nvme, "buffer_count": 4},
+            # By default ZeRO-3 keeps up to 1e9 live parameters: this model whole. Released after use instead,
+            # which also takes less memory; without it the second step fails with "Not enough buffers 0".
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": int(5e7),
+        }
+        zero.update(options.get("zero") or {})
+        self.config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": MAX_NORM,
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 1e-2}},
+            "zero_optimization": zero,
+            "aio": {
+                "block_size": 1 << 20,
+                "queue_depth": 32,
+                "intra_op_parallelism": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            },
+        }
+        deepspeed.init_distributed(dist_backend="gloo")
+        with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=torch.bfloat16):
+            model = LlamaForCausalLM(llama_config(shape))
+        weight_map = json.loads(Path(model_dir, "model.safetensors.index.json").read_text())["weight_map"]
+        for name, param in model.named_parameters():
+            with (
+                deepspeed.zero.GatheredParameters([param], modifier_rank=0),
+                safe_open(f"{model_dir}/{weight_map[name]}", framework="pt") as file,
+            ):
+                param.data.copy_(file.get_tensor(name))
+        self.model, *_ = deepspeed.initialize(
+            model=model, config=self.config, model_parameters=model.parameters()
+        )
+
+    def backward(self, loss):
+        self.model.backward(loss)
+
+    def step(self):
+        self.model.step()
+
+    def ssd_bytes(self):
+        return block_io()  # its engine counts nothing; O_DIRECT traffic is in the kernel's account
+
+    def close(self):
+        config = json.loads(json.dumps(self.config))
+        for part in ("offload_param", "offload_optimizer"):
+            del config["zero_optimization"][part]["nvme_path"]
+        return {"deepspeed_config": config, "versions": versions("deepspeed", "torch", "transformers")}
+
+
+RUNS = {
+    "memascend": MemascendRun,
+    "in-memory": TorchRun,
+    "in-memory-exact": ExactRun,
+    "zero-infinity": ZeroInfinityRun,
+}
+
+
+def child(job: dict) -> dict:
+    import torch
+    import transformers  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    baseline = rss()["hwm"]
+    if job["task"] == "import":
+        return {"baseline_bytes": baseline}
+    if job["task"] == "write":
+        write_model(job["shape"], Path(job["model_dir"]))
+        return {}
+
+    started = time.perf_counter()
+    run = RUNS[job["system"]](job["model_dir"], job["scratch"], job)
+    setup_s, setup = time.perf_counter() - started, rss()
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
+    steps = []
+    boundary, ssd, disk = time.perf_counter(), run.ssd_bytes(), block_io()
+    for number in range(job["warmup"] + job["steps"]):
+        loss = run.model(input_ids=ids, labels=ids).loss
+        forward = time.perf_counter()
+        run.backward(loss)
+        backward = time.perf_counter()
+        run.step()
+        end, ssd_now, disk_now = time.perf_counter(), run.ssd_bytes(), block_io()
+        steps.append(
+            {
+                "measured": number >= job["warmup"],
+                "loss": float(loss.detach()),
+                "step_s": end - boundary,
+                "forward_s": forward - boundary,
+                "backward_s": backward - forward,
+                "optimizer_s": end - backward,
+                "ssd": [b - a for a, b in zip(ssd, ssd_now, strict=True)] if ssd else None,
+                "disk": [b - a for a, b in zip(disk, disk_now, strict=True)],
+                **rss(),
+            }
+        )
+        print(f"step {number}: {steps[-1]}", flush=True)
+        boundary, ssd, disk = time.perf_counter(), ssd_now, disk_now
+    details = run.close()
+    return {
+        "baseline_bytes": baseline,
+        "setup_s": setup_s,
+        "setup_hwm_bytes": setup["hwm"],
+        "hwm_bytes": rss()["hwm"],
+        "steps": steps,
+        **details,
+    }
+
+
+# --- the parent: starts children, compares ---
+
+
+class ChildFailed(Exception):
+    """One line that says why a configuration gave no result."""
+
+
+def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
+    """Run one child to its end and return its result; its output goes to a log beside it."""
+    name = "-".join(str(job[key]) for key in ("task", "system", "model") if job.get(key))
+    log, result = workdir / f"{name}.log", workdir / f"{name}.result.json"
+    result.unlink(missing_ok=True)
+    job = {**job, "result": str(result)}
+    env = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    if job.get("system") == "zero-infinity":
+        env["DS_ACCELERATOR"] = "cpu"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [python, __file__, "--child", json.dumps(job)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except BaseException as error:  # a time-out or Ctrl-C: leave no child behind
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ChildFailed(f"no end after {limit_s:.0f} s") from None
+            raise
+    if code == 0 and result.is_file():
+        return json.loads(result.read_text())
+    if code == -signal.SIGKILL:
+        raise ChildFailed("killed with SIGKILL: most likely out of memory")
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
+    raise ChildFailed(f"exit status {code}: {reason.replace(str(workdir), 'WORKDIR')[:300]}")
+
+
+def refusal(system: str, model: str, args, workdir: Path) -> str | None:
+    """Why a configuration cannot run here, or None."""
+    count = parameter_count(SHAPES[model])
+    if system == "zero-infinity":
+        try:
+            probe = subprocess.run([args.deepspeed_python, "-c", "import deepspeed"], capture_output=True)
+            missing = probe.returncode != 0
+        except OSError:
+            missing = True
+        if missing:
+            return "that interpreter has no deepspeed (see --deepspeed-python and benches/README.md)"
+    if system in ("memascend", "in-memory-exact"):
+        code = "import memascend; memascend.AdamW"
+        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode != 0:
+            return "this interpreter has no memascend (pip install the wheel first)"
+    if system.startswith("in-memory"):
+        need, have = count * IN_MEMORY_BYTES, mem_available()
+        return f"does not fit: about {need / GB:.1f} GB, {have / GB:.1f} GB free" if need > have else None
+    need, have = count * DISK_BYTES[system], shutil.disk_usage(workdir).free
+    return (
+        f"the disk is too small: about {need / GB:.1f} GB, {have / GB:.1f} GB free" if need > have else None
+    )
+
+
+def measure(system: str, model: str, args, workdir: Path) -> dict:
+    python = args.deepspeed_python if system == "zero-infinity" else sys.executable
+    scratch = workdir / "scratch"
+    job = {
+        "task": "train",
+        "system": system,
+        "model": model,
+        "shape": SHAPES[model],
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "model_dir": str(model_directory(model, args, workdir)),
+        "scratch": str(scratch),
+        "host_memory": args.host_memory,
+    }
+    notes = []
+    for zero in (None, {"stage3_prefetch_bucket_size": 0}):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        load = os.getloadavg()[0]
+        try:
+            raw = start(python, {**job, "zero": zero}, workdir, args.timeout)
+            break
+        except ChildFailed as error:
+            # DeepSpeed 0.19.8 may queue a parameter twice for prefetch where forward turns into backward.
+            if zero or system != "zero-infinity" or "already assigned swap buffer" not in str(error):
+                raise
+            notes.append("ran without prefetch: DeepSpeed asserts 'already assigned swap buffer' with it")
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    notes += [notice.replace(str(workdir), "WORKDIR") for notice in raw.pop("notices", [])]
+    return {**summary(system, model, raw), "notes": notes, "load_before": load, "raw": raw}
+
+
+def summary(system: str, model: str, raw: dict) -> dict:
+    measured = [step for step in raw["steps"] if step["measured"]]
+    count = parameter_count(SHAPES[model])
+
+    def median(key):
+        return statistics.median(step[key] for step in measured)
+
+    def per_parameter(key, side):
+        values = [step[key][side] for step in measured if step[key] is not None]
+        return statistics.median(values) / count if values else None
+
+    return {
+        "system": system,
+        "model": model,
+        "parameters": count,
+        "peak_gb": (raw["hwm_bytes"] - raw["baseline_bytes"]) / GB,
+        "baseline_gb": raw["baseline_bytes"] / GB,
+        "setup_peak_gb": (raw["setup_hwm_bytes"] - raw["baseline_bytes"]) / GB,
+        "setup_s": raw["setup_s"],
+        "host_memory_bytes": raw.get("host_memory_bytes"),
+        "step_s": median("step_s"),
+        "forward_s": median("forward_s"),
+        "backward_s": median("backward_s"),
+        "optimizer_s": median("optimizer_s"),
+        "split": RUNS[system].label,
+        "ssd_read_per_parameter": per_parameter("ssd", 0),
+        "ssd_written_per_parameter": per_parameter("ssd", 1),
+        "disk_read_per_parameter": per_parameter("disk", 0),
+        "disk_written_per_parameter": per_parameter("disk", 1),
+        "losses": [step["loss"] for step in raw["steps"]],
+    }
+
+
+def model_directory(model: str, args, workdir: Path) -> Path:
+    path = workdir / "models" / f"{model}-seed{SEED}"
+    if not path.is_dir():
+        millions = parameter_count(SHAPES[model]) / 1e6
+        print(f"{model}: writing a random model of {millions:.1f}M parameters", flush=True)
+        half = path.with_suffix(".part")
+        shutil.rmtree(half, ignore_errors=True)
+        start(
+            sys.executable,
+            {"task": "write", "model": model, "shape": SHAPES[model], "model_dir": str(half)},
+            workdir,
+            args.timeout,
+        )
+        half.rename(path)
+    return path
+
+
+def table(results: list[dict]) -> str:
+    reference = {r["model"]: r for r in results if r["system"] == "zero-infinity" and "step_s" in r}
+
+    def number(value, digits=2, suffix=""):
+        return "n/a" if value is None else f"{value:.{digits}f}{suffix}"
+
+    def ratio(row, key):
+        base = reference.get(row["model"])
+        return "" if base is None else f"{row[key] / base[key]:.2f}x"
+
+    rows = []
+    for r in results:
+        if "step_s" not in r:
+            rows.append([r["model"], r["system"], r["skipped"], *[""] * 9])
+            continue
+        budget = r["host_memory_bytes"]
+        rows.append(
+            [
+                r["model"],
+                r["system"],
+                "" if budget is None else number(budget / GB, 3),
+                number(r["peak_gb"]),
+                ratio(r, "peak_gb"),
+                number(r["step_s"]),
+                ratio(r, "step_s"),
+                number(r["forward_s"]) + ("*" if r["system"] == "memascend" else ""),
+                f"{number(r['backward_s'])} / {number(r['optimizer_s'])}",
+                number(r["ssd_read_per_parameter"], 1),
+                number(r["ssd_written_per_parameter"], 1),
+                f"{r['losses'][0]:.4f} to {r['losses'][-1]:.4f}",
+            ]
+        )
+    header = [
+        "model",
+        "system",
+        "budget GB",
+        "peak GB",
+        "vs Z-Inf.",
+        "step s",
+        "vs Z-Inf.",
+        "forward s",
+        "backward / optimizer s",
+        "SSD read B/param",
+        "SSD written B/param",
+        "loss",
+    ]
+    notes = [
+        "Peak: VmHWM above the import baseline, GB = 10^9 bytes. vs Z-Inf.: against zero-infinity, same run."
+    ]
+    if any(r["system"] == "memascend" for r in results):
+        notes.append("* contains the deferred update of the step before.")
+    if reference:
+        notes.append(
+            "SSD bytes: memascend counts its own; zero-infinity's are the kernel's count for its process."
+        )
+    return "\n".join([markdown(header, rows), "", *notes])
+
+
+def checks(results: list[dict]) -> list[tuple[bool, str]]:
+    """Issue 3's demands, as far as this run holds the numbers for them."""
+    by = {(r["system"], r["model"]): r for r in results if "step_s" in r}
+    found = []
+    for (system, model), r in by.items():
+        if system != "memascend":
+            continue
+        if model in PEAK_LIMIT_GB:
+            limit = PEAK_LIMIT_GB[model]
+            found.append((r["peak_gb"] <= limit, f"{model}: peak {r['peak_gb']:.3f} GB, at most {limit}"))
+        moved = r["ssd_read_per_parameter"] + r["ssd_written_per_parameter"]
+        found.append(
+            (
+                moved <= SSD_BYTES_LIMIT,
+                f"{model}: {moved:.1f} SSD bytes/parameter/step, at most {SSD_BYTES_LIMIT:.0f}",
+            )
+        )
+        if zero := by.get(("zero-infinity", model)):
+            ratio = r["step_s"] / zero["step_s"]
+            found.append(
+                (
+                    ratio <= STEP_RATIO_LIMIT,
+                    f"{model}: step {ratio:.2f}x ZeRO-Infinity's, at most {STEP_RATIO_LIMIT}x",
+                )
+            )
+        if exact := by.get(("in-memory-exact", model)):
+            found.append(
+                (r["losses"] == exact["losses"], f"{model}: losses equal in-memory-exact's bit for bit")
+            )
+    depths = {m: r["peak_gb"] for (s, m), r in by.items() if s == "memascend" and m.startswith("depth-")}
+    if len(depths) > 1:
+        spread = max(depths.values()) / min(depths.values()) - 1
+        shown = ", ".join(f"{model[6:]}: {peak:.3f}" for model, peak in depths.items())
+        found.append(
+            (
+                spread <= FLAT_LIMIT,
+                f"peak GB by depth {{{shown}}}: spread {spread:.1%}, at most {FLAT_LIMIT:.0%}",
+            )
+        )
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    def names(allowed):
+        def parse(text):
+            for name in text.split(","):
+                if name not in allowed:
+                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+            return text.split(",")
+
+        return parse
+
+    def positive(text):
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError("must be 1 or more")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shown = [name for name in SHAPES if name != "tiny"]
+    parser.add_argument(
+        "--systems",
+        type=names(SYSTEMS),
+        default=["memascend", "in-memory"],
+        metavar="A,B",
+        help=f"of {', '.join(SYSTEMS)} (default: memascend,in-memory)",
+    )
+    parser.add_argument(
+        "--models",
+        type=names(SHAPES),
+        default=["0.51b"],
+        metavar="A,B",
+        help=f"of {', '.join(shown)} (default: 0.51b)",
+    )
+    parser.add_argument("--steps", type=positive, default=4, help="measured steps (default: 4)")
+    parser.add_argument("--warmup", type=positive, default=1, help="steps before them (default: 1)")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="memascend's budget (default: the smallest that works)"
+    )
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        help="models and stores go here; models are kept for the next run "
+        "(default: a temporary directory here, removed at the end)",
+    )
+    parser.add_argument(
+        "--deepspeed-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="the interpreter that has deepspeed (default: this one)",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write results and machine here")
+    parser.add_argument("--fio", action="store_true", help="also measure the disk with fio, before and after")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a demand of issue 3 is not met")
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="seconds for one configuration (default: 1800)"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def benchmark(args, workdir: Path) -> int:
+    about = machine(workdir)
+    print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
+    speed = [fio(workdir)] if args.fio else []
+    results = []
+    warmed = set()
+    for model in args.models:
+        for system in args.systems:
+            row = {"system": system, "model": model}
+            python = args.deepspeed_python if system == "zero-infinity" else sys.executable
+            try:
+                if reason := refusal(system, model, args, workdir):
+                    raise ChildFailed(reason)
+                if python not in warmed:  # compiles the bytecode: baselines are those of a warm start
+                    start(python, {"task": "import"}, workdir, args.timeout)
+                    warmed.add(python)
+                row = measure(system, model, args, workdir)
+                print(
+                    f"{model} {system}: peak {row['peak_gb']:.2f} GB above {row['baseline_gb']:.2f}, "
+                    f"step {row['step_s']:.2f} s (load before: {row['load_before']:.1f})",
+                    flush=True,
+                )
+                for note in row["notes"]:
+                    print(f"  note: {note}", flush=True)
+            except ChildFailed as error:
+                row["skipped"] = str(error)
+                print(f"{model} {system}: skipped: {error}", flush=True)
+            results.append(row)
+    if args.fio:
+        speed.append(fio(workdir))
+        print(f"fio before and after: {speed if speed[0] else 'fio is not installed or failed'}")
+    print("\n" + table(results) + "\n")
+    verdicts = checks(results)
+    for passed, line in verdicts:
+        print(f"{'pass' if passed else 'FAIL'}  {line}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "machine": about,
+            "tokens": TOKENS,
+            "steps": args.steps,
+            "warmup": args.warmup,
+            "fio": speed,
+            "results": results,
+            "checks": [{"pass": p, "what": w} for p, w in verdicts],
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if not args.check:
+        return 0
+    if not verdicts:
+        print("FAIL  --check found nothing to check: no memascend result")
+    failed = not verdicts or not all(passed for passed, _ in verdicts)
+    return 1 if failed or any("skipped" in r for r in results if r["system"] == "memascend") else 0
+
+
+def main() -> int:
+    args = arguments()
+    if args.child:
+        job = json.loads(args.child)
+        Path(job["result"]).write_text(json.dumps(child(job)))
+        sys.stdout.flush()
+        os._exit(0)  # DeepSpeed's threads and process group must not hold the exit up
+    if args.workdir:
+        args.workdir.mkdir(parents=True, exist_ok=True)
+        return benchmark(args, args.workdir.resolve())
+    with tempfile.TemporaryDirectory(prefix="peak_memory-", dir=".") as temporary:
+        return benchmark(args, Path(temporary).resolve())
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -1,0 +1,39 @@
+use std::io;
+
+/// Errors of host memory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemError {
+    /// The operating system refused the memory.
+    #[error("cannot reserve {bytes} bytes of host memory: {source}")]
+    Reserve {
+        /// Bytes asked for.
+        bytes: usize,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// The memory could not be locked into RAM.
+    #[error(
+        "cannot lock {bytes} bytes of host memory (limit {limit_bytes} bytes): {source}; \
+         raise the limit with `ulimit -l unlimited` or a memlock line in /etc/security/limits.conf"
+    )]
+    Lock {
+        /// Bytes asked for.
+        bytes: usize,
+        /// The soft RLIMIT_MEMLOCK of this process.
+        limit_bytes: u64,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// No size class of the pool is large enough.
+    #[error("no pool buffer holds {bytes} bytes: the largest size class has {largest_bytes} bytes")]
+    TooLarge {
+        /// Bytes asked for.
+        bytes: usize,
+        /// The largest class.
+        largest_bytes: usize,
+    },
+}
+
+/// Result of a host memory operation.
+pub type Result<T> = std::result::Result<T, MemError>;

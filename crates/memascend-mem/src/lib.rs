@@ -1,0 +1,26 @@
+//! Where bytes live in RAM: host allocators, one exact arena, the pool cut from it, and leases.
+//!
+//! The pool is sized once, from a plan; nothing here grows afterwards. Exhaustion is a value
+//! ([`Pool::try_lease`] returns `None`), never an allocation behind the caller's back.
+
+mod allocator;
+mod error;
+mod pool;
+
+pub use allocator::{HostAllocator, HostBlock, LockedAllocator, PageableAllocator};
+pub use error::{MemError, Result};
+pub use pool::{Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
+
+/// The granule of every host buffer and every I/O, in bytes: sizes are rounded up to it and no further.
+pub const PAGE_BYTES: usize = 4096;
+
+/// Rounds `bytes` up to a multiple of [`PAGE_BYTES`].
+///
+/// # Panics
+/// If the rounded value does not fit in `usize`.
+pub const fn round_up_to_page(bytes: usize) -> usize {
+    match bytes.checked_next_multiple_of(PAGE_BYTES) {
+        Some(rounded) => rounded,
+        None => panic!("size overflows when rounded to a page"),
+    }
+}

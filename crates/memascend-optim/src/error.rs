@@ -1,0 +1,40 @@
+use std::sync::Arc;
+
+use memascend_mem::MemError;
+use memascend_store::StoreError;
+
+/// Errors of the step executor. Cheap to clone: one failed transfer may fail several waiters.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptimError {
+    /// A transfer failed.
+    #[error("{0}")]
+    Store(Arc<StoreError>),
+    /// A buffer could not be had.
+    #[error("{0}")]
+    Memory(Arc<MemError>),
+    /// Staging buffers did not come back in time: the drive hangs.
+    #[error("no staging buffer came free within {seconds} seconds: the store's drive does not answer")]
+    Stalled {
+        /// How long was waited.
+        seconds: u64,
+    },
+    /// The executor was closed while the job waited.
+    #[error("the store was closed")]
+    Closed,
+}
+
+impl From<StoreError> for OptimError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(Arc::new(error))
+    }
+}
+
+impl From<MemError> for OptimError {
+    fn from(error: MemError) -> Self {
+        Self::Memory(Arc::new(error))
+    }
+}
+
+/// Result of an executor operation.
+pub type Result<T> = std::result::Result<T, OptimError>;

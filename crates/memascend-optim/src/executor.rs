@@ -1,0 +1,445 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
+use memascend_nvme::Operation;
+use memascend_store::{Extent, Store};
+
+use crate::gradients::{Chunk, SourcePlace, cast, cast_mut};
+use crate::kernels::{AdamwScalars, adamw_bf16_split, adamw_f32};
+use crate::{Dtype, GradientSource, MOMENT_BYTES, OptimError, Pending, Result, UPDATE_BYTES_PER_ELEMENT};
+
+/// How long an update slot may take to come free before the drive counts as hung, in seconds.
+const PATIENCE_SECONDS: u64 = 120;
+
+/// A raw address of host memory whose owner outlives the job it is given to.
+#[derive(Debug, Clone, Copy)]
+pub struct Address(pub *mut u8);
+
+// SAFETY: an address is a number; whoever makes it vouches for the memory until the job has ended.
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+/// The weights of a unit: where they are on the SSD and the lease they are read into.
+pub struct UnitWeights {
+    /// The unit's packed weights.
+    pub extent: Extent,
+    /// Buffer of at least `bytes` bytes.
+    pub lease: Arc<Lease>,
+    /// Length to read.
+    pub bytes: usize,
+}
+
+/// Elements of a tensor that one optimizer step updates with the same hyper-parameters.
+pub struct Segment {
+    /// First element within the tensor.
+    pub start: usize,
+    /// Number of elements.
+    pub numel: usize,
+    /// Hyper-parameters of this step.
+    pub scalars: AdamwScalars,
+    /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
+    pub host: Option<(Address, Address)>,
+}
+
+/// One tensor of the store to be updated: its states and what to do.
+pub struct UpdateTensor {
+    /// Element type of weight and gradient.
+    pub dtype: Dtype,
+    /// Elements, padding included.
+    pub numel: usize,
+    /// Where the weights begin in the unit, in bytes; ignored for tensors in host memory.
+    pub weight_offset: usize,
+    /// First moment, fp32.
+    pub exp_avg: Extent,
+    /// Second moment, fp32.
+    pub exp_avg_sq: Extent,
+    /// Low half of the master, for bf16 weights.
+    pub low: Option<Extent>,
+    /// Whether the states have been written; before, they are zero and are not read.
+    pub initialized: bool,
+    /// The gradient.
+    pub gradient: GradientSource,
+    /// What to update, in ascending order; elements in no segment stay as they are.
+    pub segments: Vec<Segment>,
+}
+
+/// A job under way.
+#[derive(Default)]
+pub struct Ticket {
+    ready: Pending,
+}
+
+impl Ticket {
+    /// Waits until the unit's (updated) weights are in the lease. Write-back may still be under way; the
+    /// unit's [`Pending`] counts it.
+    pub fn wait(&self) -> Result<()> {
+        self.ready.wait()
+    }
+
+    /// Whether [`Ticket::wait`] would return at once.
+    pub fn is_ready(&self) -> bool {
+        self.ready.is_idle()
+    }
+}
+
+/// Reads units, updating them on the way where asked, in a pipeline over bounded staging: while one chunk
+/// is computed, the next are read and the last are written.
+pub struct Executor {
+    jobs: Option<Sender<Job>>,
+    threads: Vec<JoinHandle<()>>,
+    owner_pid: u32,
+}
+
+struct Job {
+    pending: Arc<Pending>,
+    weights: Option<UnitWeights>,
+    updates: Vec<UpdateTensor>,
+    ticket: Arc<Ticket>,
+}
+
+/// A piece of a tensor on its way through the pipeline.
+struct Work {
+    tensor: Arc<UpdateTensor>,
+    first: usize,
+    numel: usize,
+    slot: Arc<Lease>,
+    /// The chunk's weights in the unit's lease, with their place on the SSD.
+    weights: Option<(LeaseSlice, Extent, usize)>,
+    gradient_chunk: Option<Chunk>,
+    reads_left: AtomicUsize,
+    error: Mutex<Option<OptimError>>,
+    pending: Arc<Pending>,
+    ticket: Arc<Ticket>,
+}
+
+impl Executor {
+    /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of
+    /// `chunk_elements *` [`UPDATE_BYTES_PER_ELEMENT`] bytes; `chunk_elements` is a multiple of 65,536.
+    pub fn new(store: Arc<Store>, slots: Pool, chunk_elements: usize, compute_threads: usize) -> Self {
+        let (jobs, accepted) = unbounded::<Job>();
+        let (computed, work) = unbounded::<Arc<Work>>();
+        let mut threads = Vec::new();
+        for index in 0..compute_threads.max(1) {
+            let (work, store): (Receiver<Arc<Work>>, _) = (work.clone(), Arc::clone(&store));
+            threads.push(spawn(format!("memascend-update-{index}"), move || {
+                for work in work {
+                    compute(&store, work, chunk_elements);
+                }
+            }));
+        }
+        let coordinator = Coordinator { store, slots, chunk_elements, computed };
+        threads.push(spawn("memascend-executor".into(), move || {
+            for job in accepted {
+                coordinator.run(job);
+            }
+        }));
+        Self { jobs: Some(jobs), threads, owner_pid: std::process::id() }
+    }
+
+    /// Starts reading `weights`, applying `updates` on the way. Waits first for whatever `pending` counts:
+    /// earlier write-back of the same unit and spills of its gradients.
+    pub fn fetch(
+        &self,
+        pending: Arc<Pending>,
+        weights: Option<UnitWeights>,
+        updates: Vec<UpdateTensor>,
+    ) -> Arc<Ticket> {
+        let ticket = Arc::new(Ticket::default());
+        ticket.ready.begin(1);
+        let job = Job { pending, weights, updates, ticket: Arc::clone(&ticket) };
+        if self.jobs.as_ref().expect("open until dropped").send(job).is_err() {
+            ticket.ready.end(Err(OptimError::Closed));
+        }
+        ticket
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        // The threads did not come along into a forked child.
+        if self.owner_pid != std::process::id() {
+            return;
+        }
+        self.jobs = None;
+        // The coordinator is last: when it ends, its channel closes and the kernel threads follow.
+        for thread in self.threads.drain(..).rev() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+    std::thread::Builder::new().name(name).spawn(run).expect("the system can start a thread")
+}
+
+struct Coordinator {
+    store: Arc<Store>,
+    slots: Pool,
+    chunk_elements: usize,
+    computed: Sender<Arc<Work>>,
+}
+
+impl Coordinator {
+    fn run(&self, job: Job) {
+        let Job { pending, weights, updates, ticket } = job;
+        let started = pending.wait().and_then(|()| self.start(&pending, weights.as_ref(), updates, &ticket));
+        ticket.ready.end(started);
+    }
+
+    fn start(
+        &self,
+        pending: &Arc<Pending>,
+        weights: Option<&UnitWeights>,
+        mut updates: Vec<UpdateTensor>,
+        ticket: &Arc<Ticket>,
+    ) -> Result<()> {
+        updates.sort_by_key(|tensor| tensor.weight_offset);
+        if let Some(weights) = weights {
+            let mut position = 0;
+            for tensor in &updates {
+                self.read_weights(weights, position, tensor.weight_offset, ticket);
+                position = tensor.weight_offset + round_up_to_page(tensor.numel * tensor.dtype.bytes());
+            }
+            self.read_weights(weights, position, round_up_to_page(weights.bytes), ticket);
+        }
+        for tensor in updates {
+            let tensor = Arc::new(tensor);
+            for first in (0..tensor.numel).step_by(self.chunk_elements) {
+                let numel = self.chunk_elements.min(tensor.numel - first);
+                self.start_chunk(pending, weights, &tensor, first, numel, ticket)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the weights that no update touches.
+    fn read_weights(&self, weights: &UnitWeights, start: usize, end: usize, ticket: &Arc<Ticket>) {
+        if start >= end {
+            return;
+        }
+        ticket.ready.begin(1);
+        let ticket = Arc::clone(ticket);
+        let buffer = LeaseSlice::new(Arc::clone(&weights.lease), start, end - start);
+        let done = Box::new(move |result: std::result::Result<(), _>| {
+            ticket.ready.end(result.map_err(OptimError::from))
+        });
+        self.store.transfer(Operation::Read, weights.extent, start as u64, buffer, done);
+    }
+
+    fn start_chunk(
+        &self,
+        pending: &Arc<Pending>,
+        weights: Option<&UnitWeights>,
+        tensor: &Arc<UpdateTensor>,
+        first: usize,
+        numel: usize,
+        ticket: &Arc<Ticket>,
+    ) -> Result<()> {
+        let slot_bytes = self.chunk_elements * UPDATE_BYTES_PER_ELEMENT;
+        let slot = self.slots.lease(slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
+        let slot = Arc::new(slot.ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })?);
+        let areas = Areas::new(&slot, tensor.dtype, self.chunk_elements, numel);
+        let element = tensor.dtype.bytes();
+        let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
+        if tensor.initialized {
+            reads.push((tensor.exp_avg, first * MOMENT_BYTES, areas.exp_avg.clone()));
+            reads.push((tensor.exp_avg_sq, first * MOMENT_BYTES, areas.exp_avg_sq.clone()));
+            if let Some(low) = tensor.low {
+                reads.push((low, first * tensor.dtype.low_bytes(), areas.low.clone()));
+            }
+        } else {
+            for area in [&areas.exp_avg, &areas.exp_avg_sq, &areas.low] {
+                // SAFETY: the slot is fresh: nobody else knows it yet.
+                unsafe { area.as_mut_slice() }.fill(0);
+            }
+        }
+        let gradient_chunk = match &tensor.gradient.place {
+            SourcePlace::Chunks { extent, chunks } => {
+                let chunk = chunks[first / self.chunk_elements].clone();
+                if matches!(chunk, Chunk::Ssd) {
+                    reads.push((*extent, first * element, areas.gradient.clone()));
+                }
+                Some(chunk)
+            }
+            SourcePlace::Packed { .. } | SourcePlace::Addresses => None,
+        };
+        let weights = weights.map(|weights| {
+            let offset = tensor.weight_offset + first * element;
+            let bytes = round_up_to_page(numel * element);
+            let range = LeaseSlice::new(Arc::clone(&weights.lease), offset, bytes);
+            reads.push((weights.extent, offset, range.clone()));
+            (range, weights.extent, offset)
+        });
+        ticket.ready.begin(1);
+        let work = Arc::new(Work {
+            tensor: Arc::clone(tensor),
+            first,
+            numel,
+            slot,
+            weights,
+            gradient_chunk,
+            reads_left: AtomicUsize::new(reads.len() + 1),
+            error: Mutex::new(None),
+            pending: Arc::clone(pending),
+            ticket: Arc::clone(ticket),
+        });
+        for (extent, offset, buffer) in reads {
+            let (work, computed) = (Arc::clone(&work), self.computed.clone());
+            let done = Box::new(move |result: std::result::Result<(), _>| {
+                work.read_ended(result.map_err(OptimError::from), &computed);
+            });
+            self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
+        }
+        work.read_ended(Ok(()), &self.computed);
+        Ok(())
+    }
+}
+
+impl Work {
+    fn read_ended(self: &Arc<Self>, result: Result<()>, computed: &Sender<Arc<Work>>) {
+        if let Err(error) = result {
+            self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+        if self.reads_left.fetch_sub(1, Ordering::AcqRel) == 1 && computed.send(Arc::clone(self)).is_err() {
+            self.ticket.ready.end(Err(OptimError::Closed));
+        }
+    }
+}
+
+/// The parts of an update slot.
+struct Areas {
+    exp_avg: LeaseSlice,
+    exp_avg_sq: LeaseSlice,
+    low: LeaseSlice,
+    gradient: LeaseSlice,
+}
+
+impl Areas {
+    /// Areas for `numel` elements, each at the place that a full chunk would give it.
+    fn new(slot: &Arc<Lease>, dtype: Dtype, chunk_elements: usize, numel: usize) -> Self {
+        let mut offset = 0;
+        let mut area = |bytes_per_element: usize| {
+            let slice =
+                LeaseSlice::new(Arc::clone(slot), offset, round_up_to_page(numel * bytes_per_element));
+            offset += chunk_elements * bytes_per_element;
+            slice
+        };
+        Self {
+            exp_avg: area(MOMENT_BYTES),
+            exp_avg_sq: area(MOMENT_BYTES),
+            low: area(dtype.low_bytes()),
+            gradient: area(dtype.bytes()),
+        }
+    }
+}
+
+/// Runs the kernel on a chunk whose reads have ended and starts its write-back.
+fn compute(store: &Store, work: Arc<Work>, chunk_elements: usize) {
+    let failed = work.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(error) = failed {
+        work.ticket.ready.end(Err(error));
+        return;
+    }
+    let areas = Areas::new(&work.slot, work.tensor.dtype, chunk_elements, work.numel);
+    for segment in &work.tensor.segments {
+        let start = segment.start.max(work.first);
+        let end = (segment.start + segment.numel).min(work.first + work.numel);
+        if start < end {
+            update(&work, segment, &areas, start, end - start);
+        }
+    }
+    let tensor = &work.tensor;
+    let mut writes = vec![
+        (tensor.exp_avg, work.first * MOMENT_BYTES, areas.exp_avg),
+        (tensor.exp_avg_sq, work.first * MOMENT_BYTES, areas.exp_avg_sq),
+    ];
+    if let Some(low) = tensor.low {
+        writes.push((low, work.first * tensor.dtype.low_bytes(), areas.low));
+    }
+    if let Some((range, extent, offset)) = &work.weights {
+        writes.push((*extent, *offset, range.clone()));
+    }
+    // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
+    work.pending.begin(writes.len());
+    for (extent, offset, buffer) in writes {
+        let pending = Arc::clone(&work.pending);
+        let done =
+            Box::new(move |result: std::result::Result<(), _>| pending.end(result.map_err(OptimError::from)));
+        store.transfer(Operation::Write, extent, offset as u64, buffer, done);
+    }
+    work.ticket.ready.end(Ok(()));
+}
+
+/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the chunk.
+fn update(work: &Work, segment: &Segment, areas: &Areas, start: usize, numel: usize) {
+    let tensor = &work.tensor;
+    let element = tensor.dtype.bytes();
+    let local = start - work.first;
+    let state = |area: &LeaseSlice, bytes: usize| area.narrow(local * bytes, numel * bytes);
+    // SAFETY (this and the following): the chunk's reads have ended, and until its writes are submitted this
+    // thread alone knows the slot's areas and the chunk's weights; segments do not overlap. Addresses of host
+    // memory are vouched for by whoever made the segment, until the ticket is ready.
+    let weight: &mut [u8] = match (&segment.host, &work.weights) {
+        (Some((weight, _)), _) => {
+            let offset = (start - segment.start) * element;
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts_mut(weight.0.add(offset), numel * element) }
+        }
+        (None, Some((range, ..))) => {
+            let range = range.narrow(local * element, numel * element);
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts_mut(range.address().as_ptr(), range.bytes()) }
+        }
+        (None, None) => unreachable!("a segment without an address belongs to a unit"),
+    };
+    let gradient: &[u8] = match (&segment.host, &tensor.gradient.place, &work.gradient_chunk) {
+        (Some((_, gradient)), SourcePlace::Addresses, _) => {
+            let offset = (start - segment.start) * element;
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts(gradient.0.add(offset), numel * element) }
+        }
+        (_, SourcePlace::Packed { buffer }, _) => {
+            let range = buffer.narrow(start * element, numel * element);
+            // SAFETY: see above; captures into the pack wait for this update.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        (_, SourcePlace::Chunks { .. }, Some(Chunk::Host(lease))) => {
+            let range = LeaseSlice::new(Arc::clone(lease), local * element, numel * element);
+            // SAFETY: see above; the chunk was handed over by the gradient's record.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
+            let range = state(&areas.gradient, element);
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        _ => unreachable!("a segment is updated only where its gradient was captured"),
+    };
+    let (exp_avg, exp_avg_sq) = (state(&areas.exp_avg, MOMENT_BYTES), state(&areas.exp_avg_sq, MOMENT_BYTES));
+    let low = state(&areas.low, tensor.dtype.low_bytes());
+    // SAFETY: see above.
+    let (exp_avg, exp_avg_sq, low) =
+        unsafe { (exp_avg.as_mut_slice(), exp_avg_sq.as_mut_slice(), low.as_mut_slice()) };
+    match tensor.dtype {
+        Dtype::Bf16 => adamw_bf16_split(
+            cast_mut(weight),
+            cast_mut(low),
+            cast_mut(exp_avg),
+            cast_mut(exp_avg_sq),
+            cast(gradient),
+            &segment.scalars,
+        ),
+        Dtype::F32 => adamw_f32(
+            cast_mut(weight),
+            cast_mut(exp_avg),
+            cast_mut(exp_avg_sq),
+            cast(gradient),
+            &segment.scalars,
+        ),
+    }
+}

@@ -1,0 +1,101 @@
+//! One body per kernel, compiled once per instruction set and chosen at run time.
+
+/// An instruction set that the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW and VL (x86-64).
+    Avx512,
+    /// AVX2 (x86-64).
+    Avx2,
+    /// What every machine of the architecture has: SSE2 on x86-64, NEON on aarch64.
+    Baseline,
+}
+
+impl Isa {
+    /// Every instruction set, the widest first.
+    const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Baseline];
+
+    /// Whether this machine can run it. The standard library caches the detection.
+    #[inline]
+    pub fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Baseline => true,
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx512 | Isa::Avx2 => false,
+        }
+    }
+
+    /// The instruction sets this machine can run, the widest first; [`Isa::Baseline`] is always last.
+    pub fn available() -> Vec<Isa> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+    }
+
+    /// The widest instruction set this machine can run.
+    #[inline]
+    pub fn best() -> Isa {
+        Self::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Isa::Baseline)
+    }
+}
+
+/// Defines a kernel from its `#[inline(always)]` body: `NAME(…)` runs on the widest instruction set,
+/// `WITH(isa, …)` on a chosen one.
+macro_rules! kernel {
+    (
+        $(#[$doc:meta])*
+        pub fn $name:ident / $with:ident ($($arg:ident: $ty:ty),+ $(,)?) = $body:path;
+    ) => {
+        $(#[$doc])*
+        pub fn $name($($arg: $ty),+) {
+            $with($crate::kernels::Isa::best(), $($arg),+);
+        }
+
+        #[doc = concat!("[`", stringify!($name), "`] on a chosen instruction set: the same bits.")]
+        ///
+        /// # Panics
+        #[doc = concat!("As [`", stringify!($name), "`], and when this machine lacks `isa`.")]
+        pub fn $with(isa: $crate::kernels::Isa, $($arg: $ty),+) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+            fn avx512($($arg: $ty),+) {
+                $body($($arg),+);
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $ty),+) {
+                $body($($arg),+);
+            }
+
+            assert!(isa.is_available(), "this machine cannot run {isa:?} kernels");
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the assertion above found every feature the function is compiled for.
+                $crate::kernels::Isa::Avx512 => unsafe { avx512($($arg),+) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the assertion above found every feature the function is compiled for.
+                $crate::kernels::Isa::Avx2 => unsafe { avx2($($arg),+) },
+                _ => $body($($arg),+),
+            }
+        }
+    };
+}
+pub(super) use kernel;
+
+#[cfg(test)]
+mod tests {
+    use super::Isa;
+
+    #[test]
+    fn the_best_is_the_first_available_and_baseline_is_always_there() {
+        let available = Isa::available();
+        assert_eq!(available.first(), Some(&Isa::best()));
+        assert_eq!(available.last(), Some(&Isa::Baseline));
+    }
+}

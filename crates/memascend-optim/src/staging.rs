@@ -1,0 +1,129 @@
+use std::collections::VecDeque;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
+use memascend_nvme::Operation;
+use memascend_store::{Extent, Store};
+
+use crate::{OptimError, Pending, Result};
+
+/// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
+const PATIENCE_SECONDS: u64 = 120;
+/// Chunks read ahead of the one being consumed.
+const READ_AHEAD: usize = 4;
+
+/// Moves ordinary memory to and from the store through aligned pool buffers, one chunk at a time.
+#[derive(Clone)]
+pub struct Staging {
+    store: Arc<Store>,
+    pool: Pool,
+    chunk_bytes: usize,
+}
+
+impl Staging {
+    /// Staging through buffers of `chunk_bytes` bytes of `pool`.
+    pub fn new(store: Arc<Store>, pool: Pool, chunk_bytes: usize) -> Self {
+        Self { store, pool, chunk_bytes }
+    }
+
+    /// Bytes of one chunk.
+    pub fn chunk_bytes(&self) -> usize {
+        self.chunk_bytes
+    }
+
+    /// The store behind.
+    pub fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    /// A chunk if more than `reserve` are free: for data that may stay in host memory.
+    pub fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
+        if self.pool.free_count(self.chunk_bytes) <= reserve {
+            return Ok(None);
+        }
+        Ok(self.pool.try_lease(self.chunk_bytes)?.map(Arc::new))
+    }
+
+    /// A chunk, waiting for a transfer to return one.
+    pub fn chunk(&self) -> Result<Arc<Lease>> {
+        let lease = self.pool.lease(self.chunk_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
+        lease.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
+    }
+
+    /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` learns of the end.
+    pub fn write_chunk(
+        &self,
+        extent: Extent,
+        offset: usize,
+        chunk: Arc<Lease>,
+        bytes: usize,
+        pending: &Arc<Pending>,
+    ) {
+        pending.begin(1);
+        let pending = Arc::clone(pending);
+        let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(bytes));
+        let done =
+            Box::new(move |result: std::result::Result<(), _>| pending.end(result.map_err(OptimError::from)));
+        self.store.transfer(Operation::Write, extent, offset as u64, buffer, done);
+    }
+
+    /// Copies `source` out to `extent`. Returns when all of it is copied; `pending` learns when it is written.
+    pub fn write(&self, extent: Extent, source: &[u8], pending: &Arc<Pending>) -> Result<()> {
+        for (index, part) in source.chunks(self.chunk_bytes).enumerate() {
+            let chunk = self.chunk()?;
+            let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
+            // SAFETY: the lease is fresh and nobody else knows it.
+            unsafe { buffer.as_mut_slice() }.copy_from_slice(part);
+            self.write_chunk(extent, index * self.chunk_bytes, chunk, part.len(), pending);
+        }
+        Ok(())
+    }
+
+    /// Reads `target.len()` bytes of `extent`, whose writes have ended.
+    pub fn read(&self, extent: Extent, target: &mut [u8]) -> Result<()> {
+        let chunk_bytes = self.chunk_bytes;
+        let bytes = target.len();
+        let mut parts = target.chunks_mut(chunk_bytes);
+        self.read_chunks(extent, chunk_bytes, 0..bytes.div_ceil(chunk_bytes), bytes, |_, chunk, length| {
+            let part = parts.next().expect("as many chunks as parts");
+            let source = LeaseSlice::new(chunk, 0, length);
+            // SAFETY: the read has ended and the chunk is ours alone.
+            part.copy_from_slice(unsafe { source.as_slice() });
+            Ok(())
+        })
+    }
+
+    /// Calls `consume(index, chunk, bytes)` for each piece of `chunk_bytes` bytes of `extent` (of which `bytes`
+    /// count) in `range`, in order, reading ahead as far as free buffers allow.
+    pub fn read_chunks(
+        &self,
+        extent: Extent,
+        chunk_bytes: usize,
+        range: std::ops::Range<usize>,
+        bytes: usize,
+        mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,
+    ) -> Result<()> {
+        let mut ahead = VecDeque::new();
+        let mut next = range.start;
+        while next < range.end || !ahead.is_empty() {
+            while next < range.end && ahead.len() < READ_AHEAD {
+                // Only the first may wait: it holds nothing that somebody else could be waiting for.
+                let chunk = if ahead.is_empty() { Some(self.chunk()?) } else { self.spare_chunk(1)? };
+                let Some(chunk) = chunk else { break };
+                let length = chunk_bytes.min(bytes - next * chunk_bytes);
+                let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, round_up_to_page(length));
+                let (sender, receiver) = mpsc::sync_channel(1);
+                let offset = (next * chunk_bytes) as u64;
+                let done = Box::new(move |result| drop(sender.send(result)));
+                self.store.transfer(Operation::Read, extent, offset, buffer, done);
+                ahead.push_back((next, chunk, length, receiver));
+                next += 1;
+            }
+            let (index, chunk, length, receiver) = ahead.pop_front().expect("a chunk was just requested");
+            receiver.recv().map_err(|_| OptimError::Closed)?.map_err(OptimError::from)?;
+            consume(index, chunk, length)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,39 @@
+use memascend_mem::MemError;
+use memascend_optim::OptimError;
+use memascend_store::StoreError;
+use pyo3::prelude::*;
+
+/// Raises `memascend.errors.StoreError(errno, message)`.
+pub(crate) fn store_error(error: &StoreError) -> PyErr {
+    raise("StoreError", (error.errno(), error.to_string()))
+}
+
+/// Raises `memascend.errors.HostMemoryError(message)`.
+pub(crate) fn memory_error(error: &MemError) -> PyErr {
+    raise("HostMemoryError", (error.to_string(),))
+}
+
+/// Raises the Python exception of an executor error.
+pub(crate) fn optim_error(error: &OptimError) -> PyErr {
+    match error {
+        OptimError::Store(source) => store_error(source),
+        OptimError::Memory(source) => memory_error(source),
+        other => raise("MemascendError", (other.to_string(),)),
+    }
+}
+
+fn raise<A>(class: &str, arguments: A) -> PyErr
+where
+    A: for<'py> pyo3::call::PyCallArgs<'py>,
+{
+    Python::attach(|py| {
+        let built = py
+            .import("memascend.errors")
+            .and_then(|module| module.getattr(class))
+            .and_then(|class| class.call1(arguments));
+        match built {
+            Ok(value) => PyErr::from_value(value),
+            Err(error) => error,
+        }
+    })
+}

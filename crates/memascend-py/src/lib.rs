@@ -1,0 +1,19 @@
+//! Python bindings: conversions and nothing else.
+
+mod errors;
+mod host;
+mod lease;
+mod runtime;
+
+use pyo3::prelude::*;
+
+/// The native core of memascend.
+#[pymodule]
+mod _memascend {
+    #[pymodule_export]
+    use crate::host::{adamw_host, gradient_stats};
+    #[pymodule_export]
+    use crate::lease::LeaseBuffer;
+    #[pymodule_export]
+    use crate::runtime::{Extent, Runtime, Stash, Ticket};
+}

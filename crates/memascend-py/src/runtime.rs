@@ -1,0 +1,458 @@
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use memascend_mem::{
+    HostAllocator, LeaseSlice, LockedAllocator, PageableAllocator, Pool, SizeClass, round_up_to_page,
+};
+use memascend_nvme::{EngineChoice, Operation};
+use memascend_optim::{
+    Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging,
+    UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor,
+};
+use memascend_store::{Store, StoreOptions};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::{memory_error, optim_error, store_error};
+use crate::host::{ScalarsTuple, parse_dtype, scalars};
+use crate::lease::LeaseBuffer;
+
+/// A tensor's place in the store.
+#[pyclass(frozen, eq, hash, module = "memascend._memascend")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Extent(memascend_store::Extent);
+
+#[pymethods]
+impl Extent {
+    /// Length in bytes, whole blocks.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+}
+
+/// A fetch under way.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Ticket(Arc<memascend_optim::Ticket>);
+
+#[pymethods]
+impl Ticket {
+    /// Waits until the unit's weights are in their buffer.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))
+    }
+
+    /// Whether `wait` would return at once.
+    fn is_ready(&self) -> bool {
+        self.0.is_ready()
+    }
+}
+
+#[derive(FromPyObject)]
+struct SegmentArgument {
+    start: usize,
+    numel: usize,
+    scalars: ScalarsTuple,
+    /// `(weight, gradient)` addresses for a tensor in host memory.
+    host: Option<(usize, usize)>,
+}
+
+#[derive(FromPyObject)]
+struct UpdateArgument<'py> {
+    dtype: String,
+    numel: usize,
+    weight_offset: usize,
+    exp_avg: Bound<'py, Extent>,
+    exp_avg_sq: Bound<'py, Extent>,
+    low: Option<Bound<'py, Extent>>,
+    initialized: bool,
+    gradient: Option<usize>,
+    segments: Vec<SegmentArgument>,
+}
+
+struct Parts {
+    executor: Executor,
+    gradients: Gradients,
+    staging: Arc<Staging>,
+    store: Arc<Store>,
+    units: Pool,
+    packs: Pool,
+    pools: Vec<Pool>,
+}
+
+/// One training run's native side: store, arena, gradients and step executor.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Runtime {
+    parts: Mutex<Option<Arc<Parts>>>,
+    pending: Mutex<Vec<Arc<Pending>>>,
+    notices: Mutex<Vec<String>>,
+}
+
+impl Runtime {
+    fn parts(&self) -> PyResult<Arc<Parts>> {
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
+    }
+
+    fn unit(&self, unit: usize) -> Arc<Pending> {
+        Arc::clone(&self.pending.lock().unwrap_or_else(PoisonError::into_inner)[unit])
+    }
+}
+
+#[pymethods]
+impl Runtime {
+    /// Creates the store and reserves the arena.
+    ///
+    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan; `chunk_bytes * chunk_count` is staging
+    /// for gradients and activations, `chunk_elements` what one of `slot_count` update slots holds.
+    #[new]
+    #[pyo3(signature = (
+        store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_count, *,
+        engine = "auto", direct = true, locked = true, compute_threads = 1
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        store: Vec<PathBuf>,
+        units: Vec<(String, usize, usize)>,
+        packs: Vec<(String, usize, usize)>,
+        chunk_bytes: usize,
+        chunk_count: usize,
+        chunk_elements: usize,
+        slot_count: usize,
+        engine: &str,
+        direct: bool,
+        locked: bool,
+        compute_threads: usize,
+    ) -> PyResult<Self> {
+        let engine = match engine {
+            "auto" => EngineChoice::Auto,
+            "ring" => EngineChoice::Ring,
+            "threads" => EngineChoice::Threads,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown engine {other:?}: auto, ring or threads"
+                )));
+            }
+        };
+        let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
+        let groups = [
+            units.into_iter().map(line).collect(),
+            packs.into_iter().map(line).collect(),
+            vec![line(("staging".into(), chunk_bytes, chunk_count))],
+            vec![line(("update slots".into(), chunk_elements * UPDATE_BYTES_PER_ELEMENT, slot_count))],
+        ];
+        let (store, pools, notices) = py.detach(|| {
+            let store =
+                Store::create(&store, StoreOptions { engine, direct }).map_err(|e| store_error(&e))?;
+            let mut notices = store.notices().to_vec();
+            let pageable: &dyn HostAllocator = &PageableAllocator;
+            let pools = match Pool::carve(if locked { &LockedAllocator } else { pageable }, &groups) {
+                Err(refused) if locked => {
+                    notices.push(format!("{refused}; using pageable memory instead"));
+                    Pool::carve(pageable, &groups)
+                }
+                other => other,
+            };
+            PyResult::Ok((Arc::new(store), pools.map_err(|e| memory_error(&e))?, notices))
+        })?;
+        let [units, packs, chunks, slots] =
+            <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
+        let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
+        let parts = Parts {
+            executor: Executor::new(Arc::clone(&store), slots, chunk_elements, compute_threads),
+            gradients: Gradients::new(staging.clone(), chunk_elements),
+            staging: Arc::new(staging),
+            store,
+            units,
+            packs,
+            pools,
+        };
+        Ok(Self {
+            parts: Mutex::new(Some(Arc::new(parts))),
+            pending: Mutex::default(),
+            notices: Mutex::new(notices),
+        })
+    }
+
+    /// A number for a new unit, under which its transfers are ordered.
+    fn add_unit(&self) -> usize {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        pending.push(Arc::default());
+        pending.len() - 1
+    }
+
+    /// Room for a tensor of `bytes` bytes in the store.
+    fn allocate(&self, py: Python<'_>, name: &str, bytes: u64) -> PyResult<Extent> {
+        let parts = self.parts()?;
+        py.detach(|| parts.store.allocate(name, bytes)).map(Extent).map_err(|error| store_error(&error))
+    }
+
+    /// Raises StoreError if `bytes` more bytes do not fit on the volumes.
+    fn check_room(&self, bytes: u64) -> PyResult<()> {
+        self.parts()?.store.check_room(bytes).map_err(|error| store_error(&error))
+    }
+
+    /// A free unit buffer of at least `bytes` bytes, or None.
+    fn lease_unit(&self, bytes: usize) -> PyResult<Option<LeaseBuffer>> {
+        let lease = self.parts()?.units.try_lease(bytes).map_err(|error| memory_error(&error))?;
+        Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
+    }
+
+    /// Starts reading a unit's weights into `lease`, applying `updates` on the way; without `extent` only the
+    /// updates run, on tensors in host memory.
+    #[pyo3(signature = (unit, extent, lease, bytes, updates))]
+    fn fetch(
+        &self,
+        unit: usize,
+        extent: Option<&Bound<'_, Extent>>,
+        lease: Option<&Bound<'_, LeaseBuffer>>,
+        bytes: usize,
+        updates: Vec<UpdateArgument<'_>>,
+    ) -> PyResult<Ticket> {
+        let parts = self.parts()?;
+        let updates = updates
+            .into_iter()
+            .map(|update| {
+                let address = |value: usize| Address(value as *mut u8);
+                let segments = update.segments.into_iter().map(|segment| Segment {
+                    start: segment.start,
+                    numel: segment.numel,
+                    scalars: scalars(segment.scalars),
+                    host: segment.host.map(|(weight, gradient)| (address(weight), address(gradient))),
+                });
+                Ok(UpdateTensor {
+                    dtype: parse_dtype(&update.dtype)?,
+                    numel: update.numel,
+                    weight_offset: update.weight_offset,
+                    exp_avg: update.exp_avg.get().0,
+                    exp_avg_sq: update.exp_avg_sq.get().0,
+                    low: update.low.map(|low| low.get().0),
+                    initialized: update.initialized,
+                    gradient: match update.gradient {
+                        Some(id) => parts.gradients.take(GradientId(id)),
+                        None => GradientSource::addresses(),
+                    },
+                    segments: segments.collect(),
+                })
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        let weights = match (extent, lease) {
+            (Some(extent), Some(lease)) => {
+                Some(UnitWeights { extent: extent.get().0, lease: Arc::clone(&lease.get().lease), bytes })
+            }
+            _ => None,
+        };
+        Ok(Ticket(parts.executor.fetch(self.unit(unit), weights, updates)))
+    }
+
+    /// Starts writing the first `bytes` bytes of `lease` to a unit's extent.
+    fn write_unit(
+        &self,
+        unit: usize,
+        extent: &Bound<'_, Extent>,
+        lease: &Bound<'_, LeaseBuffer>,
+        bytes: usize,
+    ) -> PyResult<()> {
+        let pending = self.unit(unit);
+        let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), 0, round_up_to_page(bytes));
+        pending.begin(1);
+        let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
+            pending.end(result.map_err(memascend_optim::OptimError::from));
+        });
+        self.parts()?.store.transfer(Operation::Write, extent.get().0, 0, buffer, done);
+        Ok(())
+    }
+
+    /// Waits until nothing of a unit is under way; raises what failed.
+    fn wait_unit(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
+        let pending = self.unit(unit);
+        py.detach(|| pending.wait()).map_err(|error| optim_error(&error))
+    }
+
+    /// Makes room for the gradient of a tensor of `unit` that moves alone; returns its number.
+    fn create_gradient(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        name: &str,
+        dtype: &str,
+        numel: usize,
+    ) -> PyResult<usize> {
+        let (parts, pending, dtype) = (self.parts()?, self.unit(unit), parse_dtype(dtype)?);
+        py.detach(|| parts.gradients.create(name, dtype, numel, pending))
+            .map(|id| id.0)
+            .map_err(|error| optim_error(&error))
+    }
+
+    /// Makes room in host memory for the gradients of small tensors packed together; returns their number.
+    fn create_packed_gradient(&self, dtype: &str, numel: usize) -> PyResult<usize> {
+        let (parts, dtype) = (self.parts()?, parse_dtype(dtype)?);
+        let bytes = numel * dtype.bytes();
+        let lease = parts.packs.try_lease(bytes).map_err(|error| memory_error(&error))?;
+        let lease = lease.ok_or_else(|| PyRuntimeError::new_err("the plan holds one buffer per pack"))?;
+        let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
+        Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
+    }
+
+    /// Takes over `numel` gradient elements at address `source`; returns `(sum of squares, any non-finite)`.
+    fn capture(
+        &self,
+        py: Python<'_>,
+        gradient: usize,
+        start: usize,
+        source: usize,
+        numel: usize,
+        accumulate: bool,
+    ) -> PyResult<(f64, bool)> {
+        let parts = self.parts()?;
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements and holds it for the call.
+        let capture = || unsafe {
+            parts.gradients.capture(GradientId(gradient), start, source as *const u8, numel, accumulate)
+        };
+        let stats = py.detach(capture).map_err(|error| optim_error(&error))?;
+        Ok((stats.sum_squares, stats.non_finite))
+    }
+
+    /// Forgets a gradient.
+    fn clear_gradient(&self, gradient: usize) -> PyResult<()> {
+        self.parts()?.gradients.clear(GradientId(gradient));
+        Ok(())
+    }
+
+    /// Copies a gradient of `bytes` bytes to address `target`.
+    fn read_gradient(&self, py: Python<'_>, gradient: usize, target: usize, bytes: usize) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| {
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            let target = unsafe { std::slice::from_raw_parts_mut(target as *mut u8, bytes) };
+            parts.gradients.read(GradientId(gradient), target)
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Copies `bytes` bytes at address `source` to the SSD; returns the handle to get them back.
+    fn stash(&self, py: Python<'_>, source: usize, bytes: usize) -> PyResult<Stash> {
+        let parts = self.parts()?;
+        py.detach(|| {
+            let extent =
+                parts.store.allocate("activation", bytes as u64).map_err(|error| store_error(&error))?;
+            let stash =
+                Stash { staging: Arc::downgrade(&parts.staging), extent, bytes, pending: Arc::default() };
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            let source = unsafe { std::slice::from_raw_parts(source as *const u8, bytes) };
+            parts.staging.write(extent, source, &stash.pending).map_err(|error| optim_error(&error))?;
+            Ok(stash)
+        })
+    }
+
+    /// Reads the first `bytes` bytes of an extent to address `target`.
+    fn read(&self, py: Python<'_>, extent: &Bound<'_, Extent>, target: usize, bytes: usize) -> PyResult<()> {
+        let (parts, extent) = (self.parts()?, extent.get().0);
+        py.detach(|| {
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            let target = unsafe { std::slice::from_raw_parts_mut(target as *mut u8, bytes) };
+            parts.staging.read(extent, target)
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Writes `bytes` bytes at address `source` to an extent and waits for the end.
+    fn write(&self, py: Python<'_>, extent: &Bound<'_, Extent>, source: usize, bytes: usize) -> PyResult<()> {
+        let (parts, extent) = (self.parts()?, extent.get().0);
+        py.detach(|| {
+            let pending = Arc::new(Pending::default());
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            let source = unsafe { std::slice::from_raw_parts(source as *const u8, bytes) };
+            parts.staging.write(extent, source, &pending)?;
+            pending.wait()
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Counters: bytes moved, host bytes in use, reserved and at most, store bytes, engine.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let parts = self.parts()?;
+        let io = parts.store.counters();
+        let pools: Vec<_> = parts.pools.iter().map(Pool::counters).collect();
+        let stats = PyDict::new(py);
+        stats.set_item("ssd_bytes_read", io.bytes_read)?;
+        stats.set_item("ssd_bytes_written", io.bytes_written)?;
+        stats.set_item("ssd_requests", io.requests)?;
+        stats.set_item("store_bytes_used", parts.store.used_bytes())?;
+        stats.set_item("host_bytes_in_use", pools.iter().map(|pool| pool.live_bytes).sum::<usize>())?;
+        stats.set_item("host_bytes_peak", pools.iter().map(|pool| pool.live_bytes_max).sum::<usize>())?;
+        stats.set_item("host_bytes_reserved", pools.iter().map(|pool| pool.reserved_bytes).sum::<usize>())?;
+        stats.set_item("host_allocator", parts.units.allocator())?;
+        stats.set_item("engine", parts.store.engine_name())?;
+        stats.set_item("direct_io", parts.store.is_direct())?;
+        Ok(stats)
+    }
+
+    /// What the user should know.
+    #[getter]
+    fn notices(&self) -> Vec<String> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits for everything under way, closes the files and, unless `keep`, removes them. Closing twice is fine.
+    fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(parts) = parts else { return Ok(()) };
+        py.detach(|| {
+            let kept = if keep { parts.store.keep() } else { Ok(()) };
+            drop(parts);
+            kept
+        })
+        .map_err(|error| store_error(&error))
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+}
+
+/// Bytes moved out to the SSD for a while; their room is given back when the handle dies.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Stash {
+    staging: Weak<Staging>,
+    extent: memascend_store::Extent,
+    bytes: usize,
+    pending: Arc<Pending>,
+}
+
+#[pymethods]
+impl Stash {
+    /// Copies the bytes to address `target`.
+    fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
+        let Some(staging) = self.staging.upgrade() else {
+            return Err(PyRuntimeError::new_err("the offloaded model was closed"));
+        };
+        py.detach(|| {
+            self.pending.wait()?;
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            staging
+                .read(self.extent, unsafe { std::slice::from_raw_parts_mut(target as *mut u8, self.bytes) })
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Stash {
+    fn drop(&mut self) {
+        // The extent may be reused only after its writes have ended.
+        let _ = self.pending.wait();
+        if let Some(staging) = self.staging.upgrade() {
+            staging.store().free(self.extent);
+        }
+    }
+}

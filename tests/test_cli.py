@@ -1,0 +1,321 @@
+"""The command line: bad input, a whole small run, NaN, and Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
+
+from memascend import cli
+
+BUDGET = "256MiB"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A small Llama over bytes, in a Hugging Face directory without a tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=257,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def room(tmp_path, model_dir):
+    """A directory with a copy of the model, some text and a store; the arguments that use them."""
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
+    (tmp_path / "store").mkdir()
+    return tmp_path
+
+
+def command(room, *more, **changed):
+    """Arguments of a small run; `changed` replaces a flag's value, or drops it with None."""
+    flags = {
+        "data": room / "text.txt",
+        "store": room / "store",
+        "host_memory": BUDGET,
+        "out": room / "out",
+        "steps": 3,
+        "seq_len": 32,
+        "batch_size": 2,
+        "lr": 1e-3,
+    } | changed
+    words = ["finetune", str(flags.pop("model_dir", room / "model"))]
+    for name, value in flags.items():
+        if value is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return [*words, *map(str, more)]
+
+
+def listing(room):
+    """Every path under `room` with what it holds."""
+    return {str(p.relative_to(room)): p.read_bytes() if p.is_file() else None for p in room.rglob("*")}
+
+
+def steps_of(metrics):
+    return [
+        record for record in map(json.loads, metrics.read_text().splitlines()) if record["record"] == "step"
+    ]
+
+
+def truncate(room):
+    file = room / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def garble(room):
+    (room / "model" / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def drop_tensor(room):
+    file = room / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def rewrite_config(**fields):
+    def rewrite(room):
+        file = room / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return rewrite
+
+
+def write(name, content):
+    return lambda room: (room / name).write_text(content)
+
+
+def remove(name):
+    return lambda room: (room / name).unlink()
+
+
+def save_config(config):
+    return lambda room: config.save_pretrained(room / "model")
+
+
+NOTHING = dict  # prepares nothing
+BAD_INPUT = {
+    # what is wrong: (preparation, changed flags, further words, what the line must say)
+    "model missing": (NOTHING, {"model_dir": "/nonexistent"}, (), "/nonexistent is not a directory"),
+    "model is a file": (NOTHING, {"model_dir": __file__}, (), "is not a directory"),
+    "no config": (remove("model/config.json"), {}, (), "no config.json"),
+    "config not JSON": (write("model/config.json", "{"), {}, (), "cannot be read as JSON"),
+    "config of another kind": (write("model/config.json", '{"a": 1}'), {}, (), "names no model_type"),
+    "unknown model type": (rewrite_config(model_type="nonesuch"), {}, (), "nonesuch"),
+    "encoder-decoder": (save_config(T5Config()), {}, (), "no causal language model"),
+    "no safetensors": (remove("model/model.safetensors"), {}, (), "no *.safetensors"),
+    "truncated safetensors": (truncate, {}, (), "model.safetensors"),
+    "garbage safetensors": (garble, {}, (), "model.safetensors"),
+    "a tensor missing": (drop_tensor, {}, (), "model.layers.1.mlp.up_proj.weight"),
+    "a tensor of another shape": (rewrite_config(intermediate_size=64), {}, (), "proj.weight"),
+    "weights of another model": (save_config(GPT2Config(n_layer=1)), {}, (), ""),
+    "unsupported dtype": (NOTHING, {"dtype": "float16"}, (), "float16"),
+    "budget too small": (NOTHING, {"host_memory": "64KiB"}, (), "64"),
+    "budget not a size": (NOTHING, {"host_memory": "lots"}, (), "lots"),
+    "no budget": (NOTHING, {"host_memory": None}, (), "--host-memory needed"),
+    "no store": (NOTHING, {"store": None}, (), "--store needed"),
+    "store and in memory": (NOTHING, {}, ("--in-memory",), "--in-memory uses no store"),
+    "store is a file": (write("file", ""), {"store": "{room}/file"}, (), "file"),
+    "store without parent": (NOTHING, {"store": "{room}/no/such/store"}, (), "no/such/store"),
+    "no data": (NOTHING, {"data": None}, (), "--data"),
+    "data missing": (NOTHING, {"data": "/nonexistent.txt"}, (), "/nonexistent.txt: No such file"),
+    "data without text": (write("text.txt", " \n"), {}, (), "no text in"),
+    "data too short": (write("text.txt", "short"), {}, (), "6 tokens"),
+    "out exists": (write("out", "precious"), {}, (), "already exists"),
+    "out has no parent": (NOTHING, {"out": "{room}/no/out"}, (), "cannot write in"),
+    "metrics exist": (write("m.jsonl", "precious"), {"metrics": "{room}/m.jsonl"}, (), "File exists"),
+    "too long for the model": (NOTHING, {"seq_len": 129}, (), "128 positions"),
+    "steps not a number": (NOTHING, {"steps": "many"}, (), "'many' is not"),
+    "no steps": (NOTHING, {"steps": 0}, (), "'0' is not"),
+    "negative rate": (NOTHING, {"lr": "-1"}, (), "'-1' is not"),
+    "rate not finite": (NOTHING, {"lr": "nan"}, (), "'nan' is not"),
+    "steps and epochs": (NOTHING, {"epochs": 2}, (), "not allowed with"),
+    "unknown schedule": (NOTHING, {"schedule": "steep"}, (), "steep"),
+    "unknown flag": (NOTHING, {}, ("--nonesuch",), "--nonesuch"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_gets_a_line_and_leaves_nothing(room, capfd, what):
+    prepare, changed, more, says = BAD_INPUT[what]
+    prepare(room) if prepare is not NOTHING else None
+    changed = {
+        name: value.format(room=room) if isinstance(value, str) else value for name, value in changed.items()
+    }
+    before = listing(room)
+    assert len(before) >= 4
+    code = cli.main(command(room, *more, **changed))
+    out, err = capfd.readouterr()
+    assert code == cli.BAD_INPUT, err
+    told = [line for line in err.splitlines() if line.startswith("memascend: error: ")]
+    assert len(told) == 1, err
+    assert says in told[0]
+    assert "Traceback" not in err + out
+    assert listing(room) == before
+
+
+def test_without_a_command_there_is_one_line_too(capfd):
+    assert cli.main([]) == cli.BAD_INPUT
+    assert capfd.readouterr().err.startswith("memascend: error: ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["demo", "--help"], ["--version"]])
+def test_help(words, capfd):
+    assert cli.main(words) == 0
+    assert "memascend" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
+    (room / "model" / "chat_template.jinja").write_text("template")
+    settings = {"grad_accum": 2, "warmup_steps": 1, "dtype": dtype, "schedule": "linear"}
+    assert cli.main(command(room, **settings)) == 0, capfd.readouterr().err
+    assert (
+        cli.main(command(room, "--in-memory", store=None, host_memory=None, out=room / "mem", **settings))
+        == 0
+    )
+
+    ssd, memory = (steps_of(room / name / "metrics.jsonl") for name in ("out", "mem"))
+    assert len(ssd) == 3
+    for name in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [step[name] for step in ssd] == [step[name] for step in memory], name
+    assert [step["lr"] for step in ssd] == pytest.approx([5e-4, 1e-3, 5e-4])
+    assert sum(step["ssd_bytes_read"] for step in ssd) > 0
+    assert all(step["host_bytes_peak"] <= step["host_bytes_budget"] == 256 << 20 for step in ssd)
+
+    start = AutoModelForCausalLM.from_pretrained(room / "model", dtype=getattr(torch, dtype)).state_dict()
+    weights = [
+        AutoModelForCausalLM.from_pretrained(room / name, dtype=getattr(torch, dtype)).state_dict()
+        for name in ("out", "mem")
+    ]
+    assert weights[0].keys() == weights[1].keys() == start.keys()
+    for name, tensor in weights[0].items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, weights[1][name]), name
+    assert sum(not torch.equal(weights[0][name], start[name]) for name in start) > len(start) / 2
+
+    assert (room / "out" / "chat_template.jinja").read_text() == "template"
+    assert list((room / "store").iterdir()) == []
+    assert sorted(p.name for p in room.iterdir()) == ["mem", "model", "out", "store", "text.txt"]
+
+
+def test_metrics_tell_the_run(room):
+    metrics = room / "metrics.jsonl"
+    assert cli.main(command(room, metrics=metrics, steps=None, epochs=2)) == 0
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["record"] for record in records] == ["start", *["step"] * (len(records) - 2), "end"]
+    start, end = records[0], records[-1]
+    assert start["settings"]["seq_len"] == 32
+    assert start["machine"]["processors"] == os.cpu_count()
+    assert start["parameters"] == end["parameters"] > 100_000
+    assert end["steps"] == start["steps"] == -(-2 * start["blocks"] // 2) == len(records) - 2
+    assert end["ssd_bytes_read"] >= sum(r["ssd_bytes_read"] for r in records[1:-1]) > 0
+    assert not (room / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_loss_that_is_not_finite_stops_or_is_skipped(room, capfd, in_memory):
+    more = ("--in-memory",) if in_memory else ()
+    where = {"store": None, "host_memory": None} if in_memory else {}
+    blow_up = {"lr": 1e38, "schedule": "constant", "steps": 4, **where}  # finite at step 1, and then no more
+    before = listing(room)
+    assert cli.main(command(room, *more, **blow_up)) == cli.FAILED
+    assert "error: step 2 of 4: the " in capfd.readouterr().err
+    assert listing(room) == before
+    assert cli.main(command(room, *more, on_nan="skip", **blow_up)) == 0
+    assert "4 of 4 steps, 3 of them skipped" in capfd.readouterr().out
+    skipped = [step["skipped"] for step in steps_of(room / "out" / "metrics.jsonl")]
+    assert skipped == [False, True, True, True]
+
+
+def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
+    file = room / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    before = listing(room)
+    assert cli.main(command(room, on_nan="skip")) == cli.FAILED
+    assert "all 3 steps were skipped" in capfd.readouterr().err
+    assert listing(room) == before
+
+
+def start_process(room, **changed):
+    """A run of the command in its own process, and its metrics file once it has `records` lines."""
+    words = command(room, metrics=room / "metrics.jsonl", steps=100_000, **changed)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "memascend", *words],
+        cwd=room,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_records(room, process, count):
+    metrics = room / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_finishes_the_step_and_keeps_the_model(room, number, code):
+    process = start_process(room)
+    try:
+        wait_for_records(room, process, 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, err
+    done = steps_of(room / "metrics.jsonl")[-1]["step"]
+    assert f"holds the model after step {done}" in err
+    assert "Traceback" not in err
+    assert f"{done} of 100000 steps" in out
+    AutoModelForCausalLM.from_pretrained(room / "out")
+    assert list((room / "store").iterdir()) == []
+    assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "out", "store", "text.txt"]
+
+
+def test_a_second_signal_abandons_the_run(room):
+    process = start_process(room, grad_accum=1_000_000)  # a step that does not end
+    try:
+        wait_for_records(room, process, 1)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None, "the first Ctrl-C must let the step finish"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "abandoned and nothing of it was kept" in err
+    assert "Traceback" not in err
+    assert list((room / "store").iterdir()) == []
+    assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "store", "text.txt"]
