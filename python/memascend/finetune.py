@@ -20,19 +20,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from memascend.plan import format_size
 
 import memascend
 from memascend import MemascendError, report
-from memascend.data import Blocks, Documents, Tokenizer, load_tokenizer
+from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
 from memascend.models import copy_side_files, load_config, load_in_memory
+from memascend.plan import format_size
+from memascend.report import OutputError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one does not see one document alone
-
-
-class OutputError(MemascendError, OSError):
-    """The output cannot be written where it was asked for."""
 
 
 class NonFiniteError(MemascendError):
@@ -149,7 +146,7 @@ class Interrupts:
 
 
 def finetune(settings: Settings, watch: Watch | None = None) -> Result:
-    """Run it: write settings.out and the metrics file, or raise an error whose message is made for the user."""
+    """Run it: write settings.out and the metrics file, or raise an error that tells the user why."""
     with Interrupts() as interrupts, ExitStack() as cleanup:
         try:
             return _finetune(settings, interrupts, cleanup, watch)
@@ -158,10 +155,12 @@ def finetune(settings: Settings, watch: Watch | None = None) -> Result:
 
 
 def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, watch: Watch | None) -> Result:
+    if settings.metrics is not None and os.path.lexists(settings.metrics):
+        raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
     vocab_size, positions = _limits(config)
     if positions is not None and settings.seq_len > positions:
-        raise MemascendError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
+        raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
     work = cleanup.enter_context(_workspace(settings.out))
     finished = work / "model"
     finished.mkdir()

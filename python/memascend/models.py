@@ -71,11 +71,24 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
     named = (config.architectures or [""])[0]
     model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
     try:
-        return model_class.from_pretrained(
-            model_dir, dtype=dtype, local_files_only=True, use_safetensors=True
+        model, found = model_class.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
         )
     except (SafetensorError, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{model_dir} cannot be loaded: {_first_line(error)}") from error
+        files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
+        raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {_first_line(error)}") from error
+    lacking = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
+    if lacking:
+        raise CheckpointError(
+            f"{model_dir}: {len(lacking)} tensors are missing or of another shape than config.json says: "
+            f"{', '.join(lacking[:3])}"
+        )
+    return model
 
 
 def copy_side_files(model_dir: Path, out: Path) -> None:

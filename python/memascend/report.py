@@ -22,6 +22,10 @@ PLAIN_LINE_SECONDS = (
 SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
 
 
+class OutputError(MemascendError, OSError):
+    """The output cannot be written where it was asked for."""
+
+
 def _status_bytes(field: str) -> int:
     """A kB field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -76,7 +80,7 @@ class Metrics:
         try:
             self._file: TextIO = open(path, "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise MemascendError(f"--metrics {path}: {error.strerror}") from error
+            raise OutputError(f"--metrics {path}: {error.strerror}") from error
 
     def write(self, record: str, **fields: Any) -> None:
         """Append one record, at once visible to a reader."""

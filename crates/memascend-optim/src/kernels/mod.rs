@@ -1,7 +1,7 @@
 //! Arithmetic on slices: no I/O, no allocation, no threads.
 //!
 //! Every kernel is written once, as a plain body that LLVM vectorises, and compiled once per
-//! instruction set ([`Isa`]). The bodies use no fused multiply-add, give every reduction a fixed order
+//! instruction set ([`Isa`]). The bodies fuse only by `mul_add`, which rounds once everywhere, give every reduction a fixed order
 //! and write one canonical NaN, so all instruction sets return the same bits and a run may move
 //! between machines.
 //!

@@ -1,0 +1,69 @@
+"""memascend: fine-tune language models larger than your RAM.
+
+Parameters, gradients and optimizer states live on SSD; host memory is one budgeted pool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
+from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
+from memascend.offload import offload, offload_of
+from memascend.optim import AdamW
+from memascend.plan import format_size, parse_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "CheckpointError",
+    "HostMemoryError",
+    "MemascendError",
+    "StoreError",
+    "close",
+    "flush",
+    "format_size",
+    "from_pretrained",
+    "offload",
+    "parameters_of",
+    "parse_size",
+    "plan_of",
+    "save_pretrained",
+    "stats",
+]
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Return what the store of an offloaded model has done so far.
+
+    `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: moved since the start. `store_bytes_used`: on SSD now.
+    `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`, `host_bytes_budget`: host memory. `parameters`:
+    how many. `fetch_waits`: how often the computation waited for a unit. `engine`, `direct_io`, `host_allocator`,
+    `notices`: how it runs here, and what the user should know about it.
+    """
+    return offload_of(model).stats()
+
+
+def plan_of(model: nn.Module) -> str:
+    """Return the host memory plan of an offloaded model as a table with a line per consumer."""
+    return offload_of(model).plan.table()
+
+
+def flush(model: nn.Module) -> None:
+    """Apply the model's deferred updates and wait until they are on the store's drives."""
+    offload_of(model).flush()
+
+
+def close(model: nn.Module) -> None:
+    """Free the model's host memory and files. The store's files go unless it was made with keep_store=True.
+
+    Closing twice, or a model that is not offloaded, does nothing.
+    """
+    state = model.__dict__.get("_memascend")
+    if state is not None:
+        state.close()

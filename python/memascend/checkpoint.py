@@ -1,0 +1,409 @@
+"""Models in and out: Hugging Face directories streamed into the store and back, never whole in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend.errors import CheckpointError
+from memascend.offload import Offload, offload_of
+from memascend.plan import make_plan, parse_size
+from memascend.safetensors_io import SafetensorsReader, write_safetensors
+from memascend.units import Place, Unit, absent_like, partition
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from memascend.offload import StorePaths
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    store: StorePaths,
+    host_memory: str | int,
+    dtype: str | torch.dtype = "bfloat16",
+    recompute: bool = True,
+    activations: str = "ssd",
+    keep_store: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Open a Hugging Face model directory with its parameters on SSD: the model is never whole in memory.
+
+    Args:
+        path: directory with config.json and safetensors weights.
+        store: a directory, or several on different drives over which the bytes are striped.
+        host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
+        dtype: "bfloat16" or "float32"; the weights are converted while they are read.
+        recompute, activations, keep_store, options: as in `memascend.offload`.
+        progress: called with (bytes done, bytes in all) while the weights are read.
+
+    Raises:
+        CheckpointError: the directory is not such a model, or a file is damaged.
+        BudgetError, StoreError, ValueError: as in `memascend.offload`.
+    """
+    directory = Path(path)
+    budget = parse_size(host_memory)
+    config = _load_config(directory)
+    weights = _Weights(directory)
+    try:
+        model = _empty_model(config, directory, _parse_dtype(dtype))
+        sources = _Sources(model, weights)
+        units = partition(model)
+        plan = make_plan(units, budget)
+        _materialise(model, units)
+        state = Offload(
+            model,
+            units,
+            plan,
+            store,
+            recompute=recompute,
+            activations=activations,
+            keep_store=keep_store,
+            options=options,
+        )
+        try:
+            state.fill(sources.read, progress)
+            sources.read_buffers()
+            state.attach()
+        except BaseException:
+            state.runtime.close(keep=False)
+            raise
+    finally:
+        weights.close()
+    return model
+
+
+def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    names = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+    found = dtype if dtype in names.values() else names.get(str(dtype).removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {dtype} is not supported: use bfloat16 or float32")
+    return found
+
+
+def _load_config(directory: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise CheckpointError("model directories need transformers: pip install 'memascend[hf]'") from error
+    if not directory.is_dir():
+        raise CheckpointError(f"model directory {directory} does not exist")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{directory}/config.json is not a model that transformers knows: {first}") from None
+
+
+def _empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Build the model with its parameters on the meta device and its buffers real."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    build = getattr(cls, "_from_config", None) or transformers.AutoModelForCausalLM.from_config
+    try:
+        with _parameters_on_meta():
+            model = build(config, dtype=dtype)
+            model.tie_weights()
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {str(error).splitlines()[0]}") from None
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or []
+    for name, parameter in model.named_parameters():
+        if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in strict):
+            parameter.data = parameter.data.to(torch.float32)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+    model.train()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Send every parameter to the meta device as it is registered; its memory was never touched."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _materialise(model: nn.Module, units: list[Unit]) -> None:
+    """Replace the meta parameters by CPU parameters that hold nothing; tied ones stay tied."""
+    places = {place.parameter: place for unit in units for place in unit.places}
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in fresh:
+                place = places.get(parameter)
+                absent = place.absent if place else absent_like(parameter.shape, parameter.dtype)
+                fresh[parameter] = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+                if place:
+                    place.parameter = fresh[parameter]
+            module._parameters[name] = fresh[parameter]
+
+
+class _Weights:
+    """The safetensors files of a directory, all headers checked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.readers: list[SafetensorsReader] = []
+        self.where: dict[str, SafetensorsReader] = {}
+        index = directory / INDEX_NAME
+        if index.is_file():
+            try:
+                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError):
+                raise CheckpointError(f"{index} is not a safetensors index") from None
+        elif (directory / WEIGHTS_NAME).is_file():
+            files = [WEIGHTS_NAME]
+        else:
+            other = next(iter(sorted(directory.glob("*.bin")) + sorted(directory.glob("*.gguf"))), None)
+            hint = f"; {other.name} is of another format: save it again with save_pretrained" if other else ""
+            raise CheckpointError(f"{directory} has no {WEIGHTS_NAME} and no {INDEX_NAME}{hint}")
+        try:
+            for name in files:
+                if not (directory / name).is_file():
+                    raise CheckpointError(f"{directory / name} is missing, but {INDEX_NAME} names it")
+                reader = SafetensorsReader(directory / name)
+                self.readers.append(reader)
+                self.where |= dict.fromkeys(reader.entries, reader)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+
+
+class _Sources:
+    """Which checkpoint tensors make which parameters: renamed, merged and split as transformers would.
+
+    Transformers describes how checkpoints of an architecture map to its modules (experts stacked into one tensor,
+    say) as `WeightConverter`s; they are run here on the tensors of one target at a time.
+    """
+
+    def __init__(self, model: nn.Module, weights: _Weights) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self.model, self.weights = model, weights
+        transforms = get_model_conversion_mapping(model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        expected = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        prefix = getattr(model, "base_model_prefix", None)
+        #: Parameter name -> checkpoint tensor, for those that are taken as they are.
+        self.plain: dict[str, str] = {}
+        #: First target of a conversion -> (converter, [(checkpoint tensor, pattern)]).
+        self.converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        for key in sorted(weights.where, key=_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+            if name not in expected and key in expected:
+                name, pattern = key, None
+            if pattern is None:
+                self.plain[name] = key
+            else:
+                converter, parts = self.converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+                parts.append((key, pattern))
+        #: What a conversion made beyond the parameter that asked for it.
+        self._made: dict[str, torch.Tensor] = {}
+        self._expected = expected
+        model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        # A tied parameter may be stored under any of its names.
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+        self._aliases = {names[0]: names for names in self._names.values()}
+        self._check()
+
+    def _check(self) -> None:
+        targets = set(self.plain)
+        for name, (converter, _) in self.converted.items():
+            for target in converter.target_patterns:
+                targets.add(name.replace(converter.target_patterns[0], target))
+        missing = [names[0] for names in self._names.values() if not targets.intersection(names)]
+        if missing:
+            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise CheckpointError(
+                f"{self.weights.directory} lacks weights that {type(self.model).__name__} needs: {listed}"
+            )
+        for name, key in self.plain.items():
+            parameter = self._expected.get(name)
+            if parameter is not None and tuple(parameter.shape) != self.weights.where[key].entries[key].shape:
+                raise CheckpointError(
+                    f"{key} in {self.weights.where[key].path} has shape "
+                    f"{self.weights.where[key].entries[key].shape}, the configuration says {tuple(parameter.shape)}"
+                )
+
+    def read(self, place: Place, target: torch.Tensor) -> None:
+        """Fill `target` with the values of a parameter."""
+        for name in self._aliases[place.name]:
+            if name in self.plain:
+                key = self.plain[name]
+                self.weights.where[key].read_into(key, target)
+                return
+            if name in self._made or self._convert(name):
+                target.copy_(self._made.pop(name))
+                return
+        raise CheckpointError(f"no weights for {place.name} in {self.weights.directory}")
+
+    def _convert(self, wanted: str) -> bool:
+        for first, (converter, parts) in self.converted.items():
+            targets = [first.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
+            if wanted not in targets:
+                continue
+            for key, pattern in parts:
+                converter.add_tensor(first, key, pattern, self.weights.where[key].read(key))
+            made = converter.convert(first, model=self.model, config=self.model.config)
+            self._made |= {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            del self.converted[first]
+            return wanted in self._made
+        return False
+
+    def read_buffers(self) -> None:
+        """Fill the model's persistent buffers that the checkpoint has."""
+        for name, buffer in self.model.named_buffers():
+            key = self.plain.get(name)
+            if key is not None:
+                self.weights.where[key].read_into(key, buffer)
+
+
+def _natural_key(name: str) -> list[Any]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, value) of every parameter, copied out of the store one unit at a time; tied ones once.
+
+    Works on an ordinary model too, where it yields copies.
+    """
+    if "_memascend" not in model.__dict__:
+        for name, parameter in model.named_parameters():
+            yield name, parameter.detach().clone()
+        return
+    state = offload_of(model)
+    state.flush()
+    for unit in state.units:
+        storage = state.read_unit(unit)
+        for place in unit.places:
+            span = storage[place.offset : place.offset + place.nbytes]
+            yield place.name, span.view(place.dtype).view(place.shape).clone()
+
+
+def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
+    """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
+
+    An offloaded model is streamed unit by unit, in the format and under the names of the original checkpoint; an
+    ordinary Hugging Face model saves itself. Weight files appear under their names only when whole.
+    """
+    directory = Path(out)
+    if "_memascend" not in model.__dict__:
+        if not hasattr(model, "save_pretrained"):
+            raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
+        model.save_pretrained(directory)
+        return
+    state = offload_of(model)
+    directory.mkdir(parents=True, exist_ok=True)
+    state.flush()
+    shards = _shards(state, model, parse_size(max_shard_size))
+    weight_map: dict[str, str] = {}
+    for number, units in enumerate(shards, start=1):
+        name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        entries = {
+            key: (tensor.dtype, tuple(tensor.shape))
+            for unit in units
+            for key, tensor in _revert(model, _meta_tensors(unit)).items()
+        }
+        buffers = _saved_buffers(model) if number == 1 else {}
+        entries |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in buffers.items()}
+        write_safetensors(directory / name, entries, _tensors(state, model, units, buffers))
+        weight_map |= dict.fromkeys(entries, name)
+    if len(shards) > 1:
+        total = sum(place.nbytes for place in state.places)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.architectures = [type(model).__name__]
+        config.dtype = next(iter(state.places)).dtype
+        config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def _tensors(
+    state: Offload, model: nn.Module, units: list[Unit], buffers: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from buffers.items()
+    for unit in units:
+        storage = state.read_unit(unit)
+        values = {
+            place.name: storage[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
+            for place in unit.places
+        }
+        reverted = _revert(model, values)
+        del values, storage
+        for name in list(reverted):
+            yield name, reverted.pop(name)
+
+
+def _meta_tensors(unit: Unit) -> dict[str, torch.Tensor]:
+    return {place.name: torch.empty(place.shape, dtype=place.dtype, device="meta") for place in unit.places}
+
+
+def _shards(state: Offload, model: nn.Module, limit: int) -> list[list[Unit]]:
+    shards: list[list[Unit]] = [[]]
+    filled = 0
+    for unit in state.units:
+        if shards[-1] and filled + unit.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(unit)
+        filled += unit.nbytes
+    return shards
+
+
+def _revert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo the conversions that made the model's parameters from the checkpoint's tensors."""
+    if not hasattr(model, "config"):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    saved = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                saved[f"{prefix}.{name}" if prefix else name] = buffer
+    return saved

@@ -1,0 +1,399 @@
+"""Put a model's parameters on SSD and hook their streaming into its forward and backward pass.
+
+This is the only module that installs hooks into a model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import weakref
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memascend._memascend import Runtime
+from memascend.activations import InputStash, Recomputation
+from memascend.errors import MemascendError
+from memascend.gradients import GradientCapture
+from memascend.plan import Plan, make_plan, parse_size
+from memascend.stream import Streamer
+from memascend.units import Place, Unit, partition
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from memascend._memascend import LeaseBuffer
+
+    StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+#: (Offload, Place) by identity of the parameter: how an optimizer finds what it is given.
+_places = WeakIdKeyDictionary()
+_open: weakref.WeakSet[Offload] = weakref.WeakSet()
+
+
+def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
+    """Return where an offloaded parameter is, or None for an ordinary one."""
+    return _places.get(parameter)
+
+
+class _SavedWeight:
+    """Stands for a view of a unit's weights in the autograd graph, so that the graph does not hold the buffer."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride", "unit")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.offset = tensor.storage_offset()
+
+
+class _WatchedParameters(dict):
+    """A module's `_parameters`: a parameter asked for while its unit is absent, during a pass, is fetched."""
+
+    __slots__ = ("lookup",)
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self.lookup(parameter)
+        return parameter
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class Offload:
+    """The offloaded state of one model: its units on SSD, its budgeted host memory and its hooks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        plan: Plan,
+        store: StorePaths,
+        *,
+        recompute: bool,
+        activations: str,
+        keep_store: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """Create the store for `units`, without contents."""
+        if activations not in ("ssd", "host"):
+            raise ValueError(f"activations must be 'ssd' or 'host', not {activations!r}")
+        self.model = weakref.ref(model)
+        self.units = units
+        self.plan = plan
+        self.recompute = recompute
+        self.keep_store = keep_store
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.runtime = open_runtime(plan, store, options)
+        try:
+            for unit in units:
+                unit.index = self.runtime.add_unit()
+                unit.extent = self.runtime.allocate(unit.name, unit.nbytes)
+        except BaseException:
+            self.runtime.close(keep=False)
+            raise
+        self.streamer = Streamer(self.runtime, units)
+        self.gradients = GradientCapture(self.runtime, self.streamer)
+        self._inputs = InputStash(self.runtime) if activations == "ssd" else None
+        self._originals: list[tuple[nn.Module, str, Any]] = []
+        _open.add(self)
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """Every parameter."""
+        return (place for unit in self.units for place in unit.places)
+
+    # ---- filling the store ------------------------------------------------------------------------------
+
+    def fill(self, read: Callable[[Place, torch.Tensor], None], progress: Callable[[int, int], None] | None) -> None:
+        """Write every unit, calling `read(place, target)` to fill each parameter's bytes (a typed view)."""
+        total, done = sum(unit.nbytes for unit in self.units), 0
+        for unit in self.units:
+            lease = self._free_lease(unit)
+            storage = torch.frombuffer(lease, dtype=torch.uint8)
+            storage[: unit.nbytes].zero_()
+            for place in unit.places:
+                span = storage[place.offset : place.offset + place.nbytes]
+                read(place, span.view(place.dtype).view(place.shape))
+            self.runtime.write_unit(unit.index, unit.extent, lease, unit.nbytes)
+            done += unit.nbytes
+            if progress is not None:
+                progress(done, total)
+        for unit in self.units:
+            self.runtime.wait_unit(unit.index)
+
+    def _free_lease(self, unit: Unit) -> LeaseBuffer:
+        for other in self.units:
+            lease = self.runtime.lease_unit(unit.nbytes)
+            if lease is not None:
+                return lease
+            # All buffers of this size are being written: wait for one.
+            self.runtime.wait_unit(other.index)
+        lease = self.runtime.lease_unit(unit.nbytes)
+        assert lease is not None, "the plan holds a buffer for every unit"
+        return lease
+
+    # ---- hooks ------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Install the hooks: from here on the model's parameters are on SSD."""
+        model = self.model()
+        assert model is not None
+        owner: dict[nn.Parameter, Unit] = {}
+        for unit in self.units:
+            for place in unit.places:
+                owner[place.parameter] = unit
+                place.parameter.data = place.absent
+                place.parameter.grad = None
+                _places[place.parameter] = (self, place)
+                self.gradients.watch(place)
+
+        blocks = {module for unit in self.units if unit.repeated for module in unit.modules}
+        inside = {inner for block in blocks for inner in block.modules()}
+
+        def lookup(parameter: nn.Parameter) -> None:
+            if self.streamer.depth:
+                unit = owner.get(parameter)
+                if unit is not None:
+                    self.streamer.enter_loose(unit)
+
+        for module in model.modules():
+            if module._parameters:
+                watched = _WatchedParameters(module._parameters)
+                watched.lookup = lookup
+                self._replace(module, "_parameters", watched)
+            if module in blocks:
+                own = list(module.parameters())
+            elif module not in inside and any(p is not None for p in module._parameters.values()):
+                own = [p for p in module._parameters.values() if p is not None]
+            else:
+                continue
+            needed = list(dict.fromkeys(owner[p] for p in own if p in owner))
+            if needed and module is not model:
+                self._replace(module, "forward", self._streamed(module, needed, recompute=module in blocks))
+        self._replace(model, "forward", self._whole(model, owner))
+        self._refuse_state_dict(model)
+        model._memascend = self
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        self._originals.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = value
+
+    def _streamed(self, module: nn.Module, needed: list[Unit], recompute: bool) -> Callable:
+        """Wrap a module's forward: fetch before, let go after; recompute in the backward pass if wanted."""
+        original, streamer = module.forward, self.streamer
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Transformers' own checkpointing would call the layer behind our back: ours replaces it.
+            checkpointing = module.__dict__.get("gradient_checkpointing")
+            if checkpointing:
+                module.gradient_checkpointing = False
+            entered: list[Unit] = []
+            try:
+                for unit in needed:
+                    streamer.enter(unit)
+                    entered.append(unit)
+                with streamer.scope():
+                    return original(*args, **kwargs)
+            finally:
+                for unit in entered:
+                    streamer.exit(unit)
+                if checkpointing:
+                    module.gradient_checkpointing = checkpointing
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            wanted = recompute and (self.recompute or (module.training and getattr(module, "gradient_checkpointing", 0)))
+            if not (wanted and torch.is_grad_enabled()):
+                return run(*args, **kwargs)
+            for name in ("past_key_values", "layer_past", "past_key_value"):
+                if kwargs.get(name) is not None:
+                    raise MemascendError(
+                        f"{type(module).__name__} was given {name} while its activations are recomputed, which would "
+                        "fill the cache twice: call the model with use_cache=False when training"
+                    )
+            return Recomputation(run, args, kwargs, self._inputs).run(args, kwargs)
+
+        return forward
+
+    def _whole(self, model: nn.Module, owner: dict[nn.Parameter, Unit]) -> Callable:
+        """Wrap the forward of the whole model: one pass of the stream."""
+        original, streamer = model.forward, self.streamer
+        caches = "use_cache" in inspect.signature(original).parameters
+        direct = [owner[p] for p in model._parameters.values() if p is not None and p in owner]
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                return tensor
+            unit = streamer.by_address.get(tensor.untyped_storage().data_ptr())
+            return tensor if unit is None else _SavedWeight(unit, tensor)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if not isinstance(saved, _SavedWeight):
+                return saved
+            storage = streamer.storage(saved.unit).untyped_storage()
+            return torch.empty(0, dtype=saved.dtype).set_(storage, saved.offset, saved.shape, saved.stride)
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            grad = torch.is_grad_enabled()
+            if grad:
+                for place in self.places:
+                    if not place.hooks:
+                        self.gradients.watch(place)
+                # A cache is for generation; filled during training it would only hold activations in memory.
+                if caches and kwargs.get("use_cache") is None:
+                    kwargs["use_cache"] = False
+            with streamer.forward_pass(grad):
+                for unit in direct:
+                    streamer.enter_loose(unit)
+                if not grad:
+                    return original(*args, **kwargs)
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    return original(*args, **kwargs)
+
+        return forward
+
+    def _refuse_state_dict(self, model: nn.Module) -> None:
+        def refuse(*_: Any) -> None:
+            raise MemascendError(
+                "the parameters of an offloaded model are on SSD, so state_dict() cannot hold them: use "
+                "memascend.save_pretrained(model, directory) or memascend.parameters_of(model)"
+            )
+
+        self._state_dict_hook = model.register_state_dict_pre_hook(refuse)
+
+    # ---- use --------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Apply deferred updates and wait until everything is on the store's drives."""
+        self.streamer.apply_updates()
+
+    def read_unit(self, unit: Unit) -> torch.Tensor:
+        """Return a unit's current bytes (uint8); deferred updates must have been flushed."""
+        return self.streamer.storage(unit)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters; see `memascend.stats`."""
+        stats = self.runtime.stats()
+        stats["host_bytes_budget"] = self.plan.budget
+        stats["parameters"] = sum(place.numel for place in self.places)
+        stats["fetch_waits"] = self.streamer.waits
+        stats["notices"] = list(self.runtime.notices)
+        return stats
+
+    def close(self) -> None:
+        """Free every lease and file handle. The store's files go unless they were to be kept."""
+        if self.runtime.closed:
+            return
+        try:
+            if self.keep_store:
+                self.flush()
+        finally:
+            model = self.model()
+            for module, name, value in reversed(self._originals):
+                if value is None:
+                    module.__dict__.pop(name, None)
+                else:
+                    module.__dict__[name] = value
+            self._originals.clear()
+            for place in self.places:
+                self.gradients.unwatch(place)
+                place.parameter.grad = None
+                place.parameter.data = place.absent
+            if model is not None:
+                self._replace(model, "forward", _closed)
+            self.streamer.release_all()
+            self.runtime.close(keep=self.keep_store)
+
+
+def _closed(*_: Any, **__: Any) -> Any:
+    raise MemascendError("the model was closed: its parameters are no longer on the store")
+
+
+@atexit.register
+def _close_all() -> None:
+    for offload in list(_open):
+        offload.close()
+
+
+def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:
+    """Create the native side of a plan on the directories of `store`."""
+    paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
+    return Runtime(
+        paths,
+        [(line.consumer, line.nbytes, line.count) for line in plan.units],
+        [(line.consumer, line.nbytes, line.count) for line in plan.packs],
+        plan.staging.nbytes,
+        plan.staging.count,
+        plan.chunk_elements,
+        plan.slots.count,
+        **options,
+    )
+
+
+def offload_of(model: nn.Module) -> Offload:
+    """Return the offloaded state of a model.
+
+    Raises MemascendError for an ordinary or a closed model.
+    """
+    state = model.__dict__.get("_memascend")
+    if state is None:
+        raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
+    if state.runtime.closed:
+        raise MemascendError("the model was closed")
+    return state
+
+
+def offload(
+    model: nn.Module,
+    *,
+    store: StorePaths,
+    host_memory: str | int,
+    recompute: bool = True,
+    activations: str = "ssd",
+    keep_store: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Move the parameters of a model in memory to SSD, in place, and return the model.
+
+    Args:
+        model: parameters in bfloat16 or float32, on the CPU. Tied parameters stay tied.
+        store: a directory, or several on different drives over which the bytes are striped.
+        host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
+        recompute: compute the activations of the repeated layers again in the backward pass.
+        activations: keep the inputs of recomputed layers on "ssd" or in "host" memory.
+        keep_store: leave the store's files in place on close.
+        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `locked` (bool), `compute_threads` (int).
+
+    Raises:
+        BudgetError: `host_memory` is too small; the message and `smallest_bytes` say what would do.
+        StoreError: a directory cannot be used, is in use, or has not the room.
+        ValueError: a dtype or device that cannot be trained.
+    """
+    if "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
+        raise MemascendError("the model is offloaded already")
+    budget = parse_size(host_memory)
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"parameter {name} is on {parameter.device}: this version offloads models on the CPU")
+    units = partition(model)
+    plan = make_plan(units, budget)
+    state = Offload(
+        model, units, plan, store, recompute=recompute, activations=activations, keep_store=keep_store, options=options
+    )
+    try:
+        state.fill(lambda place, target: target.copy_(place.parameter.data), None)
+        state.attach()
+    except BaseException:
+        state.runtime.close(keep=False)
+        raise
+    return model

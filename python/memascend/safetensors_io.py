@@ -1,0 +1,177 @@
+"""Safetensors files read and written tensor by tensor, without ever mapping or holding a whole file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+#: Dtype names of the format (https://huggingface.co/docs/safetensors).
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Tensors are converted in pieces of this many bytes.
+PIECE_BYTES = 8 * 1024 * 1024
+HEADER_BYTES_MAX = 100 * 1000 * 1000
+
+
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """One tensor of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsReader:
+    """An open safetensors file. Its header is checked against the file's size before anything is read."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` and read its header.
+
+        Raises CheckpointError if the file is truncated or not a safetensors file.
+        """
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.entries = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> dict[str, Entry]:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if size < 8 or length > HEADER_BYTES_MAX:
+            raise CheckpointError(f"{self.path} is not a safetensors file")
+        if 8 + length > size:
+            raise CheckpointError(f"{self.path} is truncated: its header needs {8 + length} bytes, the file has {size}")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            base = 8 + length
+            entries = {
+                name: Entry(
+                    DTYPES[value["dtype"]], tuple(value["shape"]), *(base + offset for offset in value["data_offsets"])
+                )
+                for name, value in header.items()
+                if name != "__metadata__"
+            }
+        except KeyError as error:
+            raise CheckpointError(f"{self.path} holds a tensor of unsupported dtype {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path} has a damaged safetensors header: {error}") from None
+        end = max((entry.end for entry in entries.values()), default=base)
+        if end > size:
+            raise CheckpointError(
+                f"{self.path} is truncated: its tensors end at byte {end}, the file has {size}; download it again"
+            )
+        for name, entry in entries.items():
+            count = 1
+            for dimension in entry.shape:
+                count *= dimension
+            if entry.end - entry.start != count * entry.dtype.itemsize or entry.start < base:
+                raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
+        return entries
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Read a tensor into `target` (contiguous CPU tensor of its shape), converting to its dtype piece by piece."""
+        entry = self.entries[name]
+        flat = target.reshape(-1)
+        if entry.dtype == target.dtype:
+            self._read(memoryview(flat.view(torch.uint8).numpy()), entry.start)
+            return
+        step = PIECE_BYTES // entry.dtype.itemsize
+        piece = torch.empty(min(step, max(flat.numel(), 1)), dtype=entry.dtype)
+        for first in range(0, flat.numel(), step):
+            part = piece[: min(step, flat.numel() - first)]
+            self._read(memoryview(part.view(torch.uint8).numpy()), entry.start + first * entry.dtype.itemsize)
+            flat[first : first + part.numel()].copy_(part)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor with the dtype of the file."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} ended early at byte {offset + done}: it changed while it was read")
+            done += count
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def write_safetensors(
+    path: Path, entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a file whose header announces `entries` and whose data arrive one by one, in any order.
+
+    The file appears under its name only when it is whole and on the medium.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    position = 0
+    for name, (dtype, shape) in entries.items():
+        nbytes = dtype.itemsize
+        for dimension in shape:
+            nbytes *= dimension
+        offsets[name] = position
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            left = set(entries)
+            for name, tensor in tensors:
+                dtype, shape = entries[name]
+                assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), name
+                flat = tensor.detach().contiguous().reshape(-1)
+                _write(fd, memoryview(flat.view(torch.uint8).numpy()), 8 + len(text) + offsets[name])
+                left.remove(name)
+            assert not left, f"never written: {sorted(left)}"
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)

@@ -1,0 +1,289 @@
+"""Residency: which units are in host memory, which are on their way, and which buffer is given up for the next.
+
+The order in which a model used its units in one pass predicts the next pass. On that prediction rest the
+prefetch and the choice of what to evict (the unit whose next use is farthest away, after Belady 1966).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import MemascendError
+from memascend.plan import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from memascend._memascend import LeaseBuffer, Runtime, Ticket
+    from memascend.optim.update import Update
+    from memascend.units import Unit
+
+#: Units fetched ahead of the one in use, when buffers allow.
+PREFETCH_UNITS = 2
+NEVER = 1 << 60
+
+
+@dataclass(slots=True, eq=False)
+class Residency:
+    """What is known of one unit's weights in host memory."""
+
+    unit: Unit
+    #: The bytes, held by us; views of them may live longer.
+    storage: torch.Tensor | None = None
+    #: The fetch that fills `storage`, until it has been waited for.
+    ticket: Ticket | None = None
+    #: Modules that are using the unit now.
+    users: int = 0
+    #: Updates that the next fetch applies.
+    updates: Sequence[Update] = ()
+
+
+class Streamer:
+    """Brings units into host memory before they are used and lets them go after."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit]) -> None:
+        """Stream `units` through the buffers of `runtime`."""
+        self.runtime = runtime
+        self.residencies = {unit: Residency(unit) for unit in units}
+        #: Units by the address of their storage, for tensors that autograd saves.
+        self.by_address: dict[int, Unit] = {}
+        self.waits = 0
+        self.depth = 0
+        #: Units used outside their module's forward, let go at the end of the pass.
+        self._loose: list[Unit] = []
+        order = list(units)
+        self._expected: dict[bool, list[Unit]] = {True: order + order[::-1], False: order}
+        self._grad = True
+        self._trace: list[Unit] = []
+        self._position = 0
+        self._next_uses: dict[Unit, deque[int]] = {}
+
+    # ---- passes -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_pass(self, grad: bool) -> Iterator[None]:
+        """One call of the whole model; with `grad` its backward pass belongs to it."""
+        if self.depth == 0:
+            self._begin(grad)
+        with self.scope():
+            yield
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """A stretch of computation in which parameters used outside their modules are fetched too."""
+        self.depth += 1
+        loose, self._loose = self._loose, []
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            for unit in self._loose:
+                self.exit(unit)
+            self._loose = loose
+
+    def _begin(self, grad: bool) -> None:
+        if self._trace:
+            self._expected[self._grad] = self._trace
+        self._grad = grad
+        self._trace = []
+        self._position = 0
+        self._index_uses()
+
+    def _index_uses(self) -> None:
+        uses: dict[Unit, deque[int]] = {}
+        for index, unit in enumerate(self._expected[self._grad]):
+            uses.setdefault(unit, deque()).append(index)
+        self._next_uses = uses
+
+    def _next_use(self, unit: Unit) -> int:
+        uses = self._next_uses.get(unit)
+        while uses and uses[0] < self._position:
+            uses.popleft()
+        return uses[0] if uses else NEVER
+
+    def _record(self, unit: Unit) -> None:
+        if self._trace and self._trace[-1] is unit:
+            return
+        self._trace.append(unit)
+        expected = self._expected[self._grad]
+        if self._position < len(expected) and expected[self._position] is unit:
+            self._position += 1
+            return
+        # A different order than last time: catch up with the next place where this unit was expected.
+        use = self._next_use(unit)
+        if use != NEVER:
+            self._position = use + 1
+
+    # ---- use --------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        """Bind the unit's parameters to their values; every call needs an `exit`."""
+        residency = self.residencies[unit]
+        if residency.users == 0:
+            storage = self.storage(unit)
+            for place in unit.places:
+                span = storage[place.offset : place.offset + place.nbytes]
+                place.parameter.data = span.view(place.dtype).view(place.shape)
+        residency.users += 1
+
+    def exit(self, unit: Unit) -> None:
+        """End a use. Unused parameters show NaN; their bytes live as long as a tensor refers to them."""
+        residency = self.residencies[unit]
+        residency.users -= 1
+        if residency.users == 0:
+            for place in unit.places:
+                place.parameter.data = place.absent
+
+    def enter_loose(self, unit: Unit) -> None:
+        """Bind a unit that is used outside its module, until the current scope ends."""
+        if self.depth and self.residencies[unit].users == 0:
+            self.enter(unit)
+            self._loose.append(unit)
+
+    def storage(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes (uint8, one-dimensional), fetched if need be, and prefetch what comes next."""
+        self._record(unit)
+        residency = self.residencies[unit]
+        if residency.storage is None:
+            self._fetch(unit, self._lease(unit))
+        if residency.ticket is not None:
+            self._settle(residency)
+        self._prefetch()
+        assert residency.storage is not None
+        return residency.storage
+
+    def _settle(self, residency: Residency) -> None:
+        ticket, residency.ticket = residency.ticket, None
+        assert ticket is not None
+        self.waits += not ticket.is_ready()
+        try:
+            ticket.wait()
+        except BaseException:
+            self._drop(residency)
+            raise
+
+    # ---- buffers ----------------------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
+        residency = self.residencies[unit]
+        updates, residency.updates = residency.updates, ()
+        residency.ticket = self.runtime.fetch(unit.index, unit.extent, lease, unit.nbytes, updates)
+        for update in updates:
+            update.tensor.initialized = True
+        residency.storage = torch.frombuffer(lease, dtype=torch.uint8)
+        self.by_address[lease.address] = unit
+
+    def _lease(self, unit: Unit) -> LeaseBuffer:
+        """Return a buffer for a unit that is needed now."""
+        for attempt in range(2):
+            while True:
+                lease = self.runtime.lease_unit(unit.nbytes)
+                if lease is not None:
+                    return lease
+                victim = self._victim(unit, sooner_than=-1)
+                if victim is None:
+                    break
+                self._drop(victim)
+            # Dead reference cycles may still hold views of buffers.
+            if attempt == 0:
+                gc.collect()
+        alive = [r.unit.name for r in self.residencies.values() if r.users and r.unit.nbytes == unit.nbytes]
+        raise MemascendError(
+            f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
+            f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, "
+            "or raise host_memory"
+        )
+
+    def _victim(self, unit: Unit, sooner_than: int) -> Residency | None:
+        """Return the idle unit of the same size whose next use is farthest away, beyond `sooner_than`."""
+        best, farthest = None, sooner_than
+        for residency in self.residencies.values():
+            if residency.storage is None or residency.users or residency.unit.nbytes != unit.nbytes:
+                continue
+            use = self._next_use(residency.unit)
+            if use > farthest:
+                best, farthest = residency, use
+        return best
+
+    def _drop(self, residency: Residency) -> None:
+        if residency.ticket is not None:
+            # The fetch may carry updates: it has to end before the unit can be fetched again.
+            ticket, residency.ticket = residency.ticket, None
+            ticket.wait()
+        if residency.storage is not None:
+            # Views that outlive this keep their address in use, and their place in `by_address` true.
+            residency.storage = None
+
+    def _prefetch(self) -> None:
+        expected = self._expected[self._grad]
+        ahead = 0
+        for index in range(self._position, len(expected)):
+            unit = expected[index]
+            residency = self.residencies[unit]
+            if residency.storage is None:
+                lease = self.runtime.lease_unit(unit.nbytes)
+                if lease is None:
+                    victim = self._victim(unit, sooner_than=index)
+                    if victim is None or victim.ticket is not None:
+                        return
+                    self._drop(victim)
+                    lease = self.runtime.lease_unit(unit.nbytes)
+                if lease is None:
+                    return
+                self._fetch(unit, lease)
+            ahead += 1
+            if ahead == PREFETCH_UNITS:
+                return
+
+    # ---- updates ----------------------------------------------------------------------------------------
+
+    def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
+        """Have the next fetch of `unit` apply `updates`; what is in host memory becomes stale."""
+        residency = self.residencies[unit]
+        if residency.users:
+            raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
+        self._drop(residency)
+        residency.updates = [*residency.updates, *updates]
+
+    def start_next_pass(self) -> None:
+        """Begin fetching what the next training pass uses first, with the updates just deferred."""
+        if self.depth == 0:
+            self._begin(True)
+            self._prefetch()
+
+    def apply_updates(self) -> None:
+        """Apply every deferred update now and wait until it is on the store's drives."""
+        waiting = [residency.unit for residency in self.residencies.values() if residency.updates]
+        if waiting:
+            # Predicting exactly these makes the ordinary prefetch a pipeline over them.
+            trained, self._expected[False] = self._expected[False], waiting
+            self._begin(False)
+            try:
+                for unit in waiting:
+                    self.storage(unit)
+            finally:
+                self._expected[False], self._trace = trained, []
+        for residency in self.residencies.values():
+            if residency.ticket is not None:
+                self._settle(residency)
+            self.runtime.wait_unit(residency.unit.index)
+
+    def apply_update(self, unit: Unit) -> None:
+        """Apply the deferred update of one unit now: its gradient is about to be replaced."""
+        residency = self.residencies[unit]
+        if residency.updates:
+            self._fetch(unit, self._lease(unit))
+        if residency.ticket is not None:
+            self._settle(residency)
+
+    def release_all(self) -> None:
+        """Let go of every buffer that nobody uses."""
+        for residency in self.residencies.values():
+            if not residency.users:
+                self._drop(residency)

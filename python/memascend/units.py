@@ -1,0 +1,203 @@
+"""What moves together: the parameters of a model divided into units, and each unit laid out in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from memascend._memascend import Extent
+
+PAGE_BYTES = 4096
+#: Parameters below this size are packed with their neighbours and move as one tensor.
+PACK_BELOW_BYTES = 64 * 1024
+#: A pack is closed when it reaches this many elements, so that it is one chunk of an update.
+PACK_ELEMENTS_MAX = 65_536
+#: Members of a pack begin at multiples of this many elements: 64 bytes of bf16.
+PACK_ALIGN_ELEMENTS = 32
+#: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
+SMALL_MODULE_BYTES = 1024 * 1024
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Round `value` up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where one parameter is: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
+    numel: int
+    tensor: StoreTensor
+    start: int
+    offset: int
+    #: What the parameter shows while it is not resident: its shape and dtype, and NaN for every value.
+    absent: torch.Tensor
+    #: What `parameter.grad` shows while its gradient is kept by memascend.
+    marker: torch.Tensor
+    sum_squares: float = 0.0
+    non_finite: bool = False
+    hooks: list = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class StoreTensor:
+    """Parameters whose weights, gradient and states each lie in one piece: one large one, or a pack of small ones."""
+
+    name: str
+    dtype: torch.dtype
+    unit: Unit
+    packed: bool
+    offset: int = 0
+    numel: int = 0
+    places: list[Place] = field(default_factory=list)
+    gradient: int | None = None
+    exp_avg: Extent | None = None
+    exp_avg_sq: Extent | None = None
+    low: Extent | None = None
+    initialized: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, whole pages."""
+        return round_up(self.numel * self.dtype.itemsize, PAGE_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Parameters that move together."""
+
+    name: str
+    #: One of several like it that run one after another: a decoder layer.
+    repeated: bool
+    #: Its module runs while other units' modules run inside it.
+    held: bool = False
+    modules: list[nn.Module] = field(default_factory=list)
+    tensors: list[StoreTensor] = field(default_factory=list)
+    nbytes: int = 0
+    index: int = -1
+    extent: Extent | None = None
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """All parameters, in the order of their bytes."""
+        return (place for tensor in self.tensors for place in tensor.places)
+
+
+def absent_like(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of `shape` whose every value is NaN and which occupies one element."""
+    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+
+
+def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
+
+    Raises ValueError for a dtype that cannot be trained.
+    """
+    packs: dict[torch.dtype, StoreTensor] = {}
+    small: list[StoreTensor] = []
+    for name, parameter in named:
+        dtype, numel = parameter.dtype, parameter.numel()
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"parameter {name} has dtype {str(dtype).removeprefix('torch.')}, which memascend cannot train: "
+                "convert the model to torch.bfloat16 or torch.float32"
+            )
+        if numel * dtype.itemsize >= PACK_BELOW_BYTES:
+            tensor = StoreTensor(name, dtype, unit, packed=False, numel=numel)
+            unit.tensors.append(tensor)
+            start = 0
+        else:
+            tensor = packs.get(dtype)
+            if tensor is None or tensor.numel + numel > PACK_ELEMENTS_MAX:
+                tensor = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True)
+                packs[dtype] = tensor
+                small.append(tensor)
+            start = tensor.numel
+            tensor.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
+        tensor.places.append(
+            Place(
+                name,
+                parameter,
+                parameter.shape,
+                dtype,
+                numel,
+                tensor,
+                start,
+                offset=0,
+                absent=absent_like(parameter.shape, dtype),
+                marker=absent_like(parameter.shape, dtype),
+            )
+        )
+    unit.tensors.extend(small)
+    for tensor in unit.tensors:
+        tensor.offset = unit.nbytes
+        unit.nbytes += tensor.nbytes
+        for place in tensor.places:
+            place.offset = tensor.offset + place.start * tensor.dtype.itemsize
+
+
+def partition(model: nn.Module) -> list[Unit]:
+    """Divide the parameters of `model` into units, in the order in which the model registers them.
+
+    Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer); every other
+    module with parameters of its own is one, small ones together. A tied parameter belongs to the first.
+    """
+    units: list[Unit] = []
+    taken: set[int] = set()
+    small = Unit("small", repeated=False, held=False)
+
+    def own(module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
+        named = []
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+            if id(parameter) not in taken and parameter.numel() > 0:
+                taken.add(id(parameter))
+                named.append((name, parameter))
+        return named
+
+    def add(unit: Unit, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+        unit.modules.append(module)
+        lay_out(unit, named)
+        units.append(unit)
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        direct = own(module, prefix, recurse=False)
+        if direct:
+            if sum(parameter.numel() * parameter.element_size() for _, parameter in direct) < SMALL_MODULE_BYTES:
+                small.modules.append(module)
+                small_named.extend(direct)
+            else:
+                add(Unit(prefix or "root", repeated=False, held=any(module.children())), module, direct)
+        repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if repeats:
+                named = own(child, path, recurse=True)
+                if named:
+                    add(Unit(path, repeated=True), child, named)
+            else:
+                visit(child, path)
+
+    small_named: list[tuple[str, nn.Parameter]] = []
+    visit(model, "")
+    if small_named:
+        lay_out(small, small_named)
+        units.append(small)
+    return units
