@@ -154,9 +154,15 @@ class Streamer:
             self._fetch(unit, self._lease(unit))
         if residency.ticket is not None:
             self._settle(residency)
-        self._prefetch()
-        assert residency.storage is not None
-        return residency.storage
+        storage = residency.storage
+        assert storage is not None
+        # The prefetch may give up any idle unit, but not the one that is about to be used.
+        residency.users += 1
+        try:
+            self._prefetch()
+        finally:
+            residency.users -= 1
+        return storage
 
     def _settle(self, residency: Residency) -> None:
         ticket, residency.ticket = residency.ticket, None
