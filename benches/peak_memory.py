@@ -203,9 +203,10 @@ class ExactRun(TorchRun):
     """In memory under memascend.AdamW without a store: the offloaded losses must equal these bit for bit."""
 
     def __init__(self, model_dir: str, scratch: str, options: dict):
-        import memascend
         import torch
         from transformers import LlamaForCausalLM
+
+        import memascend
 
         self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -272,9 +273,7 @@ class ZeroInfinityRun:
                 safe_open(f"{model_dir}/{weight_map[name]}", framework="pt") as file,
             ):
                 param.data.copy_(file.get_tensor(name))
-        self.model, *_ = deepspeed.initialize(
-            model=model, config=self.config, model_parameters=model.parameters()
-        )
+        self.model, *_ = deepspeed.initialize(model=model, config=self.config, model_parameters=model.parameters())
 
     def backward(self, loss):
         self.model.backward(loss)
@@ -411,9 +410,7 @@ def refusal(system: str, model: str, args, workdir: Path) -> str | None:
         need, have = count * IN_MEMORY_BYTES, mem_available()
         return f"does not fit: about {need / GB:.1f} GB, {have / GB:.1f} GB free" if need > have else None
     need, have = count * DISK_BYTES[system], shutil.disk_usage(workdir).free
-    return (
-        f"the disk is too small: about {need / GB:.1f} GB, {have / GB:.1f} GB free" if need > have else None
-    )
+    return f"the disk is too small: about {need / GB:.1f} GB, {have / GB:.1f} GB free" if need > have else None
 
 
 def measure(system: str, model: str, args, workdir: Path) -> dict:
@@ -545,15 +542,11 @@ def table(results: list[dict]) -> str:
         "SSD written B/param",
         "loss",
     ]
-    notes = [
-        "Peak: VmHWM above the import baseline, GB = 10^9 bytes. vs Z-Inf.: against zero-infinity, same run."
-    ]
+    notes = ["Peak: VmHWM above the import baseline, GB = 10^9 bytes. vs Z-Inf.: against zero-infinity, same run."]
     if any(r["system"] == "memascend" for r in results):
         notes.append("* contains the deferred update of the step before.")
     if reference:
-        notes.append(
-            "SSD bytes: memascend counts its own; zero-infinity's are the kernel's count for its process."
-        )
+        notes.append("SSD bytes: memascend counts its own; zero-infinity's are the kernel's count for its process.")
     return "\n".join([markdown(header, rows), "", *notes])
 
 
@@ -583,9 +576,7 @@ def checks(results: list[dict]) -> list[tuple[bool, str]]:
                 )
             )
         if exact := by.get(("in-memory-exact", model)):
-            found.append(
-                (r["losses"] == exact["losses"], f"{model}: losses equal in-memory-exact's bit for bit")
-            )
+            found.append((r["losses"] == exact["losses"], f"{model}: losses equal in-memory-exact's bit for bit"))
     depths = {m: r["peak_gb"] for (s, m), r in by.items() if s == "memascend" and m.startswith("depth-")}
     if len(depths) > 1:
         spread = max(depths.values()) / min(depths.values()) - 1
@@ -614,9 +605,7 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("must be 1 or more")
         return int(text)
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = [name for name in SHAPES if name != "tiny"]
     parser.add_argument(
         "--systems",
@@ -634,9 +623,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=4, help="measured steps (default: 4)")
     parser.add_argument("--warmup", type=positive, default=1, help="steps before them (default: 1)")
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memascend's budget (default: the smallest that works)"
-    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="memascend's budget (default: the smallest that works)")
     parser.add_argument(
         "--workdir",
         type=Path,
@@ -652,9 +639,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write results and machine here")
     parser.add_argument("--fio", action="store_true", help="also measure the disk with fio, before and after")
     parser.add_argument("--check", action="store_true", help="exit 1 when a demand of issue 3 is not met")
-    parser.add_argument(
-        "--timeout", type=float, default=1800, help="seconds for one configuration (default: 1800)"
-    )
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one configuration (default: 1800)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 

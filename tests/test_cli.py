@@ -74,9 +74,7 @@ def listing(room):
 
 
 def steps_of(metrics):
-    return [
-        record for record in map(json.loads, metrics.read_text().splitlines()) if record["record"] == "step"
-    ]
+    return [record for record in map(json.loads, metrics.read_text().splitlines()) if record["record"] == "step"]
 
 
 def truncate(room):
@@ -171,9 +169,7 @@ BAD_INPUT = {
 def test_bad_input_gets_a_line_and_leaves_nothing(room, capfd, what):
     prepare, changed, more, says = BAD_INPUT[what]
     prepare(room) if prepare is not NOTHING else None
-    changed = {
-        name: value.format(room=room) if isinstance(value, str) else value for name, value in changed.items()
-    }
+    changed = {name: value.format(room=room) if isinstance(value, str) else value for name, value in changed.items()}
     before = listing(room)
     assert len(before) >= 4
     code = cli.main(command(room, *more, **changed))

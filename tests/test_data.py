@@ -171,18 +171,13 @@ def test_an_epoch_has_every_block_once_and_the_next_one_another_order(corpus, sc
     blocks = make_blocks([corpus], scratch)
     count = len(blocks)
     stored = sorted(tuple(blocks.block(i).tolist()) for i in range(count))
-    epochs = [
-        [tuple(blocks.batch(e * count + i, 1)["input_ids"][0].tolist()) for i in range(count)]
-        for e in range(2)
-    ]
+    epochs = [[tuple(blocks.batch(e * count + i, 1)["input_ids"][0].tolist()) for i in range(count)] for e in range(2)]
     pairs = blocks.batch(1, 2)["input_ids"]
     blocks.close()
     assert count > 100
     assert sorted(epochs[0]) == stored == sorted(epochs[1])
     assert epochs[0] != epochs[1]
-    assert [tuple(row.tolist()) for row in pairs] == epochs[0][
-        2:4
-    ]  # the batch size does not change the order
+    assert [tuple(row.tolist()) for row in pairs] == epochs[0][2:4]  # the batch size does not change the order
 
 
 def test_a_seed_gives_the_same_batches_and_another_seed_gives_others(corpus, tmp_path):

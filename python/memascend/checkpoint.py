@@ -231,8 +231,8 @@ class _Sources:
             if pattern is None:
                 self.plain[name] = key
             else:
-                converter, parts = self.converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
-                parts.append((key, pattern))
+                made_by = self.converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+                made_by[1].append((key, pattern))
         #: What a conversion made beyond the parameter that asked for it.
         self._made: dict[str, torch.Tensor] = {}
         self._expected = expected

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memascend.plan import format_size, parse_size
-
 import memascend
 from memascend import BudgetError, CheckpointError, MemascendError, StoreError
+from memascend.plan import format_size, parse_size
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
 
@@ -82,9 +81,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
         values["recompute"] = False
     if not chosen.in_memory:
         missing = [
-            flag
-            for flag, value in (("--store", chosen.store), ("--host-memory", chosen.host_memory))
-            if not value
+            flag for flag, value in (("--store", chosen.store), ("--host-memory", chosen.host_memory)) if not value
         ]
         if missing:
             _tell(f"error: {' and '.join(missing)} needed (or --in-memory, for a model that fits)")
@@ -248,9 +245,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=26, width=110)
 
 
-def _number(
-    convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str
-) -> Callable[[str], Any]:
+def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
     """An argparse type: a number that `accept` agrees to."""
 
     def parse(text: str) -> Any:

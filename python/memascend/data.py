@@ -22,9 +22,7 @@ import torch
 
 from memascend import CheckpointError, MemascendError
 
-PIECE_BYTES = (
-    64 << 10
-)  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
+PIECE_BYTES = 64 << 10  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
 SNIFF_BYTES = 8 << 10
 TOKEN_BYTES = 4
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
@@ -125,9 +123,7 @@ class Documents:
 
     _RECORD = struct.Struct("<QIBQQ")  # path offset, path length, is JSONL, text offset, text length
 
-    def __init__(
-        self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text"
-    ) -> None:
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
         self.text_field = text_field
         self.skipped_files = 0
@@ -166,9 +162,7 @@ class Documents:
                 file.seek(offset)
                 if is_jsonl:
                     text = json.loads(file.read(length))[self.text_field]
-                    yield from _decoded_pieces(
-                        io.BytesIO(text.encode(errors="replace"))
-                    )  # JSON may hold half a pair
+                    yield from _decoded_pieces(io.BytesIO(text.encode(errors="replace")))  # JSON may hold half a pair
                 else:
                     yield from _decoded_pieces(file)
         except (KeyError, ValueError) as error:  # it was checked when it was indexed
@@ -202,17 +196,13 @@ class Documents:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             if named:
-                raise DataError(
-                    f"{path} is not UTF-8 text (byte {error.start} of a piece: {error.reason})"
-                ) from error
+                raise DataError(f"{path} is not UTF-8 text (byte {error.start} of a piece: {error.reason})") from error
             self.skipped_files += 1
 
     def _add_text(self, path: Path) -> None:
         with open(path, "rb") as file:
             if b"\0" in file.read(SNIFF_BYTES):
-                raise UnicodeDecodeError(
-                    "utf-8", b"\0", 0, 1, "it holds a zero byte, so it is taken for binary"
-                )
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds a zero byte, so it is taken for binary")
             file.seek(0)
             has_text = False
             for piece in _decoded_pieces(file):
@@ -246,9 +236,7 @@ class Documents:
             return text
         if not named:
             return None
-        raise DataError(
-            f"{path}, line {number} has no text in field {self.text_field!r}: name it with --text-field"
-        )
+        raise DataError(f"{path}, line {number} has no text in field {self.text_field!r}: name it with --text-field")
 
     def _append(self, path: Path, *, is_jsonl: bool, offset: int, length: int) -> None:
         name = os.fsencode(path)

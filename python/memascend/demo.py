@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memascend.plan import format_size
 
 from memascend import MemascendError
 from memascend.data import Blocks, Documents, Tokenizer
 from memascend.finetune import Result, Settings, finetune
 from memascend.models import SMOLLM2
+from memascend.plan import format_size
 
 SEED = 0
 LEARNING_RATE = {SMOLLM2: 5e-5, "random": 3e-4}  # a model that knows nothing yet takes larger steps
@@ -86,9 +86,7 @@ def _model(kind: str) -> Path:
     if not model_dir.is_dir():
         _say(f"writing {model_dir} (once) ...")
         command = [sys.executable, "-m", "memascend.models", "random" if kind == "random" else "smollm2"]
-        done = subprocess.run(
-            [*command, str(model_dir)], stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        done = subprocess.run([*command, str(model_dir)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
             raise MemascendError(last.removeprefix("memascend: error: "))
@@ -178,9 +176,7 @@ def _measure_in_memory(settings: Settings, work: Path) -> dict[str, Any]:
     return json.loads(metrics.read_text().splitlines()[-1])
 
 
-def _print_comparison(
-    settings: Settings, result: Result, look: _Look, in_memory: dict[str, Any] | None
-) -> None:
+def _print_comparison(settings: Settings, result: Result, look: _Look, in_memory: dict[str, Any] | None) -> None:
     steps = result.steps - result.steps_skipped
     traffic = (result.ssd_bytes_read, result.ssd_bytes_written)
     read, written = (count / steps / result.parameters for count in traffic)

@@ -75,9 +75,7 @@ class Settings:
 
     def as_record(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        record = {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }
+        record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         record["data"] = [str(path) for path in self.data[:16]]
         record["data_paths"] = len(self.data)
         record["store"] = [str(path) for path in self.store]
@@ -138,9 +136,7 @@ class Interrupts:
         if self.graceful and self.asked is None:
             self.asked = number
             # os.write: a handler may run inside a print of the code it interrupts
-            os.write(
-                2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n"
-            )
+            os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
             return
         raise Abandoned(number)
 
@@ -224,9 +220,7 @@ def _put_in_place(finished: Path, out: Path) -> None:
         finally:
             os.close(handle)
     if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
-        raise OutputError(
-            f"--out {out} was created by someone else during the run: nothing was written over it"
-        )
+        raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
     os.rename(finished, out)
 
 
@@ -258,9 +252,7 @@ def _load_model(settings: Settings, config: Any, cleanup: ExitStack) -> torch.nn
     return model
 
 
-def _tokenise(
-    settings: Settings, documents: Documents, tokenizer: Tokenizer, scratch: Path, vocab_size: int
-) -> Blocks:
+def _tokenise(settings: Settings, documents: Documents, tokenizer: Tokenizer, scratch: Path, vocab_size: int) -> Blocks:
     """The data as blocks; with a number of steps given, not much more of it than they can use."""
     bar = report.Progress("tokenising", len(documents), unit="document")
     tokens_max = None
@@ -356,9 +348,7 @@ class _Training:
             bar.close()
         self.optimizer.flush()
         if self.result.steps_skipped == self.result.steps:
-            raise NonFiniteError(
-                f"all {self.result.steps} steps were skipped for a non-finite loss or gradient"
-            )
+            raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
         self.result.seconds += self.meter.lap()["seconds"]
         for name in report.SSD_COUNTERS:
             setattr(self.result, name, self._stats().get(name, 0))

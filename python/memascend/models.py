@@ -52,8 +52,7 @@ def load_config(model_dir: Path) -> Any:
         loaded = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a configuration it does not know
         raise CheckpointError(
-            f"{config_file}: transformers cannot use it (model_type {config['model_type']!r}): "
-            f"{_first_line(error)}"
+            f"{config_file}: transformers cannot use it (model_type {config['model_type']!r}): {_first_line(error)}"
         ) from error
     if loaded.is_encoder_decoder or type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(

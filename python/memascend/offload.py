@@ -211,7 +211,9 @@ class Offload:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            wanted = recompute and (self.recompute or (module.training and getattr(module, "gradient_checkpointing", 0)))
+            wanted = recompute and (
+                self.recompute or (module.training and getattr(module, "gradient_checkpointing", 0))
+            )
             if not (wanted and torch.is_grad_enabled()):
                 return run(*args, **kwargs)
             for name in ("past_key_values", "layer_past", "past_key_value"):

@@ -12,13 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from memascend import MemascendError
 from memascend.plan import format_size
 
-from memascend import MemascendError
-
-PLAIN_LINE_SECONDS = (
-    10.0  # without a terminal: at most one line in this time, and always the first and last step
-)
+PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step
 SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
 
 
@@ -126,9 +123,7 @@ class Progress:
         now = time.monotonic()
         if now - self._shown >= PLAIN_LINE_SECONDS or done == self._total:
             self._shown = now
-            amount = (
-                (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
-            )
+            amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
             self._stream.write(f"{self._title} {amount[0]}/{amount[1]}{'  ' + text if text else ''}\n")
             self._stream.flush()
 
@@ -174,7 +169,5 @@ def step_text(step: dict[str, Any]) -> str:
     if step["host_bytes_budget"] is not None:
         read, written = (step[name] / step["seconds"] / 1e9 for name in SSD_COUNTERS)
         parts.append(f"SSD {read:.2f} GB/s read, {written:.2f} written")
-        parts.append(
-            f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}"
-        )
+        parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
     return "  ".join(parts)

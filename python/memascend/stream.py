@@ -228,8 +228,7 @@ class Streamer:
 
     def _prefetch(self) -> None:
         expected = self._expected[self._grad]
-        ahead = 0
-        for index in range(self._position, len(expected)):
+        for index in range(self._position, min(len(expected), self._position + PREFETCH_UNITS)):
             unit = expected[index]
             residency = self.residencies[unit]
             if residency.storage is None:
@@ -243,9 +242,6 @@ class Streamer:
                 if lease is None:
                     return
                 self._fetch(unit, lease)
-            ahead += 1
-            if ahead == PREFETCH_UNITS:
-                return
 
     # ---- updates ----------------------------------------------------------------------------------------
 

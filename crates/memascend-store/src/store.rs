@@ -99,7 +99,8 @@ impl Store {
             let failed =
                 |action| move |source| StoreError::Directory { action, path: directory.clone(), source };
             if !directory.exists() {
-                std::fs::create_dir_all(directory).map_err(failed("create"))?;
+                // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
+                std::fs::create_dir(directory).map_err(failed("create"))?;
                 store.made.push(directory.clone());
             }
             let canonical = directory.canonicalize().map_err(failed("resolve"))?;

@@ -191,7 +191,7 @@ class AdamW(Optimizer):
                     state.gradients.capture(place, accumulate=False)
                 if place.tensor.exp_avg is None:
                     raise MemascendError(
-                        f"{place.name} did not require gradients when the optimizer was made: add it with add_param_group"
+                        f"{place.name} did not require gradients when the optimizer was made: use add_param_group"
                     )
                 segment = Segment(place.start, place.numel, self._scalars(group, parameter))
                 add_segment(deferred[state], place, segment, captured=True)
