@@ -36,7 +36,7 @@ SHAPES = {
     "tiny": (256, 704, 4, 4, 2),  # for trying the script out
     "0.51b": (1536, 4096, 16, 24, 12),
     "1.6b": (2560, 6784, 20, 40, 20),
-    **{f"depth-{depth}": (1024, 2816, depth, 16, 8) for depth in (8, 16, 32, 64)},
+    **{f"depth-{depth}": (1536, 4096, depth, 24, 12) for depth in (8, 16, 32, 64)},
 }
 SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 # Bytes a parameter takes, to refuse a run that cannot fit: weight 2, fp32 master, gradient, two moments.

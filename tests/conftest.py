@@ -20,8 +20,8 @@ AMPLE = "256MiB"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

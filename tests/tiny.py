@@ -152,6 +152,11 @@ def build(architecture: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0)
     return model.to(dtype).train()
 
 
+def enable_checkpointing(model: nn.Module) -> None:
+    """Turn on transformers' own gradient checkpointing, by the name that this version has for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def batch(architecture: str, number: int, rows: int = 2, columns: int = 16) -> dict[str, torch.Tensor]:
     """Return batch `number`: always the same one."""
     generator = torch.Generator().manual_seed(1000 + number)

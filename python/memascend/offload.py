@@ -45,10 +45,13 @@ def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
 class _SavedWeight:
     """Stands for a view of a unit's weights in the autograd graph, so that the graph does not hold the buffer."""
 
-    __slots__ = ("dtype", "offset", "shape", "stride", "unit")
+    __slots__ = ("dtype", "offset", "place", "shape", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
+        start = tensor.storage_offset() * tensor.itemsize
+        self.place = next(place for place in unit.places if place.offset <= start < place.offset + place.nbytes)
+        self.version = self.place.version
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.offset = tensor.storage_offset()
 
@@ -222,7 +225,14 @@ class Offload:
                         f"{type(module).__name__} was given {name} while its activations are recomputed, which would "
                         "fill the cache twice: call the model with use_cache=False when training"
                     )
-            return Recomputation(run, args, kwargs, self._inputs).run(args, kwargs)
+            versions = [place.version for unit in needed for place in unit.places]
+
+            def same(*args: Any, **kwargs: Any) -> Any:
+                if versions != [place.version for unit in needed for place in unit.places]:
+                    raise MemascendError(_stale(f"the parameters of {needed[0].name}"))
+                return run(*args, **kwargs)
+
+            return Recomputation(same, args, kwargs, self._inputs).run(args, kwargs)
 
         return forward
 
@@ -241,6 +251,8 @@ class Offload:
         def unpack(saved: Any) -> torch.Tensor:
             if not isinstance(saved, _SavedWeight):
                 return saved
+            if saved.place.version != saved.version:
+                raise MemascendError(_stale(saved.place.name))
             storage = streamer.storage(saved.unit).untyped_storage()
             return torch.empty(0, dtype=saved.dtype).set_(storage, saved.offset, saved.shape, saved.stride)
 
@@ -315,6 +327,13 @@ class Offload:
                 self._replace(model, "forward", _closed)
             self.streamer.release_all()
             self.runtime.close(keep=self.keep_store)
+
+
+def _stale(what: str) -> str:
+    return (
+        f"{what} changed since the forward pass whose gradients were asked for: call backward() before "
+        "optimizer.step(), or run the forward pass again"
+    )
 
 
 def _closed(*_: Any, **__: Any) -> Any:

@@ -47,6 +47,8 @@ class Place:
     absent: torch.Tensor
     #: What `parameter.grad` shows while its gradient is kept by memascend.
     marker: torch.Tensor
+    #: Optimizer steps taken on the parameter: a graph made before one of them is out of date.
+    version: int = 0
     sum_squares: float = 0.0
     non_finite: bool = False
     hooks: list = field(default_factory=list)

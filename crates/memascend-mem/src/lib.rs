@@ -5,10 +5,12 @@
 
 mod allocator;
 mod error;
+mod malloc;
 mod pool;
 
 pub use allocator::{HostAllocator, HostBlock, LockedAllocator, PageableAllocator};
 pub use error::{MemError, Result};
+pub use malloc::return_large_blocks_to_system;
 pub use pool::{Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
 
 /// The granule of every host buffer and every I/O, in bytes: sizes are rounded up to it and no further.

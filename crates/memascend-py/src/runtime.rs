@@ -136,6 +136,7 @@ impl Runtime {
                 )));
             }
         };
+        memascend_mem::return_large_blocks_to_system();
         let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
         let groups = [
             units.into_iter().map(line).collect(),

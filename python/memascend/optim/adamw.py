@@ -193,10 +193,13 @@ class AdamW(Optimizer):
                     raise MemascendError(
                         f"{place.name} did not require gradients when the optimizer was made: use add_param_group"
                     )
+                place.version += 1
                 segment = Segment(place.start, place.numel, self._scalars(group, parameter))
                 add_segment(deferred[state], place, segment, captured=True)
                 parameter.grad = None
                 continue
+            # The kernels write behind autograd's back: tell it, so that it refuses graphs made before the step.
+            torch.autograd.graph.increment_version(parameter)
             gradient = parameter.grad.contiguous()
             scalars = self._scalars(group, parameter)
             place = self._host_places.get(parameter)
