@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STEPS = 20
+#: In fp32 places of |weight| + |its updates so far|; measured: 3.25.
+BOUND_ULPS = 6.0
 SHAPES = [(300, 257), (64,), (513, 128)]
 
 
@@ -34,8 +36,8 @@ def ulps(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_close_to_torch(dtype: torch.dtype, weight_decay: float) -> None:
-    # Gradients are the same numbers for both, so only the arithmetic of the update is compared. Measured over
-    # these 80 updates of each element: at most 3.1 ulp of |w| + |sum of updates|; the bound leaves a factor of two.
+    # Gradients are the same numbers for both, so only the arithmetic of the update is compared. The largest distance
+    # seen in 20 steps is 3.25 ulp: the two differ in where they round, not in what they compute.
     generator = torch.Generator().manual_seed(3)
     start = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     ours = [nn.Parameter(value.clone()) for value in start]
@@ -56,15 +58,11 @@ def test_close_to_torch(dtype: torch.dtype, weight_decay: float) -> None:
             master = one.detach() if dtype == torch.float32 else master_of(one, mine.state[one]["master_low"])
             travelled[index] += (other.detach() - before[index]).abs()
             worst = max(worst, ulps(master, other.detach(), other.detach().abs() + travelled[index]))
-    print(f"{worst} ulp")
     assert 0.0 < worst <= BOUND_ULPS, f"{worst} ulp"
     for one, other in zip(ours, theirs, strict=True):
         if dtype == torch.bfloat16:
             # The weight that the model sees is its master to the nearest bf16, ties away from zero or to even.
             assert ((one.detach().float() - other.detach()).abs() <= other.detach().abs() * 2**-8).all()
-
-
-BOUND_ULPS = 6.0
 
 
 def test_the_bound_is_sharp_enough_to_see_a_wrong_epsilon() -> None:
@@ -432,6 +430,58 @@ def test_discarded_gradients(offloaded: Callable[..., nn.Module]) -> None:
         memascend.close(model)
 
 
+def test_gradients_zeroed_in_place(offloaded: Callable[..., nn.Module]) -> None:
+    # zero_grad(set_to_none=False) writes zeros into p.grad, which only shows a gradient kept elsewhere.
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            model(**tiny.batch("plain", number)).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+        for number in range(2, 4):
+            model(**tiny.batch("plain", number)).loss.backward()
+            model.zero_grad(set_to_none=False)
+        model.get_parameter("mix").grad.fill_(0.25)
+        assert optimizer.clip_grad_norm_(1.0) == 0.25 * tiny.WIDE
+        optimizer.step()  # momentum alone, but for one
+        return dict(memascend.parameters_of(model))
+
+    expected = run(model_of_all_kinds())
+    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+
+
+def test_discarded_gradients_give_their_memory_back(offloaded: Callable[..., nn.Module]) -> None:
+    model = offloaded(model_of_all_kinds())
+    optimizer = memascend.AdamW(model.parameters())
+    tiny.logits(model, "plain")
+    before = memascend.stats(model)["host_bytes_in_use"]
+    model(**tiny.batch("plain", 0)).loss.backward()
+    kept = memascend.stats(model)["host_bytes_in_use"]
+    optimizer.zero_grad()
+    assert kept - before > 2048 * 256 * 2
+    assert memascend.stats(model)["host_bytes_in_use"] <= before
+
+
+def test_two_optimizers_of_one_layer(offloaded: Callable[..., nn.Module]) -> None:
+    # Their updates meet in the same units, and in the same packs.
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        named = dict(model.named_parameters())
+        one = memascend.AdamW([p for name, p in named.items() if name.endswith("bias")], lr=1e-2)
+        other = memascend.AdamW([p for name, p in named.items() if not name.endswith("bias")], lr=1e-3)
+        for number in range(4):
+            model(**tiny.batch("plain", number)).loss.backward()
+            one.clip_grad_norm_(0.1)
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+        return dict(memascend.parameters_of(model))
+
+    expected = run(model_of_all_kinds())
+    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+
+
 def test_gradients_set_by_hand(offloaded: Callable[..., nn.Module]) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
@@ -451,9 +501,7 @@ def test_gradients_set_by_hand(offloaded: Callable[..., nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_clipping_by_torch_never_goes_wrong_silently(
-    offloaded: Callable[..., nn.Module], foreach: bool
-) -> None:
+def test_clipping_by_torch_never_goes_wrong_silently(offloaded: Callable[..., nn.Module], foreach: bool) -> None:
     model = offloaded(model_of_all_kinds())
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
     model(**tiny.batch("plain", 0)).loss.backward()
@@ -514,7 +562,7 @@ def test_a_graph_older_than_the_step_is_refused(
         old.backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|changed since"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed since"):
             old.backward()
         optimizer.zero_grad()
         memascend.close(model)

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any, final
 
-__all__ = ["Extent", "LeaseBuffer", "Runtime", "Stash", "Ticket", "adamw_host", "gradient_stats"]
+__all__ = [
+    "Extent",
+    "LeaseBuffer",
+    "Runtime",
+    "Stash",
+    "Ticket",
+    "adamw_host",
+    "gradient_stats",
+    "return_large_blocks_to_system",
+]
 
 def adamw_host(
     dtype: str,
@@ -18,6 +27,7 @@ def adamw_host(
     threads: int,
 ) -> None: ...
 def gradient_stats(dtype: str, numel: int, gradient: int) -> tuple[float, bool]: ...
+def return_large_blocks_to_system() -> None: ...
 
 @final
 class Extent:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend._memascend import return_large_blocks_to_system
 from memascend.errors import CheckpointError
 from memascend.offload import Offload, offload_of
 from memascend.plan import make_plan, parse_size
@@ -54,6 +55,7 @@ def from_pretrained(
         CheckpointError: the directory is not such a model, or a file is damaged.
         BudgetError, StoreError, ValueError: as in `memascend.offload`.
     """
+    return_large_blocks_to_system()
     directory = Path(path)
     budget = parse_size(host_memory)
     config = _load_config(directory)
@@ -105,7 +107,7 @@ def _load_config(directory: Path) -> Any:
         raise CheckpointError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises many kinds for a configuration it does not know
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{directory}/config.json is not a model that transformers knows: {first}") from None
 
@@ -178,7 +180,9 @@ class _Weights:
         if index.is_file():
             try:
                 files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError):
+                if not files or any(Path(name).name != name for name in files):
+                    raise ValueError
+            except (ValueError, KeyError, AttributeError, TypeError):
                 raise CheckpointError(f"{index} is not a safetensors index") from None
         elif (directory / WEIGHTS_NAME).is_file():
             files = [WEIGHTS_NAME]
@@ -257,11 +261,25 @@ class _Sources:
             )
         for name, key in self.plain.items():
             parameter = self._expected.get(name)
+            if parameter is not None:
+                self._check_dtype(parameter, key)
             if parameter is not None and tuple(parameter.shape) != self.weights.where[key].entries[key].shape:
                 raise CheckpointError(
                     f"{key} in {self.weights.where[key].path} has shape "
                     f"{self.weights.where[key].entries[key].shape}, the configuration says {tuple(parameter.shape)}"
                 )
+
+        for _, parts in self.converted.values():
+            for key, _ in parts:
+                self._check_dtype(None, key)
+
+    def _check_dtype(self, parameter: torch.Tensor | None, key: str) -> None:
+        dtype = self.weights.where[key].entries[key].dtype
+        if not dtype.is_floating_point and (parameter is None or parameter.is_floating_point()):
+            raise CheckpointError(
+                f"{key} in {self.weights.where[key].path} is of dtype {str(dtype).removeprefix('torch.')}, as in a "
+                "quantised checkpoint: memascend trains floating-point weights"
+            )
 
     def read(self, place: Place, target: torch.Tensor) -> None:
         """Fill `target` with the values of a parameter."""
@@ -271,7 +289,13 @@ class _Sources:
                 self.weights.where[key].read_into(key, target)
                 return
             if name in self._made or self._convert(name):
-                target.copy_(self._made.pop(name))
+                made = self._made.pop(name)
+                if made.shape != target.shape:
+                    raise CheckpointError(
+                        f"the tensors in {self.weights.directory} that make {name} give shape {tuple(made.shape)}, the "
+                        f"configuration says {tuple(target.shape)}"
+                    )
+                target.copy_(made)
                 return
         raise CheckpointError(f"no weights for {place.name} in {self.weights.directory}")
 
@@ -282,7 +306,13 @@ class _Sources:
                 continue
             for key, pattern in parts:
                 converter.add_tensor(first, key, pattern, self.weights.where[key].read(key))
-            made = converter.convert(first, model=self.model, config=self.model.config)
+            try:
+                made = converter.convert(first, model=self.model, config=self.model.config)
+            except Exception as error:  # whatever stacking tensors of unequal shapes raises
+                what = str(error).partition("\n")[0]
+                raise CheckpointError(
+                    f"the tensors in {self.weights.directory} that make {first} do not fit: {what}"
+                ) from None
             self._made |= {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
             del self.converted[first]
             return wanted in self._made
@@ -316,6 +346,8 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for place in unit.places:
             span = storage[place.offset : place.offset + place.nbytes]
             yield place.name, span.view(place.dtype).view(place.shape).clone()
+        # The next unit may need the buffer that these hold.
+        del storage, span
 
 
 def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_size: str | int = "5GB") -> None:

@@ -224,7 +224,7 @@ def _add_demo(commands: Any) -> None:
     parser.set_defaults(run=_demo)
     add = parser.add_argument
     add("--random", action="store_true", help="a random Llama of 100M parameters over bytes instead")
-    add("--host-memory", type=_size, default="600MiB", metavar="SIZE", help="budget (default: %(default)s)")
+    add("--host-memory", type=_size, default="160MiB", metavar="SIZE", help="budget (default: %(default)s)")
     add("--steps", type=_positive, default=30, metavar="N", help="optimizer steps (default: %(default)s)")
     add(
         "--seq-len",

@@ -10,7 +10,8 @@ class StoreError(MemascendError, OSError):
 
     def __init__(self, errno: int | None, message: str) -> None:
         """Keep the errno of the system beside a message that is already complete."""
-        super().__init__(errno, message)
+        # Not super(): RuntimeError comes first and would leave `errno` unset.
+        OSError.__init__(self, errno, message)
         self.message = message
 
     def __str__(self) -> str:

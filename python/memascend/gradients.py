@@ -34,6 +34,7 @@ class GradientCapture:
             return
 
         def before(_: torch.Tensor) -> None:
+            self.settle(place)
             if parameter.grad is place.marker:
                 # AccumulateGrad would add to the marker: let it find nothing, and add ourselves.
                 parameter.grad = None
@@ -81,6 +82,12 @@ class GradientCapture:
                 tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel
             )
 
+    def settle(self, place: Place) -> None:
+        """Make a gradient that was filled in place, as `model.zero_grad(set_to_none=False)` does, the true one."""
+        parameter = place.parameter
+        if parameter.grad is place.marker and (value := place.written(place.marker)) is not None:
+            parameter.grad = torch.full(place.shape, value, dtype=place.dtype)
+
     def clear(self, place: Place) -> None:
         """Discard a parameter's gradient, as `zero_grad` does."""
         if place.parameter.grad is place.marker and not place.tensor.packed:
@@ -91,6 +98,7 @@ class GradientCapture:
     def read(self, place: Place) -> torch.Tensor | None:
         """Return a copy of a gradient kept here, or None: for inspection."""
         tensor = place.tensor
+        self.settle(place)
         if place.parameter.grad is not place.marker:
             return place.parameter.grad
         whole = torch.empty(tensor.numel, dtype=tensor.dtype)

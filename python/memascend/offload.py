@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memascend._memascend import Runtime
+from memascend._memascend import Runtime, return_large_blocks_to_system
 from memascend.activations import InputStash, Recomputation
 from memascend.errors import MemascendError
 from memascend.gradients import GradientCapture
@@ -127,6 +127,8 @@ class Offload:
                 span = storage[place.offset : place.offset + place.nbytes]
                 read(place, span.view(place.dtype).view(place.shape))
             self.runtime.write_unit(unit.index, unit.extent, lease, unit.nbytes)
+            # The write alone holds the buffer now: the next unit may be waiting for it.
+            del storage, span, lease
             done += unit.nbytes
             if progress is not None:
                 progress(done, total)
@@ -348,6 +350,7 @@ def _close_all() -> None:
 
 def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:
     """Create the native side of a plan on the directories of `store`."""
+    return_large_blocks_to_system()
     paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
     return Runtime(
         paths,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,30 +70,40 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} is truncated: its header needs {8 + length} bytes, the file has {size}")
         try:
             header = json.loads(os.pread(self._fd, length, 8))
-            base = 8 + length
-            entries = {
-                name: Entry(
-                    DTYPES[value["dtype"]], tuple(value["shape"]), *(base + offset for offset in value["data_offsets"])
-                )
-                for name, value in header.items()
-                if name != "__metadata__"
-            }
-        except KeyError as error:
-            raise CheckpointError(f"{self.path} holds a tensor of unsupported dtype {error}") from None
+            header.pop("__metadata__", None)
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.path} has a damaged safetensors header: {error}") from None
+        base = 8 + length
+        entries = {name: self._entry(name, value, base) for name, value in header.items()}
         end = max((entry.end for entry in entries.values()), default=base)
         if end > size:
             raise CheckpointError(
                 f"{self.path} is truncated: its tensors end at byte {end}, the file has {size}; download it again"
             )
-        for name, entry in entries.items():
-            count = 1
-            for dimension in entry.shape:
-                count *= dimension
-            if entry.end - entry.start != count * entry.dtype.itemsize or entry.start < base:
-                raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
+        # The format allows neither gaps nor overlaps.
+        expected = base
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start != expected:
+                raise CheckpointError(
+                    f"{self.path} has a damaged header: {name} does not begin where the one before ends"
+                )
+            expected = entry.end
+        if end != size:
+            raise CheckpointError(f"{self.path} is damaged: {size - end} bytes follow its last tensor")
         return entries
+
+    def _entry(self, name: str, value: Any, base: int) -> Entry:
+        """Check what the header says of one tensor."""
+        fields: dict[str, Any] = value if isinstance(value, dict) else {}
+        dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+            raise CheckpointError(f"{self.path} has a damaged header: it does not describe {name}")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{self.path} holds {name} in the unsupported dtype {dtype}")
+        entry = Entry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+        if entry.end - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
+            raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
+        return entry
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor into `target` (contiguous CPU tensor of its shape), converting to its dtype piece by piece."""
@@ -130,6 +141,10 @@ class SafetensorsReader:
             self._fd = -1
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
 def write_safetensors(
     path: Path, entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
@@ -161,6 +176,7 @@ def write_safetensors(
                 flat = tensor.detach().contiguous().reshape(-1)
                 _write(fd, memoryview(flat.view(torch.uint8).numpy()), 8 + len(text) + offsets[name])
                 left.remove(name)
+                del tensor, flat  # views of a buffer that the next tensor may need
             assert not left, f"never written: {sorted(left)}"
             os.fsync(fd)
         finally:

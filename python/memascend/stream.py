@@ -128,6 +128,11 @@ class Streamer:
         if residency.users == 0:
             storage = self.storage(unit)
             for place in unit.places:
+                if place.written(place.absent) is not None:
+                    raise MemascendError(
+                        f"{place.name} was written to while it was on SSD, where that changes nothing: change weights "
+                        "before memascend.offload"
+                    )
                 span = storage[place.offset : place.offset + place.nbytes]
                 place.parameter.data = span.view(place.dtype).view(place.shape)
         residency.users += 1
@@ -196,8 +201,13 @@ class Streamer:
                 if victim is None:
                     break
                 self._drop(victim)
-            # Dead reference cycles may still hold views of buffers.
+                # Write-back under way holds the buffer too.
+                self.runtime.wait_unit(victim.unit.index)
             if attempt == 0:
+                # Units dropped earlier may still be written back, and dead reference cycles hold views of buffers.
+                for residency in self.residencies.values():
+                    if residency.ticket is None:
+                        self.runtime.wait_unit(residency.unit.index)
                 gc.collect()
         alive = [r.unit.name for r in self.residencies.values() if r.users and r.unit.nbytes == unit.nbytes]
         raise MemascendError(
@@ -251,7 +261,13 @@ class Streamer:
         if residency.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         self._drop(residency)
-        residency.updates = [*residency.updates, *updates]
+        waiting = {update.tensor: update for update in residency.updates}
+        for update in updates:
+            known = waiting.setdefault(update.tensor, update)
+            if known is not update:
+                # Another optimizer's part of the same pack: one fetch updates a tensor once.
+                known.segments = sorted(known.segments + update.segments, key=lambda segment: segment.start)
+        residency.updates = list(waiting.values())
 
     def start_next_pass(self) -> None:
         """Begin fetching what the next training pass uses first, with the updates just deferred."""

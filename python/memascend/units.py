@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,15 @@ class Place:
     def nbytes(self) -> int:
         """Bytes of the parameter."""
         return self.numel * self.dtype.itemsize
+
+    def written(self, shown: torch.Tensor) -> float | None:
+        """Return the value that somebody filled `absent` or `marker` with (`zero_()`, say), or None; NaN again after."""
+        element = shown.as_strided((), ())
+        value = element.item()
+        if math.isnan(value):
+            return None
+        element.fill_(math.nan)
+        return value
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,7 @@ pub trait HostAllocator: Send + Sync {
 pub struct HostBlock {
     address: NonNull<u8>,
     bytes: usize,
+    owner_pid: u32,
 }
 
 // SAFETY: the block owns its mapping; the address is valid from any thread until drop.
@@ -47,7 +48,7 @@ impl HostBlock {
         // SAFETY: the range is the mapping made above.
         unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) };
         let address = NonNull::new(address.cast()).expect("mmap never returns null without MAP_FIXED");
-        Ok(Self { address, bytes })
+        Ok(Self { address, bytes, owner_pid: std::process::id() })
     }
 
     /// First byte.
@@ -63,6 +64,10 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
+        // A forked child did not inherit the mapping; by now its addresses may hold something else of the child's.
+        if self.owner_pid != std::process::id() {
+            return;
+        }
         // SAFETY: the mapping was made by `map`, is owned by self, and every lease into it is gone
         // (the pool keeps the block alive as long as a lease lives).
         unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes) };

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::io::ErrorKind;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -75,12 +76,15 @@ impl Pool {
             sizes.sort_unstable();
             let mut cut: Vec<Class> = Vec::new();
             for (bytes, count) in sizes {
-                let offsets = (0..count).map(|index| offset + index * bytes);
+                let start = offset;
+                offset = bytes.checked_mul(count).and_then(|class| class.checked_add(offset)).ok_or_else(
+                    || MemError::Reserve { bytes: usize::MAX, source: ErrorKind::OutOfMemory.into() },
+                )?;
+                let offsets = (start..offset).step_by(bytes);
                 match cut.last_mut() {
                     Some(class) if class.bytes == bytes => class.free.extend(offsets),
                     _ => cut.push(Class { bytes, free: offsets.collect() }),
                 }
-                offset += bytes * count;
             }
             cut_groups.push((cut, offset - start));
         }
@@ -263,7 +267,8 @@ impl LeaseSlice {
     /// # Panics
     /// If the range does not lie inside the slice.
     pub fn narrow(&self, offset: usize, bytes: usize) -> Self {
-        assert!(offset + bytes <= self.bytes, "narrowing {}..{} of {}", offset, offset + bytes, self.bytes);
+        let end = offset.checked_add(bytes).expect("slice end overflows");
+        assert!(end <= self.bytes, "narrowing {offset}..{end} of {}", self.bytes);
         Self { lease: Arc::clone(&self.lease), offset: self.offset + offset, bytes }
     }
 

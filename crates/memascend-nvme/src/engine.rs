@@ -28,6 +28,12 @@ impl fmt::Display for Operation {
 /// never wait for I/O (submitting more is fine).
 pub type OnComplete = Box<dyn FnOnce(Completion) + Send>;
 
+/// Calls back. A panic ends with the callback: the thread still owes the other requests their ends.
+pub(crate) fn run_callback(on_complete: OnComplete, completion: Completion) {
+    // The panic hook has reported it; nothing of the engine's was borrowed.
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| on_complete(completion)));
+}
+
 /// One transfer. It owns its buffer until it completes.
 ///
 /// Between submission and completion of a read nobody may touch the buffer; of a write nobody may modify it.
@@ -38,7 +44,7 @@ pub struct Request {
     pub file: Arc<VolumeFile>,
     /// Byte offset, a multiple of [`BLOCK_BYTES`](crate::BLOCK_BYTES).
     pub offset: u64,
-    /// The buffer; its length, a multiple of the block, is the length of the transfer.
+    /// The buffer; its length, a multiple of the block and not zero, is the length of the transfer.
     pub buffer: LeaseSlice,
     /// Called exactly once.
     pub on_complete: OnComplete,

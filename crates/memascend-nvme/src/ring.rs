@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use io_uring::{IoUring, opcode, squeue, types};
 
+use crate::engine::run_callback;
 use crate::threads::resumable;
 use crate::{Completion, Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result};
 
@@ -81,7 +82,7 @@ impl RingEngine {
             jobs: Slab::default(),
             parts: Slab::default(),
             waiting: VecDeque::new(),
-            wake_word: Box::new(0),
+            wake_word: Box::default(),
             wake_armed: false,
         };
         let thread = std::thread::Builder::new()
@@ -192,10 +193,11 @@ impl Driver {
                 self.waiting.pop_front();
                 in_flight += 1;
             }
-            if !self.open && in_flight == 0 && self.waiting.is_empty() {
+            // The wake-up read too must have ended, or the kernel could still write to its word: dropping the engine
+            // always rings.
+            if !self.open && in_flight == 0 && self.waiting.is_empty() && !self.wake_armed {
                 return;
             }
-            let want = if self.open || in_flight > 0 { 1 } else { 0 };
             if self.open {
                 self.wake.sleeping.store(true, Ordering::SeqCst);
                 // A request sent before the store above was seen would find nobody sleeping: look once more.
@@ -206,7 +208,7 @@ impl Driver {
                     continue;
                 }
             }
-            match ring.submit_and_wait(want) {
+            match ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
@@ -223,6 +225,7 @@ impl Driver {
             match self.requests.try_recv() {
                 Ok(request) => {
                     let bytes = request.buffer.bytes();
+                    debug_assert!(bytes > 0, "a request moves something");
                     let parts_left = bytes.div_ceil(PART_BYTES);
                     let job = self.jobs.insert(Job { request, parts_left, error: None });
                     for start in (0..bytes).step_by(PART_BYTES) {
@@ -317,7 +320,20 @@ impl Driver {
                 Err(IoError::Transfer { operation, path: file.path().to_owned(), offset, bytes, source })
             }
         };
-        on_complete(Completion { buffer, result });
+        run_callback(on_complete, Completion { buffer, result });
+    }
+}
+
+impl Drop for Driver {
+    /// Nothing is left after an orderly end. After a panic the kernel may still be using what was submitted:
+    /// that memory is given up rather than given back, while whoever waits learns of it as the callbacks die.
+    fn drop(&mut self) {
+        for job in self.jobs.slots.drain(..).flatten() {
+            std::mem::forget(job.request.buffer);
+        }
+        if self.wake_armed {
+            std::mem::forget(std::mem::take(&mut self.wake_word));
+        }
     }
 }
 

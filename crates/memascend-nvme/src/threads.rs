@@ -4,6 +4,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
+use crate::engine::run_callback;
 use crate::{Completion, Counters, CountersSnapshot, Engine, IoError, Operation, Request};
 
 /// pread and pwrite on a few threads, for systems that refuse io_uring.
@@ -49,7 +50,7 @@ fn serve(requests: &Receiver<Request>, counters: &Counters) {
         if result.is_ok() {
             counters.add(operation, buffer.bytes());
         }
-        on_complete(Completion { buffer, result });
+        run_callback(on_complete, Completion { buffer, result });
     }
 }
 

@@ -160,6 +160,40 @@ fn dropping_an_engine_with_transfers_in_flight_completes_them_first() {
 }
 
 #[test]
+fn an_engine_may_come_and_go_at_any_moment() {
+    for _ in 0..100 {
+        drop(engines());
+    }
+}
+
+#[test]
+fn a_callback_that_panics_leaves_the_engine_serving() {
+    let directory = tempfile::tempdir().unwrap();
+    for engine in engines().into_iter().filter(|engine| engine.name() != "sim") {
+        let volume = Volume::create(directory.path(), true).unwrap();
+        volume.reserve(MIB as u64).unwrap();
+        let pool = pool(BLOCK_BYTES, 1);
+        for _ in 0..8 {
+            let (sender, receiver) = mpsc::channel::<()>();
+            engine.submit(Request {
+                operation: Operation::Write,
+                file: Arc::clone(volume.file()),
+                offset: 0,
+                buffer: LeaseSlice::new(lease(&pool, BLOCK_BYTES), 0, BLOCK_BYTES),
+                on_complete: Box::new(move |completion| {
+                    drop(completion);
+                    let _sender = sender;
+                    panic!("this panic is part of the test");
+                }),
+            });
+            receiver.recv().unwrap_err();
+        }
+        let buffer = LeaseSlice::new(lease(&pool, BLOCK_BYTES), 0, BLOCK_BYTES);
+        wait(&start(&*engine, &volume, Operation::Read, 0, buffer)).result.unwrap();
+    }
+}
+
+#[test]
 fn simulated_faults_follow_their_seed_and_reach_the_caller() {
     let directory = tempfile::tempdir().unwrap();
     let volume = Volume::create(directory.path(), true).unwrap();

@@ -19,6 +19,9 @@ pub enum OptimError {
         /// How long was waited.
         seconds: u64,
     },
+    /// Whoever was to end the operation is gone.
+    #[error("an operation ended without a result: a thread of the executor or of the I/O engine failed")]
+    Abandoned,
     /// The executor was closed while the job waited.
     #[error("the store was closed")]
     Closed,

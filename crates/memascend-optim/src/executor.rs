@@ -1,16 +1,18 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
 use crate::gradients::{Chunk, SourcePlace, cast, cast_mut};
-use crate::kernels::{AdamwScalars, adamw_bf16_split, adamw_f32};
-use crate::{Dtype, GradientSource, MOMENT_BYTES, OptimError, Pending, Result, UPDATE_BYTES_PER_ELEMENT};
+use crate::kernels::{AdamwScalars, GRADIENT_BLOCK, adamw_bf16_split, adamw_f32};
+use crate::{
+    Dtype, GradientSource, MOMENT_BYTES, OptimError, Pending, Result, UPDATE_BYTES_PER_ELEMENT, Underway,
+};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
@@ -69,9 +71,8 @@ pub struct UpdateTensor {
 }
 
 /// A job under way.
-#[derive(Default)]
 pub struct Ticket {
-    ready: Pending,
+    ready: Arc<Pending>,
 }
 
 impl Ticket {
@@ -100,6 +101,7 @@ struct Job {
     weights: Option<UnitWeights>,
     updates: Vec<UpdateTensor>,
     ticket: Arc<Ticket>,
+    ready: Underway,
 }
 
 /// A piece of a tensor on its way through the pipeline.
@@ -111,21 +113,37 @@ struct Work {
     /// The chunk's weights in the unit's lease, with their place on the SSD.
     weights: Option<(LeaseSlice, Extent, usize)>,
     gradient_chunk: Option<Chunk>,
-    reads_left: AtomicUsize,
-    error: Mutex<Option<OptimError>>,
     pending: Arc<Pending>,
-    ticket: Arc<Ticket>,
+    // Declared last, so that even a dropped piece returns its buffers before anybody hears of its end.
+    /// Counted by the unit's [`Pending`], so that no later job reads the unit before this update.
+    update: Underway,
+    /// Counted by the job's ticket.
+    ready: Underway,
+}
+
+/// The reads of a piece under way; the last to end passes the piece on.
+struct Reads {
+    left: AtomicUsize,
+    outcome: Mutex<(Option<OptimError>, Option<Work>)>,
+    computed: Sender<Work>,
 }
 
 impl Executor {
     /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of
-    /// `chunk_elements *` [`UPDATE_BYTES_PER_ELEMENT`] bytes; `chunk_elements` is a multiple of 65,536.
+    /// `chunk_elements *` [`UPDATE_BYTES_PER_ELEMENT`] bytes; `chunk_elements` is that of the [`Gradients`](crate::Gradients).
+    ///
+    /// # Panics
+    /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].
     pub fn new(store: Arc<Store>, slots: Pool, chunk_elements: usize, compute_threads: usize) -> Self {
+        assert!(
+            chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
+            "chunks of whole blocks"
+        );
         let (jobs, accepted) = unbounded::<Job>();
-        let (computed, work) = unbounded::<Arc<Work>>();
+        let (computed, work) = unbounded::<Work>();
         let mut threads = Vec::new();
         for index in 0..compute_threads.max(1) {
-            let (work, store): (Receiver<Arc<Work>>, _) = (work.clone(), Arc::clone(&store));
+            let (work, store) = (work.clone(), Arc::clone(&store));
             threads.push(spawn(format!("memascend-update-{index}"), move || {
                 for work in work {
                     compute(&store, work, chunk_elements);
@@ -149,11 +167,10 @@ impl Executor {
         weights: Option<UnitWeights>,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
-        let ticket = Arc::new(Ticket::default());
-        ticket.ready.begin(1);
-        let job = Job { pending, weights, updates, ticket: Arc::clone(&ticket) };
-        if self.jobs.as_ref().expect("open until dropped").send(job).is_err() {
-            ticket.ready.end(Err(OptimError::Closed));
+        let ticket = Arc::new(Ticket { ready: Arc::default() });
+        let job = Job { pending, weights, updates, ticket: Arc::clone(&ticket), ready: ticket.ready.begin() };
+        if let Err(refused) = self.jobs.as_ref().expect("open until dropped").send(job) {
+            refused.0.ready.end(Err(OptimError::Closed));
         }
         ticket
     }
@@ -181,14 +198,16 @@ struct Coordinator {
     store: Arc<Store>,
     slots: Pool,
     chunk_elements: usize,
-    computed: Sender<Arc<Work>>,
+    computed: Sender<Work>,
 }
 
 impl Coordinator {
     fn run(&self, job: Job) {
-        let Job { pending, weights, updates, ticket } = job;
+        let Job { pending, weights, updates, ticket, ready } = job;
         let started = pending.wait().and_then(|()| self.start(&pending, weights.as_ref(), updates, &ticket));
-        ticket.ready.end(started);
+        // Returned before anybody hears of the end, so that who waited finds the buffer free.
+        drop(weights);
+        ready.end(started);
     }
 
     fn start(
@@ -207,30 +226,40 @@ impl Coordinator {
             }
             self.read_weights(weights, position, round_up_to_page(weights.bytes), ticket);
         }
-        for tensor in updates {
+        for mut tensor in updates {
+            // Each chunk of the gradient goes with its piece, to return to the pool as soon as it is consumed.
+            let mut gradient_chunks = match &mut tensor.gradient.place {
+                SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks).into_iter(),
+                SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new().into_iter(),
+            };
             let tensor = Arc::new(tensor);
             for first in (0..tensor.numel).step_by(self.chunk_elements) {
                 let numel = self.chunk_elements.min(tensor.numel - first);
-                self.start_chunk(pending, weights, &tensor, first, numel, ticket)?;
+                self.start_chunk(pending, weights, &tensor, first, numel, gradient_chunks.next(), ticket)?;
             }
         }
         Ok(())
     }
 
     /// Reads the weights that no update touches.
-    fn read_weights(&self, weights: &UnitWeights, start: usize, end: usize, ticket: &Arc<Ticket>) {
+    fn read_weights(&self, weights: &UnitWeights, start: usize, end: usize, ticket: &Ticket) {
         if start >= end {
             return;
         }
-        ticket.ready.begin(1);
-        let ticket = Arc::clone(ticket);
         let buffer = LeaseSlice::new(Arc::clone(&weights.lease), start, end - start);
-        let done = Box::new(move |result: std::result::Result<(), _>| {
-            ticket.ready.end(result.map_err(OptimError::from))
-        });
+        let read = ticket.ready.begin();
+        let done =
+            Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(OptimError::from)));
         self.store.transfer(Operation::Read, weights.extent, start as u64, buffer, done);
     }
 
+    fn slot(&self) -> Result<Arc<Lease>> {
+        let slot_bytes = self.chunk_elements * UPDATE_BYTES_PER_ELEMENT;
+        let slot = self.slots.lease(slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
+        slot.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
+    }
+
+    #[allow(clippy::too_many_arguments)]
     fn start_chunk(
         &self,
         pending: &Arc<Pending>,
@@ -238,36 +267,38 @@ impl Coordinator {
         tensor: &Arc<UpdateTensor>,
         first: usize,
         numel: usize,
-        ticket: &Arc<Ticket>,
+        gradient_chunk: Option<Chunk>,
+        ticket: &Ticket,
     ) -> Result<()> {
-        let slot_bytes = self.chunk_elements * UPDATE_BYTES_PER_ELEMENT;
-        let slot = self.slots.lease(slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
-        let slot = Arc::new(slot.ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })?);
+        let update = pending.begin();
+        let slot = match self.slot() {
+            Ok(slot) => slot,
+            Err(error) => {
+                // Half-updated, the unit on the SSD must not be taken for whole.
+                update.end(Err(error.clone()));
+                return Err(error);
+            }
+        };
         let areas = Areas::new(&slot, tensor.dtype, self.chunk_elements, numel);
         let element = tensor.dtype.bytes();
         let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
         if tensor.initialized {
-            reads.push((tensor.exp_avg, first * MOMENT_BYTES, areas.exp_avg.clone()));
-            reads.push((tensor.exp_avg_sq, first * MOMENT_BYTES, areas.exp_avg_sq.clone()));
+            reads.push((tensor.exp_avg, first * MOMENT_BYTES, areas.exp_avg));
+            reads.push((tensor.exp_avg_sq, first * MOMENT_BYTES, areas.exp_avg_sq));
             if let Some(low) = tensor.low {
-                reads.push((low, first * tensor.dtype.low_bytes(), areas.low.clone()));
+                reads.push((low, first * tensor.dtype.low_bytes(), areas.low));
             }
         } else {
-            for area in [&areas.exp_avg, &areas.exp_avg_sq, &areas.low] {
+            for area in [areas.exp_avg, areas.exp_avg_sq, areas.low] {
                 // SAFETY: the slot is fresh: nobody else knows it yet.
                 unsafe { area.as_mut_slice() }.fill(0);
             }
         }
-        let gradient_chunk = match &tensor.gradient.place {
-            SourcePlace::Chunks { extent, chunks } => {
-                let chunk = chunks[first / self.chunk_elements].clone();
-                if matches!(chunk, Chunk::Ssd) {
-                    reads.push((*extent, first * element, areas.gradient.clone()));
-                }
-                Some(chunk)
-            }
-            SourcePlace::Packed { .. } | SourcePlace::Addresses => None,
-        };
+        if let (SourcePlace::Chunks { extent, .. }, Some(Chunk::Ssd)) =
+            (&tensor.gradient.place, &gradient_chunk)
+        {
+            reads.push((*extent, first * element, areas.gradient));
+        }
         let weights = weights.map(|weights| {
             let offset = tensor.weight_offset + first * element;
             let bytes = round_up_to_page(numel * element);
@@ -275,39 +306,65 @@ impl Coordinator {
             reads.push((weights.extent, offset, range.clone()));
             (range, weights.extent, offset)
         });
-        ticket.ready.begin(1);
-        let work = Arc::new(Work {
+        let work = Work {
             tensor: Arc::clone(tensor),
             first,
             numel,
             slot,
             weights,
             gradient_chunk,
-            reads_left: AtomicUsize::new(reads.len() + 1),
-            error: Mutex::new(None),
             pending: Arc::clone(pending),
-            ticket: Arc::clone(ticket),
+            update,
+            ready: ticket.ready.begin(),
+        };
+        let join = Arc::new(Reads {
+            left: AtomicUsize::new(reads.len() + 1),
+            outcome: Mutex::new((None, Some(work))),
+            computed: self.computed.clone(),
         });
         for (extent, offset, buffer) in reads {
-            let (work, computed) = (Arc::clone(&work), self.computed.clone());
+            let join = Arc::clone(&join);
             let done = Box::new(move |result: std::result::Result<(), _>| {
-                work.read_ended(result.map_err(OptimError::from), &computed);
+                join.ended(result.map_err(OptimError::from));
             });
             self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
         }
-        work.read_ended(Ok(()), &self.computed);
+        join.ended(Ok(()));
         Ok(())
     }
 }
 
-impl Work {
-    fn read_ended(self: &Arc<Self>, result: Result<()>, computed: &Sender<Arc<Work>>) {
+impl Reads {
+    fn ended(&self, result: Result<()>) {
         if let Err(error) = result {
-            self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            self.lock().0.get_or_insert(error);
         }
-        if self.reads_left.fetch_sub(1, Ordering::AcqRel) == 1 && computed.send(Arc::clone(self)).is_err() {
-            self.ticket.ready.end(Err(OptimError::Closed));
+        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return;
         }
+        let (error, work) = std::mem::take(&mut *self.lock());
+        let work = work.expect("the last read ends once");
+        match error {
+            None => {
+                // Refused, the piece comes back, and its dropping tells those who wait for it.
+                let _ = self.computed.send(work);
+            }
+            Some(error) => work.fail(error),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Option<OptimError>, Option<Work>)> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Work {
+    /// Returns the buffers and reports `error`, to the unit too: its other pieces may have been updated.
+    fn fail(self, error: OptimError) {
+        let Self { tensor, slot, weights, gradient_chunk, update, ready, .. } = self;
+        drop((tensor, slot, weights, gradient_chunk));
+        update.end(Err(error.clone()));
+        ready.end(Err(error));
     }
 }
 
@@ -339,12 +396,7 @@ impl Areas {
 }
 
 /// Runs the kernel on a chunk whose reads have ended and starts its write-back.
-fn compute(store: &Store, work: Arc<Work>, chunk_elements: usize) {
-    let failed = work.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-    if let Some(error) = failed {
-        work.ticket.ready.end(Err(error));
-        return;
-    }
+fn compute(store: &Store, work: Work, chunk_elements: usize) {
     let areas = Areas::new(&work.slot, work.tensor.dtype, chunk_elements, work.numel);
     for segment in &work.tensor.segments {
         let start = segment.start.max(work.first);
@@ -353,26 +405,30 @@ fn compute(store: &Store, work: Arc<Work>, chunk_elements: usize) {
             update(&work, segment, &areas, start, end - start);
         }
     }
-    let tensor = &work.tensor;
+    let Work { tensor, first, slot, weights, gradient_chunk, pending, update, ready, .. } = work;
+    let Areas { exp_avg, exp_avg_sq, low, gradient } = areas;
     let mut writes = vec![
-        (tensor.exp_avg, work.first * MOMENT_BYTES, areas.exp_avg),
-        (tensor.exp_avg_sq, work.first * MOMENT_BYTES, areas.exp_avg_sq),
+        (tensor.exp_avg, first * MOMENT_BYTES, exp_avg),
+        (tensor.exp_avg_sq, first * MOMENT_BYTES, exp_avg_sq),
     ];
-    if let Some(low) = tensor.low {
-        writes.push((low, work.first * tensor.dtype.low_bytes(), areas.low));
+    if let Some(extent) = tensor.low {
+        writes.push((extent, first * tensor.dtype.low_bytes(), low));
     }
-    if let Some((range, extent, offset)) = &work.weights {
-        writes.push((*extent, *offset, range.clone()));
+    if let Some((range, extent, offset)) = weights {
+        writes.push((extent, offset, range));
     }
-    // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
-    work.pending.begin(writes.len());
+    // From here on the writes alone hold the buffers.
+    drop((slot, gradient, gradient_chunk));
     for (extent, offset, buffer) in writes {
-        let pending = Arc::clone(&work.pending);
+        // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
+        let write = pending.begin();
         let done =
-            Box::new(move |result: std::result::Result<(), _>| pending.end(result.map_err(OptimError::from)));
+            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
         store.transfer(Operation::Write, extent, offset as u64, buffer, done);
     }
-    work.ticket.ready.end(Ok(()));
+    drop(tensor);
+    update.end(Ok(()));
+    ready.end(Ok(()));
 }
 
 /// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the chunk.

@@ -23,7 +23,7 @@ pub struct HostTensor<'a> {
 pub fn adamw_host(tensor: HostTensor<'_>, scalars: &AdamwScalars, threads: usize) {
     let HostTensor { dtype, weight, low, exp_avg, exp_avg_sq, gradient } = tensor;
     let elements = gradient.len() / dtype.bytes();
-    let share = elements.div_ceil(threads.max(1)).next_multiple_of(GRADIENT_BLOCK);
+    let share = elements.div_ceil(threads.max(1)).max(1).next_multiple_of(GRADIENT_BLOCK);
     std::thread::scope(|scope| {
         // Zero-length pieces of the absent low half keep the iterators in step.
         let mut low_rest = low;

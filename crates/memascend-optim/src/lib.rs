@@ -13,7 +13,7 @@ pub use error::{OptimError, Result};
 pub use executor::{Address, Executor, Segment, Ticket, UnitWeights, UpdateTensor};
 pub use gradients::{GradientId, GradientSource, Gradients};
 pub use host::{HostTensor, adamw_host};
-pub use pending::Pending;
+pub use pending::{Pending, Underway};
 pub use staging::Staging;
 
 /// Element type of a weight and of its gradient.

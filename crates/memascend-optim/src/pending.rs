@@ -1,4 +1,4 @@
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::{OptimError, Result};
 
@@ -15,22 +15,18 @@ struct State {
     error: Option<OptimError>,
 }
 
-impl Pending {
-    /// Notes that `count` operations have begun.
-    pub fn begin(&self, count: usize) {
-        self.lock().count += count;
-    }
+/// One operation that a [`Pending`] counts. It ends exactly once, also when whoever was to end it is gone: a
+/// thread that panicked or an engine that was closed must leave nobody waiting.
+#[derive(Debug)]
+pub struct Underway {
+    pending: Option<Arc<Pending>>,
+}
 
-    /// Notes that an operation has ended.
-    pub fn end(&self, result: Result<()>) {
-        let mut state = self.lock();
-        if let Err(error) = result {
-            state.error.get_or_insert(error);
-        }
-        state.count -= 1;
-        if state.count == 0 {
-            self.idle.notify_all();
-        }
+impl Pending {
+    /// Notes that an operation has begun.
+    pub fn begin(self: &Arc<Self>) -> Underway {
+        self.lock().count += 1;
+        Underway { pending: Some(Arc::clone(self)) }
     }
 
     /// Waits until nothing is under way. A failure stays: what it left on the SSD cannot be trusted.
@@ -47,7 +43,65 @@ impl Pending {
         self.lock().count == 0
     }
 
+    fn end(&self, result: Result<()>) {
+        let mut state = self.lock();
+        if let Err(error) = result {
+            state.error.get_or_insert(error);
+        }
+        state.count -= 1;
+        if state.count == 0 {
+            self.idle.notify_all();
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Underway {
+    /// Notes that the operation has ended.
+    pub fn end(mut self, result: Result<()>) {
+        if let Some(pending) = self.pending.take() {
+            pending.end(result);
+        }
+    }
+}
+
+impl Drop for Underway {
+    fn drop(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            pending.end(Err(OptimError::Abandoned));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_that_nobody_ended_fails_and_leaves_nobody_waiting() {
+        let pending = Arc::new(Pending::default());
+        let underway = pending.begin();
+        let thread = std::thread::spawn(move || {
+            let _held = underway;
+            panic!("this panic is part of the test");
+        });
+        assert!(thread.join().is_err());
+        assert!(matches!(pending.wait(), Err(OptimError::Abandoned)));
+    }
+
+    #[test]
+    fn the_first_failure_stays() {
+        let pending = Arc::new(Pending::default());
+        let (first, second, third) = (pending.begin(), pending.begin(), pending.begin());
+        first.end(Ok(()));
+        second.end(Err(OptimError::Closed));
+        assert!(!pending.is_idle());
+        third.end(Err(OptimError::Stalled { seconds: 1 }));
+        assert!(matches!(pending.wait(), Err(OptimError::Closed)));
+        pending.begin().end(Ok(()));
+        assert!(matches!(pending.wait(), Err(OptimError::Closed)));
     }
 }

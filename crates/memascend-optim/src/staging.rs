@@ -2,7 +2,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
@@ -23,7 +23,11 @@ pub struct Staging {
 
 impl Staging {
     /// Staging through buffers of `chunk_bytes` bytes of `pool`.
+    ///
+    /// # Panics
+    /// If `chunk_bytes` is not a multiple of the page: every chunk begins on a block of its extent.
     pub fn new(store: Arc<Store>, pool: Pool, chunk_bytes: usize) -> Self {
+        assert!(chunk_bytes > 0 && chunk_bytes.is_multiple_of(PAGE_BYTES), "{chunk_bytes} bytes to a chunk");
         Self { store, pool, chunk_bytes }
     }
 
@@ -60,11 +64,10 @@ impl Staging {
         bytes: usize,
         pending: &Arc<Pending>,
     ) {
-        pending.begin(1);
-        let pending = Arc::clone(pending);
         let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(bytes));
+        let write = pending.begin();
         let done =
-            Box::new(move |result: std::result::Result<(), _>| pending.end(result.map_err(OptimError::from)));
+            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
         self.store.transfer(Operation::Write, extent, offset as u64, buffer, done);
     }
 

@@ -20,7 +20,9 @@ pub(crate) fn scalars(tuple: ScalarsTuple) -> AdamwScalars {
     AdamwScalars::new(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
 }
 
-unsafe fn bytes<'a>(address: usize, length: usize) -> &'a [u8] {
+/// # Safety
+/// As [`std::slice::from_raw_parts`], but any address will do for an empty slice: torch gives 0.
+pub(crate) unsafe fn bytes<'a>(address: usize, length: usize) -> &'a [u8] {
     if length == 0 {
         return &[];
     }
@@ -28,7 +30,9 @@ unsafe fn bytes<'a>(address: usize, length: usize) -> &'a [u8] {
     unsafe { std::slice::from_raw_parts(address as *const u8, length) }
 }
 
-unsafe fn bytes_mut<'a>(address: usize, length: usize) -> &'a mut [u8] {
+/// # Safety
+/// As [`std::slice::from_raw_parts_mut`], but any address will do for an empty slice.
+pub(crate) unsafe fn bytes_mut<'a>(address: usize, length: usize) -> &'a mut [u8] {
     if length == 0 {
         return &mut [];
     }
@@ -100,4 +104,11 @@ pub(crate) fn gradient_stats(
         }
         (stats.sum_squares, stats.non_finite)
     }))
+}
+
+/// Has malloc give large freed blocks back to the system, in the whole process. Called before a model is built,
+/// whose passing weights would leave holes in the heap.
+#[pyfunction]
+pub(crate) fn return_large_blocks_to_system() {
+    memascend_mem::return_large_blocks_to_system();
 }

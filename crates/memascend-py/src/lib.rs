@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _memascend {
     #[pymodule_export]
-    use crate::host::{adamw_host, gradient_stats};
+    use crate::host::{adamw_host, gradient_stats, return_large_blocks_to_system};
     #[pymodule_export]
     use crate::lease::LeaseBuffer;
     #[pymodule_export]

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{memory_error, optim_error, store_error};
-use crate::host::{ScalarsTuple, parse_dtype, scalars};
+use crate::host::{self, ScalarsTuple, parse_dtype, scalars};
 use crate::lease::LeaseBuffer;
 
 /// A tensor's place in the store.
@@ -136,7 +136,6 @@ impl Runtime {
                 )));
             }
         };
-        memascend_mem::return_large_blocks_to_system();
         let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
         let groups = [
             units.into_iter().map(line).collect(),
@@ -256,13 +255,13 @@ impl Runtime {
         lease: &Bound<'_, LeaseBuffer>,
         bytes: usize,
     ) -> PyResult<()> {
-        let pending = self.unit(unit);
+        let parts = self.parts()?;
         let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), 0, round_up_to_page(bytes));
-        pending.begin(1);
+        let write = self.unit(unit).begin();
         let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
-            pending.end(result.map_err(memascend_optim::OptimError::from));
+            write.end(result.map_err(memascend_optim::OptimError::from));
         });
-        self.parts()?.store.transfer(Operation::Write, extent.get().0, 0, buffer, done);
+        parts.store.transfer(Operation::Write, extent.get().0, 0, buffer, done);
         Ok(())
     }
 
@@ -327,7 +326,7 @@ impl Runtime {
         let parts = self.parts()?;
         py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { std::slice::from_raw_parts_mut(target as *mut u8, bytes) };
+            let target = unsafe { host::bytes_mut(target, bytes) };
             parts.gradients.read(GradientId(gradient), target)
         })
         .map_err(|error| optim_error(&error))
@@ -342,7 +341,7 @@ impl Runtime {
             let stash =
                 Stash { staging: Arc::downgrade(&parts.staging), extent, bytes, pending: Arc::default() };
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let source = unsafe { std::slice::from_raw_parts(source as *const u8, bytes) };
+            let source = unsafe { host::bytes(source, bytes) };
             parts.staging.write(extent, source, &stash.pending).map_err(|error| optim_error(&error))?;
             Ok(stash)
         })
@@ -353,7 +352,7 @@ impl Runtime {
         let (parts, extent) = (self.parts()?, extent.get().0);
         py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { std::slice::from_raw_parts_mut(target as *mut u8, bytes) };
+            let target = unsafe { host::bytes_mut(target, bytes) };
             parts.staging.read(extent, target)
         })
         .map_err(|error| optim_error(&error))
@@ -365,7 +364,7 @@ impl Runtime {
         py.detach(|| {
             let pending = Arc::new(Pending::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let source = unsafe { std::slice::from_raw_parts(source as *const u8, bytes) };
+            let source = unsafe { host::bytes(source, bytes) };
             parts.staging.write(extent, source, &pending)?;
             pending.wait()
         })
@@ -401,12 +400,18 @@ impl Runtime {
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(parts) = parts else { return Ok(()) };
+        let units = self.pending.lock().unwrap_or_else(PoisonError::into_inner).clone();
         py.detach(|| {
-            let kept = if keep { parts.store.keep() } else { Ok(()) };
+            let mut kept = Ok(());
+            if keep {
+                // What is kept is synced, so it has to be written first.
+                let written = units.iter().try_for_each(|unit| unit.wait());
+                kept = parts.store.keep().map_err(|error| store_error(&error));
+                kept = written.map_err(|error| optim_error(&error)).and(kept);
+            }
             drop(parts);
             kept
         })
-        .map_err(|error| store_error(&error))
     }
 
     /// Whether `close` was called.
@@ -435,8 +440,7 @@ impl Stash {
         py.detach(|| {
             self.pending.wait()?;
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            staging
-                .read(self.extent, unsafe { std::slice::from_raw_parts_mut(target as *mut u8, self.bytes) })
+            staging.read(self.extent, unsafe { host::bytes_mut(target, self.bytes) })
         })
         .map_err(|error| optim_error(&error))
     }

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use memascend_mem::LeaseSlice;
 use memascend_nvme::{
-    BLOCK_BYTES, CountersSnapshot, Engine, EngineChoice, IoError, Operation, Request, Volume, open_engine,
+    BLOCK_BYTES, Completion, CountersSnapshot, Engine, EngineChoice, IoError, Operation, Request, Volume,
+    open_engine,
 };
 use serde::Serialize;
 
@@ -174,20 +175,30 @@ impl Store {
             (offset | bytes).is_multiple_of(BLOCK_BYTES as u64),
             "{bytes} bytes at {offset} are not aligned"
         );
+        if bytes == 0 {
+            return done(Ok(()));
+        }
         let parts = self.parts(extent.offset + offset, bytes);
         let join = Arc::new(Join {
             left: AtomicUsize::new(parts.len()),
             outcome: Mutex::new((None, Some(done))),
             tensor: self.name_of(extent),
         });
-        for part in parts {
+        // Cut before the first is submitted: from then on only the requests hold the buffer.
+        let slices: Vec<_> = parts.iter().map(|part| buffer.narrow(part.start, part.bytes)).collect();
+        drop(buffer);
+        for (part, slice) in parts.into_iter().zip(slices) {
             let join = Arc::clone(&join);
             self.engine.submit(Request {
                 operation,
                 file: Arc::clone(self.volumes[part.volume].file()),
                 offset: part.offset,
-                buffer: buffer.narrow(part.start, part.bytes),
-                on_complete: Box::new(move |completion| join.finish(completion.result.err())),
+                buffer: slice,
+                on_complete: Box::new(move |Completion { buffer, result }| {
+                    // Returned before anybody hears of the end, so that who waited finds the buffer free.
+                    drop(buffer);
+                    join.finish(result.err());
+                }),
             });
         }
     }
@@ -398,6 +409,22 @@ mod tests {
                     bytes.iter().enumerate().all(|(i, b)| *b == (i / 5 + seed) as u8),
                     "{volumes} volumes"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_moved_at_once_and_who_waited_finds_the_buffer_free() {
+        for volumes in 1..=2 {
+            let root = tempfile::tempdir().unwrap();
+            let store = store(root.path(), volumes);
+            let extent = store.allocate("t", 3 << 20).unwrap();
+            let class = SizeClass { consumer: "test".into(), bytes: 3 << 20, count: 1 };
+            let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+            for bytes in [0, 3 << 20, 4096].repeat(50) {
+                let lease = pool.try_lease(3 << 20).unwrap().expect("returned before the end was told");
+                let buffer = LeaseSlice::new(Arc::new(lease), 0, bytes);
+                store.transfer_wait(Operation::Write, extent, 0, buffer).unwrap();
             }
         }
     }

@@ -167,6 +167,8 @@ class AdamW(Optimizer):
     @staticmethod
     def _squares(parameter: torch.nn.Parameter) -> tuple[float, bool]:
         found = place_of(parameter)
+        if found is not None:
+            found[0].gradients.settle(found[1])
         gradient = parameter.grad
         assert gradient is not None
         if found is not None and gradient is found[1].marker:
@@ -187,6 +189,7 @@ class AdamW(Optimizer):
             found = place_of(parameter)
             if found is not None:
                 state, place = found
+                state.gradients.settle(place)
                 if parameter.grad is not place.marker:
                     state.gradients.capture(place, accumulate=False)
                 if place.tensor.exp_avg is None:

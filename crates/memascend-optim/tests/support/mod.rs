@@ -1,0 +1,504 @@
+//! What the integration tests share: stores on every engine, pools, random numbers and a watchdog.
+#![allow(dead_code)] // every test binary uses its part
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
+use memascend_nvme::{Engine, Faults, RingEngine, SimEngine, ThreadsEngine};
+use memascend_optim::kernels::{AdamwScalars, GRADIENT_BLOCK};
+use memascend_optim::{
+    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, MOMENT_BYTES, Pending,
+    Segment, Staging, Ticket, UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor, adamw_host,
+};
+use memascend_store::{Extent, Store};
+
+/// How long anything in a test may take before it counts as hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Which engine a store runs on.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    Ring,
+    Threads,
+    Sim(Faults),
+}
+
+impl Kind {
+    /// Every engine this machine has, the simulated one reordering from `seed`.
+    pub fn all(seed: u64) -> Vec<Self> {
+        let mut kinds = vec![Self::Threads, Self::Sim(Faults { seed, reorder: 7, ..Faults::default() })];
+        match RingEngine::new() {
+            Ok(_) => kinds.push(Self::Ring),
+            Err(error) => eprintln!("ring engine not tested: {error}"),
+        }
+        kinds
+    }
+}
+
+/// A store in temporary directories. A simulated engine gets a thread that completes what it holds back.
+pub struct Bench {
+    pub store: Arc<Store>,
+    pump: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
+    _root: tempfile::TempDir,
+}
+
+impl Bench {
+    pub fn new(kind: Kind, volumes: usize) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let directories: Vec<PathBuf> =
+            (0..volumes).map(|index| root.path().join(index.to_string())).collect();
+        let mut pump = None;
+        let engine: Arc<dyn Engine> = match kind {
+            Kind::Ring => Arc::new(RingEngine::new().unwrap()),
+            Kind::Threads => Arc::new(ThreadsEngine::new(3)),
+            Kind::Sim(faults) => {
+                let sim = Arc::new(SimEngine::new(faults));
+                let stop = Arc::new(AtomicBool::new(false));
+                let thread = std::thread::spawn({
+                    let (sim, stop) = (Arc::clone(&sim), Arc::clone(&stop));
+                    move || {
+                        while !stop.load(Ordering::Acquire) {
+                            std::thread::sleep(Duration::from_micros(300));
+                            sim.drain();
+                        }
+                        sim.drain();
+                    }
+                });
+                pump = Some((stop, thread));
+                sim
+            }
+        };
+        let store = Arc::new(Store::create_with(&directories, engine, true, Vec::new()).unwrap());
+        Self { store, pump, _root: root }
+    }
+
+    /// Writes `bytes` to a new tensor.
+    pub fn put(&self, name: &str, bytes: &[u8]) -> Extent {
+        let extent = self.store.allocate(name, bytes.len() as u64).unwrap();
+        let pending = Arc::default();
+        self.staging().write(extent, bytes, &pending).unwrap();
+        pending.wait().unwrap();
+        extent
+    }
+
+    /// Reads the first `bytes` bytes of a tensor.
+    pub fn get(&self, extent: Extent, bytes: usize) -> Vec<u8> {
+        let mut target = vec![0; bytes];
+        self.staging().read(extent, &mut target).unwrap();
+        target
+    }
+
+    fn staging(&self) -> Staging {
+        Staging::new(Arc::clone(&self.store), pool(1 << 20, 3), 1 << 20)
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.pump.take() {
+            stop.store(true, Ordering::Release);
+            thread.join().unwrap();
+        }
+    }
+}
+
+pub fn pool(bytes: usize, count: usize) -> Pool {
+    Pool::new(&PageableAllocator, &[SizeClass { consumer: "test".into(), bytes, count }]).unwrap()
+}
+
+/// Runs `body` and panics if it neither ends nor panics in time: a test must fail, not hang.
+pub fn within_patience(what: &str, body: impl FnOnce() + Send + 'static) {
+    let (sender, receiver) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        body();
+        let _ = sender.send(());
+    });
+    match receiver.recv_timeout(PATIENCE) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: hung for {PATIENCE:?}"),
+        Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => {
+            if let Err(panic) = thread.join() {
+                eprintln!("failed: {what}");
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+}
+
+/// Random numbers from a seed (splitmix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// `numel` values between -1 and 1, as the bytes of `dtype`.
+    pub fn values(&mut self, dtype: Dtype, numel: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(numel * dtype.bytes());
+        for _ in 0..numel {
+            let value = (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+            match dtype {
+                Dtype::Bf16 => bytes.extend(((value.to_bits() >> 16) as u16).to_le_bytes()),
+                Dtype::F32 => bytes.extend(value.to_le_bytes()),
+            }
+        }
+        bytes
+    }
+}
+
+/// One tensor of a test's unit.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    pub dtype: Dtype,
+    pub numel: usize,
+    /// Pages of frozen weights before it in the unit.
+    pub gap_pages: usize,
+    /// `(start, numel)` of each segment. One that spans the tensor makes it a tensor of its own; otherwise it is
+    /// a pack.
+    pub segments: Vec<(usize, usize)>,
+}
+
+impl Shape {
+    pub fn whole(dtype: Dtype, numel: usize, gap_pages: usize) -> Self {
+        Self { dtype, numel, gap_pages, segments: vec![(0, numel)] }
+    }
+
+    fn is_pack(&self) -> bool {
+        self.segments != [(0, self.numel)]
+    }
+}
+
+/// How a unit is run. Nothing in it may change a result.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub kind: Kind,
+    pub volumes: usize,
+    pub chunk_blocks: usize,
+    pub slots: usize,
+    pub compute_threads: usize,
+    pub staging_chunks: usize,
+}
+
+impl Setup {
+    pub fn plain(kind: Kind) -> Self {
+        Self { kind, volumes: 1, chunk_blocks: 1, slots: 2, compute_threads: 1, staging_chunks: 12 }
+    }
+}
+
+/// Everything that an update changes, as bytes.
+#[derive(PartialEq, Eq, Clone)]
+pub struct State {
+    /// The unit, frozen pages included.
+    pub unit: Vec<u8>,
+    /// Low half, exp_avg, exp_avg_sq of each tensor.
+    pub states: Vec<[Vec<u8>; 3]>,
+}
+
+impl State {
+    /// Panics with the first place that differs.
+    pub fn assert_same(&self, other: &Self, what: &str) {
+        let first = |a: &[u8], b: &[u8]| a.iter().zip(b).position(|(a, b)| a != b);
+        assert_eq!(first(&self.unit, &other.unit), None, "{what}: first wrong byte of the unit");
+        for (tensor, (ours, theirs)) in self.states.iter().zip(&other.states).enumerate() {
+            for (name, (ours, theirs)) in ["low", "exp_avg", "exp_avg_sq"].iter().zip(ours.iter().zip(theirs))
+            {
+                assert_eq!(ours.len(), theirs.len(), "{what}: {name} of tensor {tensor}");
+                assert_eq!(
+                    first(ours, theirs),
+                    None,
+                    "{what}: first wrong byte of {name} of tensor {tensor}"
+                );
+            }
+        }
+        assert!(self == other, "{what}");
+    }
+}
+
+/// A unit's tensors with their initial weights, and the gradients and hyper-parameters of every step, from a seed.
+pub struct Model {
+    pub shapes: Vec<Shape>,
+    pub offsets: Vec<usize>,
+    pub start: State,
+    seed: u64,
+}
+
+impl Model {
+    pub fn new(shapes: Vec<Shape>, seed: u64) -> Self {
+        let mut offsets = Vec::new();
+        let mut bytes = 0;
+        for shape in &shapes {
+            bytes += shape.gap_pages * 4096;
+            offsets.push(bytes);
+            bytes += round_up_to_page(shape.numel * shape.dtype.bytes());
+        }
+        bytes += 4096; // frozen weights at the end
+        let mut random = Random(seed);
+        let mut unit: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
+        let mut states = Vec::new();
+        for (shape, offset) in shapes.iter().zip(&offsets) {
+            let weights = random.values(shape.dtype, shape.numel);
+            unit[*offset..*offset + weights.len()].copy_from_slice(&weights);
+            let moment = vec![0; shape.numel * MOMENT_BYTES];
+            states.push([vec![0; shape.numel * shape.dtype.low_bytes()], moment.clone(), moment]);
+        }
+        Self { shapes, offsets, start: State { unit, states }, seed }
+    }
+
+    pub fn gradient(&self, tensor: usize, step: u64) -> Vec<u8> {
+        let shape = &self.shapes[tensor];
+        Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype, shape.numel)
+    }
+
+    /// Other hyper-parameters for every segment.
+    pub fn scalars(&self, tensor: usize, segment: usize, step: u64) -> AdamwScalars {
+        let lr = 1e-2 * (1 + tensor + 3 * segment) as f64;
+        AdamwScalars::new(lr, 0.9, 0.95, 1e-8, 0.1 * segment as f64, step, 0.5)
+    }
+
+    /// What `steps` steps in host memory give.
+    pub fn in_memory(&self, steps: u64) -> State {
+        let mut state = self.start.clone();
+        for step in 1..=steps {
+            for (tensor, shape) in self.shapes.iter().enumerate() {
+                let gradient = self.gradient(tensor, step);
+                let [low, exp_avg, exp_avg_sq] = &mut state.states[tensor];
+                for (index, (start, numel)) in shape.segments.iter().enumerate() {
+                    let range = |bytes: usize| start * bytes..(start + numel) * bytes;
+                    let element = shape.dtype.bytes();
+                    let weight = &mut state.unit[self.offsets[tensor]..][range(element)];
+                    let tensor_in_memory = HostTensor {
+                        dtype: shape.dtype,
+                        weight,
+                        low: &mut low[range(shape.dtype.low_bytes())],
+                        exp_avg: &mut exp_avg[range(MOMENT_BYTES)],
+                        exp_avg_sq: &mut exp_avg_sq[range(MOMENT_BYTES)],
+                        gradient: &gradient[range(element)],
+                    };
+                    adamw_host(tensor_in_memory, &self.scalars(tensor, index, step), 1);
+                }
+            }
+        }
+        state
+    }
+}
+
+/// A model's unit on a store, with what it takes to train it.
+pub struct Unit {
+    // Dropped before the bench: the executor's threads need the simulated engine's pump to end.
+    pub executor: Option<Executor>,
+    pub gradients: Gradients,
+    pub pending: Arc<Pending>,
+    pub slots: Pool,
+    pub chunks: Pool,
+    pub units: Pool,
+    extent: Extent,
+    tensors: Vec<Tensor>,
+    pub model: Arc<Model>,
+    pub bench: Bench,
+}
+
+struct Tensor {
+    gradient: GradientId,
+    low: Option<Extent>,
+    exp_avg: Extent,
+    exp_avg_sq: Extent,
+}
+
+impl Unit {
+    /// Puts the model's unit on a new store.
+    pub fn new(model: &Arc<Model>, setup: Setup) -> Self {
+        let bench = Bench::new(setup.kind, setup.volumes);
+        let extent = bench.put("layer.0", &model.start.unit);
+        Self::on(bench, model, setup, extent)
+    }
+
+    /// Without writing the weights: for stores whose writes fail.
+    pub fn unwritten(model: &Arc<Model>, setup: Setup) -> Self {
+        let bench = Bench::new(setup.kind, setup.volumes);
+        let extent = bench.store.allocate("layer.0", model.start.unit.len() as u64).unwrap();
+        Self::on(bench, model, setup, extent)
+    }
+
+    fn on(bench: Bench, model: &Arc<Model>, setup: Setup, extent: Extent) -> Self {
+        let store = &bench.store;
+        let chunk_elements = setup.chunk_blocks * GRADIENT_BLOCK;
+        let slots = pool(chunk_elements * UPDATE_BYTES_PER_ELEMENT, setup.slots);
+        let chunks = pool(chunk_elements * 4, setup.staging_chunks);
+        let staging = Staging::new(Arc::clone(store), chunks.clone(), chunk_elements * 4);
+        let gradients = Gradients::new(staging, chunk_elements);
+        let pending = Arc::<Pending>::default();
+        let mut tensors = Vec::new();
+        for (index, shape) in model.shapes.iter().enumerate() {
+            let name = |what: &str| format!("layer.0.{index}.{what}");
+            let allocate =
+                |what: &str, bytes: usize| store.allocate(&name(what), (shape.numel * bytes) as u64).unwrap();
+            let gradient = if shape.is_pack() {
+                let bytes = shape.numel * shape.dtype.bytes();
+                let lease = pool(bytes, 1).try_lease(bytes).unwrap().unwrap();
+                let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
+                gradients.create_packed(shape.dtype, shape.numel, buffer)
+            } else {
+                gradients.create(&name("gradient"), shape.dtype, shape.numel, Arc::clone(&pending)).unwrap()
+            };
+            tensors.push(Tensor {
+                gradient,
+                low: (shape.dtype == Dtype::Bf16).then(|| allocate("low", 2)),
+                exp_avg: allocate("exp_avg", MOMENT_BYTES),
+                exp_avg_sq: allocate("exp_avg_sq", MOMENT_BYTES),
+            });
+        }
+        Self {
+            executor: Some(Executor::new(
+                Arc::clone(store),
+                slots.clone(),
+                chunk_elements,
+                setup.compute_threads,
+            )),
+            gradients,
+            pending,
+            slots,
+            chunks,
+            units: pool(model.start.unit.len(), 2),
+            extent,
+            tensors,
+            model: Arc::clone(model),
+            bench,
+        }
+    }
+
+    /// Captures every gradient of a step.
+    pub fn capture(&self, step: u64) -> memascend_optim::Result<()> {
+        for (tensor, shape) in self.model.shapes.iter().enumerate() {
+            let gradient = self.model.gradient(tensor, step);
+            for (start, numel) in &shape.segments {
+                let source = &gradient[start * shape.dtype.bytes()..];
+                let id = self.tensors[tensor].gradient;
+                // SAFETY: the gradient outlives the call, which nobody writes meanwhile.
+                unsafe { self.gradients.capture(id, *start, source.as_ptr(), *numel, false)? };
+            }
+        }
+        Ok(())
+    }
+
+    /// The updates of a step, which takes the gradients.
+    pub fn updates(&self, step: u64) -> Vec<UpdateTensor> {
+        let model = &self.model;
+        let update = |(index, tensor): (usize, &Tensor)| {
+            let shape = &model.shapes[index];
+            let segments = shape.segments.iter().enumerate().map(|(segment, (start, numel))| Segment {
+                start: *start,
+                numel: *numel,
+                scalars: model.scalars(index, segment, step),
+                host: None,
+            });
+            UpdateTensor {
+                dtype: shape.dtype,
+                numel: shape.numel,
+                weight_offset: model.offsets[index],
+                exp_avg: tensor.exp_avg,
+                exp_avg_sq: tensor.exp_avg_sq,
+                low: tensor.low,
+                initialized: step > 1,
+                gradient: self.gradients.take(tensor.gradient),
+                segments: segments.collect(),
+            }
+        };
+        self.tensors.iter().enumerate().map(update).collect()
+    }
+
+    pub fn lease(&self) -> Arc<Lease> {
+        let bytes = self.model.start.unit.len();
+        let lease = self.units.try_lease(bytes).unwrap().expect("a unit buffer is free");
+        let lease = Arc::new(lease);
+        // Old bytes in the buffer must never pass for the unit's.
+        let slice = LeaseSlice::new(Arc::clone(&lease), 0, lease.capacity());
+        // SAFETY: the lease is fresh.
+        unsafe { slice.as_mut_slice() }.fill(0xAB);
+        lease
+    }
+
+    pub fn fetch(&self, lease: &Arc<Lease>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
+        let weights =
+            UnitWeights { extent: self.extent, lease: Arc::clone(lease), bytes: self.model.start.unit.len() };
+        let executor = self.executor.as_ref().expect("not dropped by the test");
+        executor.fetch(Arc::clone(&self.pending), Some(weights), updates)
+    }
+
+    /// The weights in a buffer whose fetch has ended.
+    pub fn weights(&self, lease: &Arc<Lease>) -> Vec<u8> {
+        let slice = LeaseSlice::new(Arc::clone(lease), 0, self.model.start.unit.len());
+        // SAFETY: the fetch has ended; write-back only reads.
+        unsafe { slice.as_slice() }.to_vec()
+    }
+
+    /// What is on the SSD, once nothing is under way.
+    pub fn on_ssd(&self) -> State {
+        self.pending.wait().unwrap();
+        let states = self.tensors.iter().zip(&self.model.shapes).map(|(tensor, shape)| {
+            let get = |extent: Extent, bytes: usize| self.bench.get(extent, shape.numel * bytes);
+            let low = tensor.low.map_or_else(Vec::new, |low| get(low, 2));
+            [low, get(tensor.exp_avg, MOMENT_BYTES), get(tensor.exp_avg_sq, MOMENT_BYTES)]
+        });
+        let states = states.collect();
+        State { unit: self.bench.get(self.extent, self.model.start.unit.len()), states }
+    }
+
+    /// Bytes still leased from the pools.
+    pub fn live_bytes(&self) -> [usize; 3] {
+        [&self.slots, &self.chunks, &self.units].map(|pool| pool.counters().live_bytes)
+    }
+
+    /// Trains `steps` steps; returns what is on the SSD.
+    pub fn train(&self, steps: u64) -> memascend_optim::Result<State> {
+        for step in 1..=steps {
+            self.capture(step)?;
+            let lease = self.lease();
+            let ticket = self.fetch(&lease, self.updates(step));
+            ticket.wait()?;
+            let expected = self.model.in_memory(step);
+            assert!(self.weights(&lease) == expected.unit, "step {step}: weights in the buffer");
+            drop(lease);
+            self.pending.wait()?;
+            // Who waited finds every buffer free: returned before the end is told.
+            assert_eq!(self.live_bytes(), [0; 3], "step {step}: leases of slots, staging, units");
+        }
+        Ok(self.on_ssd())
+    }
+}
+
+/// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address.
+#[allow(clippy::too_many_arguments)]
+pub fn by_address(
+    dtype: Dtype,
+    numel: usize,
+    states: (Option<Extent>, Extent, Extent),
+    initialized: bool,
+    parts: &mut [(usize, Vec<u8>, Vec<u8>)],
+    scalars: AdamwScalars,
+) -> UpdateTensor {
+    let segments = parts.iter_mut().map(|(start, weight, gradient)| Segment {
+        start: *start,
+        numel: weight.len() / dtype.bytes(),
+        scalars,
+        host: Some((Address(weight.as_mut_ptr()), Address(gradient.as_mut_ptr()))),
+    });
+    UpdateTensor {
+        dtype,
+        numel,
+        weight_offset: 0,
+        exp_avg: states.1,
+        exp_avg_sq: states.2,
+        low: states.0,
+        initialized,
+        gradient: GradientSource::addresses(),
+        segments: segments.collect(),
+    }
+}
