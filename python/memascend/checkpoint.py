@@ -360,7 +360,7 @@ def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_
     if "_memascend" not in model.__dict__:
         if not hasattr(model, "save_pretrained"):
             raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
         return
     state = offload_of(model)
     directory.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class Place:
         return self.numel * self.dtype.itemsize
 
     def written(self, shown: torch.Tensor) -> float | None:
-        """Return the value that somebody filled `absent` or `marker` with (`zero_()`, say), or None; NaN again after."""
+        """Return what somebody filled `absent` or `marker` with (`zero_()`, say), or None; it is NaN again after."""
         element = shown.as_strided((), ())
         value = element.item()
         if math.isnan(value):

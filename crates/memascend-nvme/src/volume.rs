@@ -142,7 +142,7 @@ impl Volume {
         Ok(())
     }
 
-    /// Bytes that the filesystem would still give to this user.
+    /// Bytes that the filesystem would still give to this user; `u64::MAX` where it does not tell.
     pub fn free_bytes(&self) -> Result<u64> {
         let path = CString::new(self.directory.as_os_str().as_bytes()).expect("an opened path holds no NUL");
         let mut stat = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
@@ -152,7 +152,8 @@ impl Volume {
         }
         // SAFETY: statvfs succeeded and filled it.
         let stat = unsafe { stat.assume_init() };
-        Ok(stat.f_bavail * stat.f_frsize)
+        // A filesystem that counts no blocks (ramfs, some FUSE ones) does not tell.
+        Ok(if stat.f_blocks == 0 { u64::MAX } else { stat.f_bavail * stat.f_frsize })
     }
 
     /// Waits until everything written is on the medium.
