@@ -171,11 +171,24 @@ def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) ->
 
     expected = run(model_of_all_kinds())
     tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
-    # A second group would need a second store in the same directory.
-    states = memascend.AdamW([nn.Parameter(torch.ones(4))], store=tmp_path / "states", locked=False)
-    with pytest.raises(memascend.StoreError, match="in use"):
-        states.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
-    states.close()
+
+    # The states of a group added later go to the store too, beside those of the first.
+    def in_host(**store: object) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(300, 300)), nn.Parameter(torch.randn(5))]
+        optimizer = memascend.AdamW(parameters[:1], lr=1e-2, **store)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": parameters[1:], "lr": 1e-3})
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.5 + step)
+            optimizer.step()
+        optimizer.close()
+        return parameters
+
+    on_ssd, in_memory = in_host(store=tmp_path / "states", locked=False), in_host()
+    assert all(torch.equal(a, b) for a, b in zip(on_ssd, in_memory, strict=True))
+    assert not (tmp_path / "states").exists()
 
 
 def test_closure(offloaded: Callable[..., nn.Module]) -> None:

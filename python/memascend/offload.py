@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 #: (Offload, Place) by identity of the parameter: how an optimizer finds what it is given.
 _places = WeakIdKeyDictionary()
-_open: weakref.WeakSet[Offload] = weakref.WeakSet()
+#: What still holds a store; closed when the interpreter ends, so that no files are left behind.
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
@@ -107,7 +108,7 @@ class Offload:
         self.gradients = GradientCapture(self.runtime, self.streamer)
         self._inputs = InputStash(self.runtime) if activations == "ssd" else None
         self._originals: list[tuple[nn.Module, str, Any]] = []
-        _open.add(self)
+        close_at_exit(self)
 
     @property
     def places(self) -> Iterable[Place]:
@@ -344,8 +345,13 @@ def _closed(*_: Any, **__: Any) -> Any:
 
 @atexit.register
 def _close_all() -> None:
-    for offload in list(_open):
-        offload.close()
+    for holder in list(_open):
+        holder.close()
+
+
+def close_at_exit(holder: Any) -> None:
+    """Have `holder.close()` called when the interpreter ends, if it still lives then."""
+    _open.add(holder)
 
 
 def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from memascend import _memascend
-from memascend.errors import MemascendError
-from memascend.offload import Offload, open_runtime, place_of
+from memascend.errors import BudgetError, MemascendError
+from memascend.offload import Offload, close_at_exit, open_runtime, place_of
 from memascend.optim.update import Scalars, Segment, Update, add_segment, allocate_states, state_bytes
 from memascend.plan import Plan, make_plan, parse_size
 from memascend.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
@@ -120,9 +121,18 @@ class AdamW(Optimizer):
             if not parameter.is_contiguous():
                 raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous")
         if self._store is not None and params:
-            states = _HostStates(params, self._store, self._host_memory, self._options)
+            states = _HostStates(params, self._directories(), self._host_memory, self._options)
             self._stores.append(states)
             self._host_places |= states.places
+
+    def _directories(self) -> StorePaths:
+        """Return the directories given, or one in each of them for parameters added later."""
+        store = self._store
+        assert store is not None
+        if not self._stores:
+            return store
+        paths = [store] if isinstance(store, str | os.PathLike) else list(store)
+        return [os.path.join(path, f"group{len(self._stores)}") for path in paths]
 
     # ---- step -------------------------------------------------------------------------------------------
 
@@ -347,8 +357,9 @@ class AdamW(Optimizer):
 
     def close(self) -> None:
         """Remove the store of ordinary parameters' states, if there is one."""
-        for states in self._stores:
-            states.runtime.close(keep=False)
+        # Those of parameters added later lie inside the first one's directory.
+        for states in reversed(self._stores):
+            states.close()
 
 
 def _state_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -381,6 +392,11 @@ class _HostStates:
             self.runtime.close(keep=False)
             raise
 
+        close_at_exit(self)
+
+    def close(self) -> None:
+        self.runtime.close(keep=False)
+
     def step(self, updates: list[Update]) -> None:
         try:
             self.runtime.fetch(self.unit.index, None, None, 0, updates).wait()
@@ -399,8 +415,6 @@ def _states_plan(unit: Unit, host_memory: Any) -> Plan:
     if host_memory is not None:
         plan.budget = parse_size(host_memory)
         if plan.total > plan.budget:
-            from memascend.errors import BudgetError
-
             raise BudgetError(
                 f"host_memory is too small to move optimizer states: the least is {plan.total} bytes, asked for by\n"
                 f"{plan.table()}",
