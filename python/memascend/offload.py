@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import os
 import weakref
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from memascend.stream import Streamer
 from memascend.units import Place, Unit, partition
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _places = WeakIdKeyDictionary()
 #: What still holds a store; closed when the interpreter ends, so that no files are left behind.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
+_OWNER_PID = os.getpid()
 
 
 def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
@@ -345,6 +346,8 @@ def _closed(*_: Any, **__: Any) -> Any:
 
 @atexit.register
 def _close_all() -> None:
+    if os.getpid() != _OWNER_PID:  # a forked child has none of the threads that closing waits for
+        return
     for holder in list(_open):
         holder.close()
 
