@@ -340,6 +340,8 @@ def child(job: dict) -> dict:
                 **rss(),
             }
         )
+        # As in `memascend finetune`: a loss kept into the next step would hold its whole graph beside the next one.
+        del loss
         print(f"step {number}: {steps[-1]}", flush=True)
         boundary, ssd, disk = time.perf_counter(), ssd_now, disk_now
     details = run.close()

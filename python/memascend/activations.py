@@ -77,7 +77,7 @@ class Recomputation:
         if stash is not None:
             leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.leaves = leaves
-        self.random_state = torch.get_rng_state()
+        self.random_state = _shared_random_state()
         self.autocast = (
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             torch.is_autocast_cache_enabled(),
@@ -129,6 +129,18 @@ class Recomputation:
                 "forward is not deterministic; pass recompute=False"
             )
         self.values = values
+
+
+_latest_random_state = torch.empty(0, dtype=torch.uint8)
+
+
+def _shared_random_state() -> torch.Tensor:
+    """Return the generator's state (5 KB), the same tensor as long as nothing draws from it."""
+    global _latest_random_state
+    state = torch.get_rng_state()
+    if not torch.equal(state, _latest_random_state):
+        _latest_random_state = state
+    return _latest_random_state
 
 
 @contextmanager
