@@ -351,7 +351,8 @@ class _Training:
             raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
         self.result.seconds += self.meter.lap()["seconds"]
         for name in report.SSD_COUNTERS:
-            setattr(self.result, name, self._stats().get(name, 0))
+            # Of the training alone: loading and looking at the model before it move bytes too.
+            setattr(self.result, name, self._stats().get(name, 0) - stats.get(name, 0))
 
     def _stats(self) -> dict[str, Any]:
         return {} if self.settings.in_memory else memascend.stats(self.model)

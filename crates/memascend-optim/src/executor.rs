@@ -411,8 +411,10 @@ fn compute(store: &Store, work: Work, chunk_elements: usize) {
         (tensor.exp_avg, first * MOMENT_BYTES, exp_avg),
         (tensor.exp_avg_sq, first * MOMENT_BYTES, exp_avg_sq),
     ];
-    if let Some(extent) = tensor.low {
-        writes.push((extent, first * tensor.dtype.low_bytes(), low));
+    match tensor.low {
+        Some(extent) => writes.push((extent, first * tensor.dtype.low_bytes(), low)),
+        // Empty, but it holds the slot like the others.
+        None => drop(low),
     }
     if let Some((range, extent, offset)) = weights {
         writes.push((extent, offset, range));
