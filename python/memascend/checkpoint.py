@@ -344,10 +344,9 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in state.units:
         storage = state.read_unit(unit)
         for place in unit.places:
-            span = storage[place.offset : place.offset + place.nbytes]
-            yield place.name, span.view(place.dtype).view(place.shape).clone()
-        # The next unit may need the buffer that these hold.
-        del storage, span
+            yield place.name, place.view(storage).clone()
+        # The next unit may need the buffer that this holds.
+        del storage
 
 
 def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
@@ -365,7 +364,7 @@ def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_
     state = offload_of(model)
     directory.mkdir(parents=True, exist_ok=True)
     state.flush()
-    shards = _shards(state, model, parse_size(max_shard_size))
+    shards = _shards(state, parse_size(max_shard_size))
     weight_map: dict[str, str] = {}
     for number, units in enumerate(shards, start=1):
         name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -397,10 +396,7 @@ def _tensors(
     yield from buffers.items()
     for unit in units:
         storage = state.read_unit(unit)
-        values = {
-            place.name: storage[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-            for place in unit.places
-        }
+        values = {place.name: place.view(storage) for place in unit.places}
         reverted = _revert(model, values)
         del values, storage
         for name in list(reverted):
@@ -411,7 +407,7 @@ def _meta_tensors(unit: Unit) -> dict[str, torch.Tensor]:
     return {place.name: torch.empty(place.shape, dtype=place.dtype, device="meta") for place in unit.places}
 
 
-def _shards(state: Offload, model: nn.Module, limit: int) -> list[list[Unit]]:
+def _shards(state: Offload, limit: int) -> list[list[Unit]]:
     shards: list[list[Unit]] = [[]]
     filled = 0
     for unit in state.units:

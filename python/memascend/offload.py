@@ -96,7 +96,6 @@ class Offload:
         self.plan = plan
         self.recompute = recompute
         self.keep_store = keep_store
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.runtime = open_runtime(plan, store, options)
         try:
             for unit in units:
@@ -126,11 +125,10 @@ class Offload:
             storage = torch.frombuffer(lease, dtype=torch.uint8)
             storage[: unit.nbytes].zero_()
             for place in unit.places:
-                span = storage[place.offset : place.offset + place.nbytes]
-                read(place, span.view(place.dtype).view(place.shape))
+                read(place, place.view(storage))
             self.runtime.write_unit(unit.index, unit.extent, lease, unit.nbytes)
             # The write alone holds the buffer now: the next unit may be waiting for it.
-            del storage, span, lease
+            del storage, lease
             done += unit.nbytes
             if progress is not None:
                 progress(done, total)

@@ -118,14 +118,14 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     sizes: dict[tuple[bool, int], list[Unit]] = {}
     for unit in units:
         sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
-    spread: list[tuple[Line, int]] = []
+    spread: list[tuple[Line, bool, int]] = []
     for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
         held = sum(unit.held for unit in members)
         least = min(len(members), REPEATED_BUFFERS_MIN if repeated else max(1, held + (held < len(members))))
         name = members[0].name if len(members) == 1 else f"{members[0].name} and {len(members) - 1} like it"
         line = Line(f"weights of {name}", nbytes, least)
         plan.units.append(line)
-        spread.append((line, len(members)))
+        spread.append((line, repeated, len(members)))
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed:
@@ -145,7 +145,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
 
     # A third buffer per repeated size lets the next prefetch start before the last user is gone.
     spare = budget - plan.total
-    for (line, members), repeated in zip(spread, (key[0] for key in _largest_first(sizes)), strict=True):
+    for line, repeated, members in spread:
         if repeated and members >= REPEATED_BUFFERS and line.nbytes <= spare:
             line.count = REPEATED_BUFFERS
             spare -= line.total // line.count
@@ -154,12 +154,8 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     extra = min(wanted, spare // plan.staging.nbytes)
     plan.staging.count += extra
     spare -= extra * plan.staging.nbytes
-    for line, members in spread:
+    for line, _, members in spread:
         extra = min(members - line.count, spare // max(line.nbytes, 1))
         line.count += extra
         spare -= extra * round_up(line.nbytes, PAGE_BYTES)
     return plan
-
-
-def _largest_first(sizes: dict[tuple[bool, int], list[Unit]]) -> list[tuple[bool, int]]:
-    return sorted(sizes, key=lambda key: -key[1])

@@ -133,8 +133,7 @@ class Streamer:
                         f"{place.name} was written to while it was on SSD, where that changes nothing: change weights "
                         "before memascend.offload"
                     )
-                span = storage[place.offset : place.offset + place.nbytes]
-                place.parameter.data = span.view(place.dtype).view(place.shape)
+                place.parameter.data = place.view(storage)
         residency.users += 1
 
     def exit(self, unit: Unit) -> None:

@@ -59,6 +59,10 @@ class Place:
         """Bytes of the parameter."""
         return self.numel * self.dtype.itemsize
 
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""
+        return storage[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
     def written(self, shown: torch.Tensor) -> float | None:
         """Return what somebody filled `absent` or `marker` with (`zero_()`, say), or None; it is NaN again after."""
         element = shown.as_strided((), ())

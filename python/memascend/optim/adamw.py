@@ -108,7 +108,6 @@ class AdamW(Optimizer):
                 state.gradients.allocate(tensor)
             if state not in self._offloads:
                 self._offloads.append(state)
-            state.optimizers.add(self)
         self._prepare_ordinary(ordinary)
 
     def _prepare_ordinary(self, params: list[torch.nn.Parameter]) -> None:
