@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python wheel lint format bench clean distclean
+.PHONY: help demo test test-rust test-python asan wheel lint format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,8 +28,13 @@ demo: $(STAMPS)/wheel $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard
 
 test: test-rust test-python ## run every test: cargo's, then pytest against the installed wheel
 
-test-rust: ## run the tests of the Rust crates
+test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 	cargo test --release --workspace --quiet
+	RUSTFLAGS='--cfg loom' cargo test --release --quiet --package memascend-mem --test loom --target-dir target/loom
+
+asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
+		--target x86_64-unknown-linux-gnu --target-dir target/asan
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree.
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)

@@ -155,14 +155,12 @@ class MemascendRun:
         }
 
 
-def smallest_budget(model_dir: str, scratch: str) -> int:
-    import memascend
+def budgets(model_dir: str) -> dict[str, int]:
+    """The least that works, and the least with which the next layer is read while one computes."""
+    from memascend.forecast import forecast
 
-    try:
-        memascend.from_pretrained(model_dir, store=f"{scratch}/store", host_memory=1 << 20)
-    except memascend.BudgetError as error:  # refused before anything is written
-        return error.smallest_bytes
-    raise AssertionError("1 MiB cannot be enough")
+    host = forecast(Path(model_dir), seq_len=TOKENS, batch_size=1)["host_memory"]
+    return {"smallest": host["smallest_bytes"], "overlapping": host["overlap_bytes"]}
 
 
 class TorchRun:
@@ -309,7 +307,7 @@ def child(job: dict) -> dict:
     if job["task"] == "import":
         return {"baseline_bytes": baseline}
     if job["task"] == "budget":
-        return {"smallest_bytes": smallest_budget(job["model_dir"], job["scratch"])}
+        return budgets(job["model_dir"])
     if job["task"] == "write":
         write_model(job["shape"], Path(job["model_dir"]))
         return {}
@@ -441,7 +439,7 @@ def measure(system: str, model: str, args, workdir: Path) -> dict:
             if system == "memascend" and job["host_memory"] is None:
                 # In a process of its own: the model built for the question would count as memory of the run.
                 found = start(python, {**job, "task": "budget"}, workdir, args.timeout)
-                job["host_memory"] = found["smallest_bytes"]
+                job["host_memory"] = found[args.budget]
             raw = start(python, {**job, "zero": zero}, workdir, args.timeout)
             break
         except ChildFailed as error:
@@ -632,7 +630,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=4, help="measured steps (default: 4)")
     parser.add_argument("--warmup", type=positive, default=1, help="steps before them (default: 1)")
-    parser.add_argument("--host-memory", metavar="SIZE", help="memascend's budget (default: the smallest that works)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memascend's budget, instead of --budget")
+    help_text = "the least that works, or the least that reads ahead (default: %(default)s)"
+    parser.add_argument("--budget", choices=("smallest", "overlapping"), default="overlapping", help=help_text)
     parser.add_argument(
         "--workdir",
         type=Path,

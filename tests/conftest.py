@@ -32,12 +32,12 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def offloaded(store: Path) -> Iterator[Callable[..., nn.Module]]:
-    """Offload a model, with locked memory off (limits differ between hosts) and an ample budget by default."""
+    """Offload a model, in pageable memory (limits on locking differ between hosts) and an ample budget by default."""
     models: list[nn.Module] = []
 
     def offload(model: nn.Module, **options: Any) -> nn.Module:
         models.append(model)
-        return memascend.offload(model, **{"store": store, "host_memory": AMPLE, "locked": False} | options)
+        return memascend.offload(model, **{"store": store, "host_memory": AMPLE, "allocator": "pageable"} | options)
 
     yield offload
     for model in models:

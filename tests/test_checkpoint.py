@@ -29,7 +29,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
 
     def from_pretrained(path: Path, **options: Any) -> nn.Module:
         store = tmp_path / f"store{len(models)}"
-        defaults: dict[str, Any] = {"store": store, "host_memory": "256MiB", "locked": False}
+        defaults: dict[str, Any] = {"store": store, "host_memory": "256MiB", "allocator": "pageable"}
         models.append(memascend.from_pretrained(path, **defaults | options))
         return models[-1]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 
@@ -82,16 +83,42 @@ def test_every_architecture(offloaded: Callable[..., nn.Module], architecture: s
 
 
 @pytest.mark.parametrize("architecture", ["gemma", "t5_dropout", "mixtral"])
-@pytest.mark.parametrize("where", [{"recompute": False}, {"activations": "host"}], ids=["saved", "inputs in memory"])
-def test_activations(offloaded: Callable[..., nn.Module], architecture: str, where: dict[str, Any]) -> None:
-    check(offloaded, architecture, where=where)
+def test_activations_saved(offloaded: Callable[..., nn.Module], architecture: str) -> None:
+    check(offloaded, architecture, where={"recompute": False})
 
 
-def test_activations_that_spill(offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inputs of every layer go to the SSD, however small: the encoder's output too, once for all decoder layers.
+@pytest.mark.parametrize("tight", [False, True], ids=["in spare memory", "on SSD"])
+def test_activations_put_aside(
+    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, tight: bool
+) -> None:
+    # Inputs of every layer, however small: the encoder's output too, once for all decoder layers.
     monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
-    model = check(offloaded, "t5_dropout")
-    assert memascend.stats(model)["ssd_bytes_written"] > 0
+    budget = tiny.smallest_budget(tiny.build("t5_dropout")) if tight else "256MiB"
+    check(offloaded, "t5_dropout", where={"host_memory": budget})
+
+
+def test_activations_go_to_the_ssd_only_when_memory_is_short(
+    offloaded: Callable[..., nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+
+    def deep() -> nn.Module:
+        config = LlamaConfig(**tiny.SMALL_DECODER | {"num_hidden_layers": 12})  # more inputs than staging has buffers
+        return LlamaForCausalLM(config).bfloat16()
+
+    written = {}
+    for budget in (tiny.smallest_budget(deep()), "256MiB"):
+        model = deep()
+        offloaded(model, store=tmp_path / str(budget), host_memory=budget)
+        memascend.flush(model)
+        before = memascend.stats(model)["ssd_bytes_written"]
+        tokens = torch.arange(32).view(2, 16)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        written[budget] = memascend.stats(model)["ssd_bytes_written"] - before
+        loss.backward()
+    tight, ample = written.values()
+    assert tight > 0
+    assert ample == 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5_dropout", "qwen3_moe"])
@@ -173,9 +200,8 @@ def test_the_smallest_budget(offloaded: Callable[..., nn.Module], architecture: 
 
 def spilled_bytes(offloaded: Callable[..., nn.Module], store: Path, dtype: torch.dtype, tight: bool) -> int:
     model = tiny.build("llama", dtype)
-    # Gradients alone are counted: no activations on the SSD.
     budget = tiny.smallest_budget(model) if tight else "256MiB"
-    offloaded(model, store=store, host_memory=budget, activations="host")
+    offloaded(model, store=store, host_memory=budget)
     memascend.AdamW(model.parameters())
     before = memascend.stats(model)["ssd_bytes_written"]
     model(**tiny.batch("llama", 0)).loss.backward()

@@ -199,7 +199,7 @@ def test_a_view_kept_by_the_user_keeps_its_values(offloaded: Callable[..., nn.Mo
     expected = model.model.layers[0].mlp.up_proj.weight.detach().clone()
     kept = []
     hook = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, *_: kept.append(module.weight.data))
-    offloaded(model, host_memory=tiny.smallest_budget(model))
+    offloaded(model, host_memory=tiny.overlapping_budget(model))
     with torch.no_grad():
         model(**tiny.batch("llama", 0))
         hook.remove()
@@ -352,7 +352,7 @@ def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
     assert not open_files(store) and not native_threads()
     threads = threading.active_count()
     model = memascend.offload(
-        tiny.build("llama"), store=store, host_memory="256MiB", engine=engine, locked=False, recompute=False
+        tiny.build("llama"), store=store, host_memory="256MiB", engine=engine, allocator="pageable", recompute=False
     )
     optimizer = memascend.AdamW(model.parameters())
     loss = model(**tiny.batch("llama", 0)).loss
@@ -403,7 +403,7 @@ def test_offloading_twice_is_refused(offloaded: Callable[..., nn.Module], tmp_pa
 
 
 def test_a_kept_store_stays_and_is_not_overwritten(store: Path) -> None:
-    options: dict[str, Any] = {"store": store, "host_memory": "256MiB", "locked": False}
+    options: dict[str, Any] = {"store": store, "host_memory": "256MiB", "allocator": "pageable"}
     model = memascend.offload(tiny.build("llama"), keep_store=True, **options)
     optimizer = memascend.AdamW(model.parameters())
     step(model, optimizer, "llama", 0)
@@ -428,7 +428,9 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
 
     expected = tiny.build("plain")
     step_once(expected)
-    model = memascend.offload(tiny.build("plain"), store=store, host_memory="256MiB", locked=False, keep_store=True)
+    model = memascend.offload(
+        tiny.build("plain"), store=store, host_memory="256MiB", allocator="pageable", keep_store=True
+    )
     step_once(model)
     memascend.close(model)
     extent = json.loads((store / "memascend.json").read_text())["tensors"]["layers.1"]
@@ -443,7 +445,7 @@ def test_a_process_that_ends_without_close(store: Path, ending: str) -> None:
     code = f"""
         import torch, memascend
         model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
-        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", locked=False)
+        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
         optimizer = memascend.AdamW(model.parameters())
         model(torch.ones(4, 256)).sum().backward()
         optimizer.step()
@@ -467,7 +469,7 @@ def test_a_store_in_use_by_another_process(store: Path) -> None:
     code = f"""
         import sys, torch, memascend
         model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
-        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", locked=False)
+        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
         print("ready", flush=True)
         sys.stdin.read()
     """
@@ -479,14 +481,14 @@ def test_a_store_in_use_by_another_process(store: Path) -> None:
         assert other.stdout.readline() == "ready\n"
         files = sorted(file.name for file in store.iterdir())
         with pytest.raises(memascend.StoreError, match=f"in use by process {other.pid}") as caught:
-            memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", locked=False)
+            memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
         assert caught.value.errno == errno.EBUSY and str(store) in str(caught.value)
         assert sorted(file.name for file in store.iterdir()) == files
         # Killed, it leaves its files, which lock nobody out.
         other.kill()
         other.wait()
         assert (store / VOLUME).exists()
-        model = memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", locked=False)
+        model = memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
         memascend.close(model)
         assert not (store / VOLUME).exists()
     finally:
@@ -551,14 +553,14 @@ def test_a_full_drive_is_known_before_training(
     larger = tiny.build("llama", torch.float32)
     before = {name: value.detach().clone() for name, value in larger.named_parameters()}
     with pytest.raises(memascend.StoreError, match=str(drive)) as caught:
-        memascend.offload(larger, store=drive / "store", host_memory="256MiB", locked=False)
+        memascend.offload(larger, store=drive / "store", host_memory="256MiB", allocator="pageable")
     assert caught.value.errno == errno.ENOSPC
     assert not (drive / "store").exists()
     tiny.assert_same_weights({name: value.detach() for name, value in larger.named_parameters()}, before)
     assert "_memascend" not in larger.__dict__
     # States alone.
     with pytest.raises(memascend.StoreError, match=str(drive)) as caught:
-        memascend.AdamW(larger.parameters(), store=drive / "store", locked=False)
+        memascend.AdamW(larger.parameters(), store=drive / "store", allocator="pageable")
     assert caught.value.errno == errno.ENOSPC
     assert not (drive / "store").exists()
 
@@ -610,15 +612,15 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     file.write_text("mine")
     for bad in (file, file / "below", Path("/proc/memascend")):
         with pytest.raises(memascend.StoreError, match=str(bad)) as caught:
-            memascend.offload(tiny.build("llama"), store=bad, host_memory="256MiB", locked=False)
+            memascend.offload(tiny.build("llama"), store=bad, host_memory="256MiB", allocator="pageable")
         assert caught.value.errno
     assert file.read_text() == "mine"
     directory = tmp_path / "d"
     with pytest.raises(memascend.StoreError, match="twice"):
-        memascend.offload(tiny.build("llama"), store=[directory, directory], host_memory="256MiB", locked=False)
+        memascend.offload(tiny.build("llama"), store=[directory, directory], host_memory="256MiB", allocator="pageable")
     assert not directory.exists()
     with pytest.raises(memascend.StoreError, match="at least one"):
-        memascend.offload(tiny.build("llama"), store=[], host_memory="256MiB", locked=False)
+        memascend.offload(tiny.build("llama"), store=[], host_memory="256MiB", allocator="pageable")
 
 
 def test_files_of_others_in_the_directory_stay(offloaded: Callable[..., nn.Module], store: Path) -> None:
@@ -635,14 +637,14 @@ def test_files_of_others_in_the_directory_stay(offloaded: Callable[..., nn.Modul
 def test_a_budget_too_small_says_the_smallest(store: Path, architecture: str) -> None:
     model = tiny.build(architecture)
     with pytest.raises(memascend.BudgetError) as caught:
-        memascend.offload(model, store=store, host_memory="1MiB", locked=False)
+        memascend.offload(model, store=store, host_memory="1MiB", allocator="pageable")
     smallest, text = caught.value.smallest_bytes, str(caught.value)
     assert str(smallest) in text and "1.0 MiB" in text
     assert "weights of" in text, "the message says what asks for it"
     assert not store.exists() and "_memascend" not in model.__dict__
     with pytest.raises(memascend.BudgetError):
-        memascend.offload(model, store=store, host_memory=smallest - 1, locked=False)
-    memascend.offload(model, store=store, host_memory=smallest, locked=False)
+        memascend.offload(model, store=store, host_memory=smallest - 1, allocator="pageable")
+    memascend.offload(model, store=store, host_memory=smallest, allocator="pageable")
     optimizer = memascend.AdamW(model.parameters())
     step(model, optimizer, architecture, 0)
     stats = memascend.stats(model)
@@ -711,12 +713,14 @@ def test_parameters_that_cannot_be_trained(store: Path) -> None:
     for model in (nn.Linear(256, 256).half(), nn.Linear(256, 256, device="meta"), nn.Linear(256, 256).double()):
         untouched = copy.copy(model.__dict__)
         with pytest.raises(ValueError, match=r"float16|meta|float64"):
-            memascend.offload(model, store=store, host_memory="256MiB", locked=False)
+            memascend.offload(model, store=store, host_memory="256MiB", allocator="pageable")
         assert model.__dict__ == untouched
         assert not store.exists()
-    for bad in ({"engine": "warp"}, {"activations": "cloud"}, {"host_memory": "8 parsecs"}, {"host_memory": 0}):
+    for bad in ({"engine": "warp"}, {"allocator": "cloud"}, {"host_memory": "8 parsecs"}, {"host_memory": 0}):
         with pytest.raises(ValueError):
-            memascend.offload(nn.Linear(256, 256), **{"store": store, "host_memory": "256MiB", "locked": False} | bad)
+            memascend.offload(
+                nn.Linear(256, 256), **{"store": store, "host_memory": "256MiB", "allocator": "pageable"} | bad
+            )
         assert not store.exists()
 
 

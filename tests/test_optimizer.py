@@ -106,7 +106,7 @@ def test_param_groups(offloaded: Callable[..., nn.Module], tmp_path: Path) -> No
 
     expected = run(model_of_all_kinds())
     tiny.assert_same(run(offloaded(model_of_all_kinds())), expected)
-    tiny.assert_same(run(model_of_all_kinds(), store=tmp_path / "states", locked=False), expected)
+    tiny.assert_same(run(model_of_all_kinds(), store=tmp_path / "states", allocator="pageable"), expected)
     one_group = tiny.train(model_of_all_kinds(), "plain", lr=1e-2)
     assert not torch.equal(one_group.weights["head.weight"], expected.weights["head.weight"])
     assert not torch.equal(one_group.weights["shift"], expected.weights["shift"])
@@ -186,7 +186,7 @@ def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) ->
         optimizer.close()
         return parameters
 
-    on_ssd, in_memory = in_host(store=tmp_path / "states", locked=False), in_host()
+    on_ssd, in_memory = in_host(store=tmp_path / "states", allocator="pageable"), in_host()
     assert all(torch.equal(a, b) for a, b in zip(on_ssd, in_memory, strict=True))
     assert not (tmp_path / "states").exists()
 
@@ -249,7 +249,7 @@ def test_missing_gradients(offloaded: Callable[..., nn.Module], tmp_path: Path, 
     assert steps == [3] * 6 + [2] * 12
     for actual, counted in (
         run(offloaded(fresh(), recompute=recompute)),
-        run(fresh(), store=tmp_path / "states", locked=False),
+        run(fresh(), store=tmp_path / "states", allocator="pageable"),
     ):
         assert counted == steps
         tiny.assert_same_weights(actual, weights)
@@ -351,7 +351,7 @@ def test_states_alone_on_ssd(tmp_path: Path, architecture: str, dtype: torch.dty
     expected = tiny.train(tiny.build(architecture, dtype), architecture, accumulate=2)
     model = tiny.build(architecture, dtype)
     stores = [tmp_path / str(index) for index in range(volumes)]
-    optimizer = memascend.AdamW(model.parameters(), lr=3e-3, store=stores, locked=False)
+    optimizer = memascend.AdamW(model.parameters(), lr=3e-3, store=stores, allocator="pageable")
     assert sum(file.stat().st_size for store in stores for file in store.iterdir()) > 8 * 10**5
     tiny.assert_same(tiny.train(model, architecture, accumulate=2, optimizer=optimizer), expected)
     optimizer.close()
@@ -385,11 +385,14 @@ def test_bad_parameters(tmp_path: Path) -> None:
         memascend.AdamW([])
     with pytest.raises(ValueError, match="size"):
         memascend.AdamW([nn.Parameter(torch.ones(4))], store=tmp_path / "s", host_memory="much")
-    with pytest.raises(memascend.BudgetError, match="host_memory") as caught:
+    with pytest.raises(memascend.BudgetError, match=r"host memory budget of .* is too small") as caught:
         memascend.AdamW([nn.Parameter(torch.ones(4))], store=tmp_path / "s", host_memory=4096)
     assert not (tmp_path / "s").exists()
     optimizer = memascend.AdamW(
-        [nn.Parameter(torch.ones(4))], store=tmp_path / "s", host_memory=caught.value.smallest_bytes, locked=False
+        [nn.Parameter(torch.ones(4))],
+        store=tmp_path / "s",
+        host_memory=caught.value.smallest_bytes,
+        allocator="pageable",
     )
     optimizer.close()
 
@@ -569,7 +572,7 @@ def test_a_graph_older_than_the_step_is_refused(
         model = model_of_all_kinds()
         if where == "offloaded":
             offloaded(model, recompute=recompute)
-        states: dict[str, Any] = {"store": tmp_path / "s", "locked": False} if where == "states" else {}
+        states: dict[str, Any] = {"store": tmp_path / "s", "allocator": "pageable"} if where == "states" else {}
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2, **states)
         old = model(**tiny.batch("plain", 0)).loss
         old.backward(retain_graph=True)

@@ -288,3 +288,11 @@ def smallest_budget(model: nn.Module) -> int:
     except memascend.BudgetError as error:
         return error.smallest_bytes
     raise AssertionError("a budget of one byte was accepted")
+
+
+def overlapping_budget(model: nn.Module) -> int:
+    """Return the least host_memory with which the next layer is read while one computes."""
+    from memascend.plan import make_plan
+    from memascend.units import partition
+
+    return make_plan(partition(model), 1 << 40).overlap_bytes

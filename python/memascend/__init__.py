@@ -11,6 +11,7 @@ from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
 from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
 from memascend.offload import offload, offload_of
 from memascend.optim import AdamW
+from memascend.pinned import empty_pinned, pin_memory
 from memascend.plan import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ __all__ = [
     "MemascendError",
     "StoreError",
     "close",
+    "empty_pinned",
     "flush",
     "format_size",
     "from_pretrained",
     "offload",
     "parameters_of",
     "parse_size",
+    "pin_memory",
     "plan_of",
     "save_pretrained",
     "stats",
@@ -41,10 +44,15 @@ __all__ = [
 def stats(model: nn.Module) -> dict[str, Any]:
     """Return what the store of an offloaded model has done so far.
 
-    `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: moved since the start. `store_bytes_used`: on SSD now.
-    `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`, `host_bytes_budget`: host memory. `parameters`:
-    how many. `fetch_waits`: how often the computation waited for a unit. `engine`, `direct_io`, `host_allocator`,
-    `notices`: how it runs here, and what the user should know about it.
+    - `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: moved since the start. `store_bytes_used`: on SSD now.
+    - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at most at one time, and
+      the arena itself. `host_bytes_waste`: what leases are larger than was asked for. `host_bytes_planned`: the arena
+      and all else that memascend keeps. `host_bytes_budget`: what it may.
+    - `host_classes_at_peak`: per size class of units, gradient packs, staging and update pipeline (bytes of a buffer,
+      buffers, bytes in use when all together were highest).
+    - `pool_hits`, `pool_waits`: leases served at once, and after waiting. `fetch_waits`: how often the computation
+      waited for a unit. `parameters`: how many.
+    - `engine`, `direct_io`, `host_allocator`, `notices`: how it runs here, and what the user should know about it.
     """
     return offload_of(model).stats()
 

@@ -1,7 +1,5 @@
 """`python -m memascend` is the `memascend` command."""
 
-import sys
+from memascend.cli import run
 
-from memascend.cli import main
-
-sys.exit(main())
+run()

@@ -6,6 +6,7 @@ from typing import Any, final
 
 __all__ = [
     "Extent",
+    "HostBuffer",
     "LeaseBuffer",
     "Runtime",
     "Stash",
@@ -38,11 +39,17 @@ class Extent:
     def __hash__(self, /) -> int: ...
 
 @final
+class HostBuffer:
+    def __new__(cls, bytes: int, allocator: str, huge_pages: bool) -> HostBuffer: ...
+    def __len__(self, /) -> int: ...
+
+@final
 class LeaseBuffer:
     @property
     def address(self) -> int: ...
     @property
     def capacity(self) -> int: ...
+    def return_after(self, stream: int) -> None: ...
     def __len__(self, /) -> int: ...
 
 @final
@@ -70,7 +77,8 @@ class Runtime:
         *,
         engine: str = "auto",
         direct: bool = True,
-        locked: bool = True,
+        allocator: str = "auto",
+        huge_pages: bool = False,
         compute_threads: int = 1,
     ) -> Runtime: ...
     @property

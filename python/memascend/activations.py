@@ -1,4 +1,4 @@
-"""Recompute a unit's activations in the backward pass; keep its inputs in host memory or on the SSD.
+"""Recompute a unit's activations in the backward pass; its inputs wait in spare budgeted memory or on the SSD.
 
 The scheme is that of Chen et al. 2016 (arXiv 1604.06174), with the graph of the first forward kept and only
 its saved tensors dropped, so that gradients flow through whatever the unit was called with.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Runtime, Stash
 
-#: Inputs below this stay in host memory: an SSD request costs more than it frees.
+#: Inputs below this stay where they are: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
 
 
 class StashedInput:
-    """An input moved to the SSD; `restore` brings its values back into a fresh tensor."""
+    """An input put aside by the runtime; `restore` brings its values back into a fresh tensor."""
 
     def __init__(self, runtime: Runtime, tensor: torch.Tensor) -> None:
         """Start copying `tensor` out."""
@@ -40,10 +40,10 @@ class StashedInput:
 
 
 class InputStash:
-    """Moves the inputs of recomputed units to the SSD, each tensor once however many units it is passed to."""
+    """Puts the inputs of recomputed units aside, each tensor once however many units it is passed to."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Stash in the store of `runtime`."""
+        """Put them into the keeping of `runtime`."""
         self.runtime = runtime
         #: (version, stand-in) by identity of the tensor.
         self._known = WeakIdKeyDictionary()
@@ -70,13 +70,11 @@ class InputStash:
 class Recomputation:
     """One call of a unit whose saved tensors are computed again when the backward pass asks for the first."""
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash | None) -> None:
+    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash) -> None:
         """Remember how to call `function` again: inputs, random state and autocast."""
         self.function = function
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
-        if stash is not None:
-            leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.leaves = leaves
+        self.leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.random_state = _shared_random_state()
         self.autocast = (
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,

@@ -36,7 +36,6 @@ def from_pretrained(
     host_memory: str | int,
     dtype: str | torch.dtype = "bfloat16",
     recompute: bool = True,
-    activations: str = "ssd",
     keep_store: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -48,7 +47,7 @@ def from_pretrained(
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         dtype: "bfloat16" or "float32"; the weights are converted while they are read.
-        recompute, activations, keep_store, options: as in `memascend.offload`.
+        recompute, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
@@ -61,7 +60,7 @@ def from_pretrained(
     config = _load_config(directory)
     weights = _Weights(directory)
     try:
-        model = _empty_model(config, directory, _parse_dtype(dtype))
+        model = empty_model(config, directory, _parse_dtype(dtype))
         sources = _Sources(model, weights)
         units = partition(model)
         plan = make_plan(units, budget)
@@ -72,7 +71,6 @@ def from_pretrained(
             plan,
             store,
             recompute=recompute,
-            activations=activations,
             keep_store=keep_store,
             options=options,
         )
@@ -112,7 +110,7 @@ def _load_config(directory: Path) -> Any:
         raise CheckpointError(f"{directory}/config.json is not a model that transformers knows: {first}") from None
 
 
-def _empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+def empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers real."""
     import transformers
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import json
+import logging
 import math
 import os
 import sys
@@ -49,6 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
+def run() -> NoReturn:
+    """Run the command as a process of its own.
+
+    Everything was closed and written when `main` is back. The interpreter is not taken apart on the way out: with
+    what an interrupted backward pass left in PyTorch, that has ended in a crash after the last line of the run.
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it any more
+            code = code or FAILED
+    os._exit(code)
+
+
 def _explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error."""
     from memascend.data import DataError
@@ -90,6 +109,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
         _tell("error: --in-memory uses no store and no budget: leave out --store and --host-memory")
         return BAD_INPUT
     quiet_libraries()
+    show_plans()
     result = finetune(Settings(**values))
     done = f"{result.steps} of {result.steps_planned} steps"
     if result.steps_skipped:
@@ -111,6 +131,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     from memascend.demo import demo
 
     quiet_libraries()
+    show_plans()
     return demo(
         from_scratch=chosen.random,
         host_memory=chosen.host_memory,
@@ -120,6 +141,41 @@ def _demo(chosen: argparse.Namespace) -> int:
         out=chosen.out,
         compare=not chosen.no_compare,
     )
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    from memascend.forecast import as_text, forecast
+
+    quiet_libraries()
+    try:
+        found = forecast(
+            chosen.model,
+            seq_len=chosen.seq_len,
+            batch_size=chosen.batch_size,
+            grad_accum=chosen.grad_accum,
+            dtype=chosen.dtype,
+            budget=chosen.host_memory,
+        )
+    except Exception as error:
+        if not chosen.json:
+            raise
+        code, message = _explain(error)
+        told: dict[str, Any] = {"error": message}
+        if isinstance(error, BudgetError):
+            told["smallest_bytes"] = error.smallest_bytes
+        print(json.dumps(told))
+        return code
+    print(json.dumps(found, indent=2) if chosen.json else as_text(found))
+    return 0
+
+
+def show_plans() -> None:
+    """Have the host memory plan printed before anything is reserved."""
+    logger = logging.getLogger("memascend")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def quiet_libraries() -> None:
@@ -139,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"memascend {memascend.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(commands)
+    _add_plan(commands)
     _add_demo(commands)
     return parser
 
@@ -210,6 +267,28 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="show what a run would take: host memory, SSD space and traffic",
+        description="Show what fine-tuning MODEL would take, from its configuration alone: nothing is read or written\n"
+        "but config.json. Without --host-memory it is the smallest budget that works.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_plan)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or the path of a config.json")
+    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
+    add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
+    text = "sequences per forward pass (default: %(default)s)"
+    add("--batch-size", type=_positive, default=1, metavar="N", help=text)
+    add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
+    text = "of the weights; master weights are float32 (default: %(default)s)"
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
 
 
 def _add_demo(commands: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 import memascend
 from memascend import MemascendError, report
 from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
-from memascend.models import copy_side_files, load_config, load_in_memory
+from memascend.models import copy_side_files, limits, load_config, load_in_memory
 from memascend.plan import format_size
 from memascend.report import OutputError
 
@@ -154,7 +154,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if settings.metrics is not None and os.path.lexists(settings.metrics):
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
-    vocab_size, positions = _limits(config)
+    vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
     work = cleanup.enter_context(_workspace(settings.out))
@@ -188,12 +188,6 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     metrics.close()
     _put_in_place(finished, settings.out)
     return result
-
-
-def _limits(config: Any) -> tuple[int, int | None]:
-    """Vocabulary size, and the number of positions where the model has a limit."""
-    text_config = config.get_text_config()
-    return text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import weakref
 from functools import wraps
@@ -19,7 +20,7 @@ from memascend._memascend import Runtime, return_large_blocks_to_system
 from memascend.activations import InputStash, Recomputation
 from memascend.errors import MemascendError
 from memascend.gradients import GradientCapture
-from memascend.plan import Plan, make_plan, parse_size
+from memascend.plan import Plan, check_available, format_size, make_plan, parse_size
 from memascend.stream import Streamer
 from memascend.units import Place, Unit, partition
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-#: (Offload, Place) by identity of the parameter: how an optimizer finds what it is given.
+_log = logging.getLogger("memascend")
+#: (Offload, Place), both weakly, by identity of the parameter: how an optimizer finds what it is given.
 _places = WeakIdKeyDictionary()
 #: What still holds a store; closed when the interpreter ends, so that no files are left behind.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,7 +43,11 @@ _OWNER_PID = os.getpid()
 
 def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
     """Return where an offloaded parameter is, or None for an ordinary one."""
-    return _places.get(parameter)
+    found = _places.get(parameter)
+    if found is None:
+        return None
+    state, place = (reference() for reference in found)
+    return None if state is None or place is None else (state, place)
 
 
 class _SavedWeight:
@@ -84,13 +90,10 @@ class Offload:
         store: StorePaths,
         *,
         recompute: bool,
-        activations: str,
         keep_store: bool,
         options: dict[str, Any],
     ) -> None:
         """Create the store for `units`, without contents."""
-        if activations not in ("ssd", "host"):
-            raise ValueError(f"activations must be 'ssd' or 'host', not {activations!r}")
         self.model = weakref.ref(model)
         self.units = units
         self.plan = plan
@@ -104,9 +107,9 @@ class Offload:
         except BaseException:
             self.runtime.close(keep=False)
             raise
-        self.streamer = Streamer(self.runtime, units)
+        self.streamer = Streamer(self.runtime, units, {line.nbytes for line in plan.units})
         self.gradients = GradientCapture(self.runtime, self.streamer)
-        self._inputs = InputStash(self.runtime) if activations == "ssd" else None
+        self._inputs = InputStash(self.runtime)
         self._originals: list[tuple[nn.Module, str, Any]] = []
         close_at_exit(self)
 
@@ -158,7 +161,7 @@ class Offload:
                 owner[place.parameter] = unit
                 place.parameter.data = place.absent
                 place.parameter.grad = None
-                _places[place.parameter] = (self, place)
+                _places[place.parameter] = (weakref.ref(self), weakref.ref(place))
                 self.gradients.watch(place)
 
         blocks = {module for unit in self.units if unit.repeated for module in unit.modules}
@@ -301,6 +304,7 @@ class Offload:
         """Return counters; see `memascend.stats`."""
         stats = self.runtime.stats()
         stats["host_bytes_budget"] = self.plan.budget
+        stats["host_bytes_planned"] = self.plan.total
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
         stats["notices"] = list(self.runtime.notices)
@@ -357,6 +361,8 @@ def close_at_exit(holder: Any) -> None:
 
 def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:
     """Create the native side of a plan on the directories of `store`."""
+    _log.info("host memory, of a budget of %s:\n%s", format_size(plan.budget), plan.table())
+    check_available(plan)
     return_large_blocks_to_system()
     paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
     return Runtime(
@@ -364,7 +370,7 @@ def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runt
         [(line.consumer, line.nbytes, line.count) for line in plan.units],
         [(line.consumer, line.nbytes, line.count) for line in plan.packs],
         plan.staging.nbytes,
-        plan.staging.count,
+        plan.staging.count + plan.kept.count,
         plan.chunk_elements,
         plan.slots.count,
         **options,
@@ -390,7 +396,6 @@ def offload(
     store: StorePaths,
     host_memory: str | int,
     recompute: bool = True,
-    activations: str = "ssd",
     keep_store: bool = False,
     **options: Any,
 ) -> nn.Module:
@@ -401,9 +406,9 @@ def offload(
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         recompute: compute the activations of the repeated layers again in the backward pass.
-        activations: keep the inputs of recomputed layers on "ssd" or in "host" memory.
         keep_store: leave the store's files in place on close.
-        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `locked` (bool), `compute_threads` (int).
+        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `allocator` ("auto", "cuda", "registered",
+            "locked", "pageable"), `huge_pages` (bool), `compute_threads` (int).
 
     Raises:
         BudgetError: `host_memory` is too small; the message and `smallest_bytes` say what would do.
@@ -418,9 +423,7 @@ def offload(
             raise ValueError(f"parameter {name} is on {parameter.device}: this version offloads models on the CPU")
     units = partition(model)
     plan = make_plan(units, budget)
-    state = Offload(
-        model, units, plan, store, recompute=recompute, activations=activations, keep_store=keep_store, options=options
-    )
+    state = Offload(model, units, plan, store, recompute=recompute, keep_store=keep_store, options=options)
     try:
         state.fill(lambda place, target: target.copy_(place.parameter.data), None)
         state.attach()

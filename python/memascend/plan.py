@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend.errors import BudgetError
-from memascend.units import PAGE_BYTES, round_up
+from memascend.limits import available_memory
+from memascend.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.units import Unit
+    from memascend.units import StoreTensor, Unit
 
-#: Elements of one step of the update pipeline, at least and at most; a multiple of 65,536, over which gradient
+#: Elements of a chunk of the update pipeline, at least and at most; a multiple of 65,536, over which gradient
 #: statistics are summed.
 CHUNK_ELEMENTS_MIN = 65_536
 CHUNK_ELEMENTS_MAX = 262_144
@@ -24,9 +25,17 @@ UPDATE_BYTES_PER_ELEMENT = 12
 UPDATE_SLOTS = 8
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
 STAGING_CHUNKS = 16
+STATES_STAGING_CHUNKS = 4
+#: Chunks shrink until pipeline and staging together take no more than this share of a budget: they idle while others
+#: are busy, and larger transfers would gain less than the weights and gradients kept in their place.
+TRANSFER_SHARE = 1 / 32
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
 REPEATED_BUFFERS_MIN = 2
 REPEATED_BUFFERS = 3
+#: What Python, autograd and Rust keep beside the arena, as benches/plan_accuracy.py measures it.
+BOOKKEEPING_BYTES = 4 * 2**20
+BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
+BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -60,11 +69,12 @@ def format_size(nbytes: float) -> str:
 
 @dataclass(slots=True)
 class Line:
-    """One consumer of host memory: `count` buffers of `nbytes` bytes."""
+    """One consumer of host memory: `count` buffers of `nbytes` bytes, and what they are for."""
 
     consumer: str
     nbytes: int
     count: int
+    note: str = ""
 
     @property
     def total(self) -> int:
@@ -74,33 +84,50 @@ class Line:
 
 @dataclass(slots=True)
 class Plan:
-    """Host memory of one run, to the byte."""
+    """Host memory of one run, to the byte: everything memascend holds, in the arena and beside it."""
 
     budget: int
     units: list[Line] = field(default_factory=list)
     packs: list[Line] = field(default_factory=list)
+    slots: Line = field(default_factory=lambda: Line("update pipeline", 0, 0))
     staging: Line = field(default_factory=lambda: Line("staging", 0, 0))
-    slots: Line = field(default_factory=lambda: Line("update slots", 0, 0))
+    #: Buffers of the staging's size that keep data off the SSD.
+    kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
+    bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
+    #: The least budget with which the next layer is read while one computes.
+    overlap_bytes: int = 0
+
+    @property
+    def arena(self) -> list[Line]:
+        """The consumers of the arena."""
+        return [*self.units, *self.packs, self.slots, self.staging, self.kept]
 
     @property
     def lines(self) -> list[Line]:
         """Every consumer."""
-        return [*self.units, *self.packs, self.slots, self.staging]
+        return [*self.arena, self.bookkeeping]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that will be reserved at once."""
+        return sum(line.total for line in self.arena)
 
     @property
     def total(self) -> int:
-        """Bytes that will be reserved."""
+        """Bytes of everything."""
         return sum(line.total for line in self.lines)
 
     def table(self) -> str:
         """Write the plan with a line per consumer."""
+        lines = [line for line in self.lines if line.count]
+        width = max(len(line.consumer) for line in lines)
         rows = [
-            f"  {line.consumer:<44} {line.count:>5} x {format_size(line.nbytes):>10} = {format_size(line.total):>10}"
-            for line in self.lines
-            if line.count
+            f"  {line.consumer:<{width}} {line.count:>5} x {format_size(line.nbytes):>10} = "
+            f"{format_size(line.total):>10}  {line.note}".rstrip()
+            for line in lines
         ]
-        return "\n".join([*rows, f"  {'total':<44} {'':>5}   {'':>10}   {format_size(self.total):>10}"])
+        return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {format_size(self.total):>10}"])
 
 
 def make_plan(units: Sequence[Unit], budget: int) -> Plan:
@@ -109,53 +136,167 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    largest = max((tensor.numel for tensor in tensors), default=1)
-    chunk_elements = min(max(round_up(largest, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX)
-    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
-    plan = Plan(budget, chunk_elements=chunk_elements)
-
-    # Unit buffers: one line per size, those of the repeated layers with enough to prefetch into.
-    sizes: dict[tuple[bool, int], list[Unit]] = {}
-    for unit in units:
-        sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
-    spread: list[tuple[Line, bool, int]] = []
-    for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
-        held = sum(unit.held for unit in members)
-        least = min(len(members), REPEATED_BUFFERS_MIN if repeated else max(1, held + (held < len(members))))
-        name = members[0].name if len(members) == 1 else f"{members[0].name} and {len(members) - 1} like it"
-        line = Line(f"weights of {name}", nbytes, least)
-        plan.units.append(line)
-        spread.append((line, repeated, len(members)))
+    plan = Plan(budget)
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed:
             nbytes = round_up(tensor.numel * tensor.dtype.itemsize, PAGE_BYTES)
             packed[nbytes] = packed.get(nbytes, 0) + 1
-    plan.packs = [Line("gradients of small tensors", nbytes, count) for nbytes, count in sorted(packed.items())]
-    plan.slots = Line("update pipeline", chunk_elements * UPDATE_BYTES_PER_ELEMENT, UPDATE_SLOTS)
-    plan.staging = Line("staging, gradients and activations", chunk_elements * element, STAGING_CHUNKS)
+    plan.packs = [
+        Line("gradients of small tensors", nbytes, count, "until the update")
+        for nbytes, count in sorted(packed.items())
+    ]
+    _add_bookkeeping(plan, units)
 
-    smallest = plan.total
-    if smallest > budget:
-        raise BudgetError(
-            f"a host memory budget of {format_size(budget)} is too small for this model: the least is "
-            f"{format_size(smallest)} ({smallest} bytes), asked for by\n{plan.table()}",
-            smallest,
-        )
+    classes = _overlapping(units)
+    plan.units = [each.line for each in classes]
+    plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
+    if plan.overlap_bytes > budget:
+        by_turns = _by_turns(units)
+        if sum(each.line.total for each in by_turns) < sum(each.line.total for each in classes):
+            classes = by_turns
+            plan.units = [each.line for each in classes]
+    _fit_transfers(plan, tensors, STAGING_CHUNKS)
 
     # A third buffer per repeated size lets the next prefetch start before the last user is gone.
     spare = budget - plan.total
-    for line, repeated, members in spread:
-        if repeated and members >= REPEATED_BUFFERS and line.nbytes <= spare:
-            line.count = REPEATED_BUFFERS
-            spare -= line.total // line.count
-    # A gradient byte kept in memory saves a write and a read; a weight byte saves one read, so it comes second.
-    wanted = sum(-(-tensor.numel // chunk_elements) for tensor in tensors if not tensor.packed)
-    extra = min(wanted, spare // plan.staging.nbytes)
-    plan.staging.count += extra
-    spare -= extra * plan.staging.nbytes
-    for line, _, members in spread:
-        extra = min(members - line.count, spare // max(line.nbytes, 1))
-        line.count += extra
-        spare -= extra * round_up(line.nbytes, PAGE_BYTES)
+    for each in classes:
+        if each.repeated and each.members >= REPEATED_BUFFERS > each.line.count and each.line.nbytes <= spare:
+            spare -= each.line.total // each.line.count
+            each.line.count += 1
+    # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one read, so it
+    # comes second.
+    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if not tensor.packed)
+    plan.kept.count = min(wanted, spare // plan.kept.nbytes)
+    spare -= plan.kept.total
+    for each in classes:
+        size = max(round_up(each.line.nbytes, PAGE_BYTES), 1)
+        extra = min(each.members - each.line.count, spare // size)
+        each.line.count += extra
+        spare -= extra * size
+        each.line.note = _why(each)
     return plan
+
+
+@dataclass(slots=True)
+class _Class:
+    """The buffers of some units' weights."""
+
+    line: Line
+    members: int
+    repeated: bool = False
+
+
+def _overlapping(units: Sequence[Unit]) -> list[_Class]:
+    """Return one class per size, those of the repeated layers with enough buffers to prefetch into."""
+    sizes: dict[tuple[bool, int], list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
+    classes = []
+    for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
+        held = sum(unit.held for unit in members)
+        least = min(len(members), REPEATED_BUFFERS_MIN if repeated else max(1, held + (held < len(members))))
+        classes.append(_Class(Line(_weights_of(members), nbytes, least), len(members), repeated))
+    return classes
+
+
+def _by_turns(units: Sequence[Unit]) -> list[_Class]:
+    """Return the fewest buffers that work: one for all units but those used while others are, and the small ones."""
+    apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
+    # A request goes to the smallest class that holds it: what is no larger than these would take their buffers.
+    alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
+    others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
+    classes = _overlapping(alone)
+    if others:
+        classes.insert(0, _Class(Line(_weights_of(others), others[0].nbytes, 1), len(others)))
+    return classes
+
+
+def _weights_of(members: Sequence[Unit]) -> str:
+    if len(members) == 1:
+        return f"weights of {members[0].name}"
+    alike = all(unit.nbytes == members[0].nbytes for unit in members)
+    return f"weights of {members[0].name} and {len(members) - 1} {'like it' if alike else 'others'}"
+
+
+def make_states_plan(unit: Unit, budget: int | None) -> Plan:
+    """Size the buffers that move the optimizer states of parameters in memory; without a budget, what is best.
+
+    Raises BudgetError as `make_plan` does.
+    """
+    plan = Plan(1 << 62 if budget is None else budget)
+    _add_bookkeeping(plan, [unit])
+    # Weights and gradients stay where they are; staging is for `state_dict` alone.
+    _fit_transfers(plan, unit.tensors, STATES_STAGING_CHUNKS)
+    return plan
+
+
+def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
+    parameters = sum(len(tensor.places) for unit in units for tensor in unit.tensors)
+    nbytes = BOOKKEEPING_BYTES + len(units) * BOOKKEEPING_BYTES_PER_UNIT + parameters * BOOKKEEPING_BYTES_PER_PARAMETER
+    plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
+
+
+def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
+    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
+    return chunk_elements * (UPDATE_BYTES_PER_ELEMENT * UPDATE_SLOTS + element * staging)
+
+
+def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> None:
+    """Size the buffers through which bytes move; raises BudgetError when not even the smallest fit."""
+    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
+    largest = round_up(max((tensor.numel for tensor in tensors), default=1), CHUNK_ELEMENTS_MIN)
+
+    def size(chunk_elements: int) -> None:
+        plan.chunk_elements, nbytes = chunk_elements, chunk_elements * element
+        slot = chunk_elements * UPDATE_BYTES_PER_ELEMENT
+        plan.slots = Line("update pipeline", slot, UPDATE_SLOTS, "moments, masters' low halves, gradient of a chunk")
+        plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
+        plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
+
+    for chunk_elements in range(min(largest, CHUNK_ELEMENTS_MAX), CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
+        size(chunk_elements)
+        if plan.total <= plan.budget and plan.slots.total + plan.staging.total <= plan.budget * TRANSFER_SHARE:
+            return
+    size(CHUNK_ELEMENTS_MIN)
+    if plan.total > plan.budget:
+        raise _too_small(plan, element)
+
+
+def _why(kind: _Class) -> str:
+    count, members = kind.line.count, kind.members
+    if count >= members:
+        return "always there"
+    if count == 1:
+        return "by turns: nothing is read ahead"
+    named = {2: "in use, next", 3: "in use, next, previous"}
+    return named.get(count, f"{count} of {members} cached") if kind.repeated else f"{count} of {members}, by turns"
+
+
+def _too_small(plan: Plan, element: int) -> BudgetError:
+    smallest = plan.total
+    overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
+    knobs = []
+    if plan.units and element > 2:
+        knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
+    if plan.units:
+        largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
+        knobs.append(f"a model whose {largest} is smaller: the largest piece is in memory whole")
+    lowered = f"\nWhat would lower it: {'; '.join(knobs)}" if knobs else ""
+    return BudgetError(
+        f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
+        f"{format_size(smallest)} ({smallest} bytes){overlap}, asked for by\n{plan.table()}"
+        f"{lowered}",
+        smallest,
+    )
+
+
+def check_available(plan: Plan) -> None:
+    """Raise BudgetError if this process cannot have what `plan` takes: before the kernel kills it for trying."""
+    available, why = available_memory()
+    if plan.total > available:
+        raise BudgetError(
+            f"the plan takes {format_size(plan.total)} of host memory, but this process can have only "
+            f"{format_size(available)} more ({why}): lower host_memory to that, or make room",
+            plan.total,
+        )

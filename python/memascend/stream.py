@@ -18,7 +18,7 @@ from memascend.errors import MemascendError
 from memascend.plan import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.optim.update import Update
@@ -47,9 +47,12 @@ class Residency:
 class Streamer:
     """Brings units into host memory before they are used and lets them go after."""
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit]) -> None:
-        """Stream `units` through the buffers of `runtime`."""
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], buffer_sizes: Iterable[int]) -> None:
+        """Stream `units` through the buffers of `runtime`, which come in `buffer_sizes` (bytes)."""
         self.runtime = runtime
+        sizes = sorted(buffer_sizes)
+        #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
+        self._buffer_size = {unit: next(size for size in sizes if size >= unit.nbytes) for unit in units}
         self.residencies = {unit: Residency(unit) for unit in units}
         #: Units by the address of their storage, for tensors that autograd saves.
         self.by_address: dict[int, Unit] = {}
@@ -208,7 +211,8 @@ class Streamer:
                     if residency.ticket is None:
                         self.runtime.wait_unit(residency.unit.index)
                 gc.collect()
-        alive = [r.unit.name for r in self.residencies.values() if r.users and r.unit.nbytes == unit.nbytes]
+        size = self._buffer_size
+        alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
         raise MemascendError(
             f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
             f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, "
@@ -216,10 +220,11 @@ class Streamer:
         )
 
     def _victim(self, unit: Unit, sooner_than: int) -> Residency | None:
-        """Return the idle unit of the same size whose next use is farthest away, beyond `sooner_than`."""
+        """Return the idle unit in a buffer of the same size whose next use is farthest away, beyond `sooner_than`."""
+        size = self._buffer_size
         best, farthest = None, sooner_than
         for residency in self.residencies.values():
-            if residency.storage is None or residency.users or residency.unit.nbytes != unit.nbytes:
+            if residency.storage is None or residency.users or size[residency.unit] != size[unit]:
                 continue
             use = self._next_use(residency.unit)
             if use > farthest:

@@ -32,7 +32,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Place:
     """Where one parameter is: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
 
@@ -103,7 +103,7 @@ class Unit:
     name: str
     #: One of several like it that run one after another: a decoder layer.
     repeated: bool
-    #: Its module runs while other units' modules run inside it.
+    #: It is in use while other units are: its module runs around theirs, or one module needs several.
     held: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
@@ -216,4 +216,10 @@ def partition(model: nn.Module) -> list[Unit]:
     if small_named:
         lay_out(small, small_named)
         units.append(small)
+    owner = {place.parameter: unit for unit in units for place in unit.places}
+    for unit in units:
+        for module in unit.modules if unit.repeated else ():
+            together = {owner[parameter] for parameter in module.parameters() if parameter in owner} - {unit}
+            for other in together:
+                other.held = True
     return units

@@ -1,54 +1,123 @@
-use std::io;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::{io, panic, process, thread};
 
-use crate::{MemError, Result, round_up_to_page};
+use crate::{Cudart, MemError, PAGE_BYTES, Result, round_up_to_page};
 
-/// A source of host memory. A block's size is the requested size rounded up to
-/// [`PAGE_BYTES`](crate::PAGE_BYTES), not one byte more.
+/// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// A source of host memory. A block's size is the requested size rounded up to [`PAGE_BYTES`], not one byte more.
+///
+/// A request either gives a whole block or leaves nothing behind.
 pub trait HostAllocator: Send + Sync {
-    /// Short name for reports: `locked`, `pageable`.
+    /// Short name for reports: `cuda`, `registered`, `locked`, `pageable`.
     fn name(&self) -> &'static str;
 
     /// Reserves a zero-filled block of at least `bytes` bytes, aligned to a page.
     fn allocate(&self, bytes: usize) -> Result<HostBlock>;
 }
 
-/// A contiguous, page-aligned range of host memory; unmapped when dropped.
+/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`, which is `cuda` where the CUDA
+/// runtime can be used and `locked` elsewhere. `huge_pages` concerns `registered` and `locked` alone.
+///
+/// # Errors
+/// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime cannot be used.
+pub fn allocator(name: &str, huge_pages: bool) -> Result<Box<dyn HostAllocator>> {
+    let locked = LockedAllocator { huge_pages, threads: 0 };
+    Ok(match name {
+        "auto" => match Cudart::find() {
+            Ok(cudart) => Box::new(CudaAllocator::with(cudart)),
+            Err(_) => Box::new(locked),
+        },
+        "cuda" => Box::new(CudaAllocator::new()?),
+        "registered" => Box::new(RegisteredAllocator { cudart: Cudart::find()?, huge_pages, threads: 0 }),
+        "locked" => Box::new(locked),
+        "pageable" => Box::new(PageableAllocator),
+        _ => return Err(MemError::UnknownAllocator { name: name.to_owned() }),
+    })
+}
+
+/// A contiguous, page-aligned range of host memory; given back when dropped.
 #[derive(Debug)]
 pub struct HostBlock {
     address: NonNull<u8>,
     bytes: usize,
+    release: Release,
     owner_pid: u32,
 }
 
-// SAFETY: the block owns its mapping; the address is valid from any thread until drop.
+/// How a block is given back.
+#[derive(Debug)]
+enum Release {
+    Unmap,
+    UnregisterAndUnmap(Arc<Cudart>),
+    CudaFree(Arc<Cudart>),
+}
+
+// SAFETY: the block owns its memory; the address is valid from any thread until drop.
 unsafe impl Send for HostBlock {}
 // SAFETY: a shared reference only hands out the address; access is governed by the pool's leases.
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
-    fn map(bytes: usize) -> Result<Self> {
-        let bytes = round_up_to_page(bytes.max(1));
+    /// A fresh mapping. With `huge_pages` it begins at a huge page, which is where the kernel can use one.
+    fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
+        let bytes = rounded(bytes)?;
+        let refused = |source| MemError::Reserve { bytes, source };
+        let slack = if huge_pages { HUGE_PAGE_BYTES - PAGE_BYTES } else { 0 };
+        let mapped = bytes.checked_add(slack).ok_or_else(|| refused(io::ErrorKind::OutOfMemory.into()))?;
         // SAFETY: a fresh anonymous private mapping; no existing memory is touched.
-        let address = unsafe {
+        let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),
-                bytes,
+                mapped,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             )
         };
-        if address == libc::MAP_FAILED {
-            return Err(MemError::Reserve { bytes, source: io::Error::last_os_error() });
+        if start == libc::MAP_FAILED {
+            return Err(refused(io::Error::last_os_error()));
         }
+        let start = NonNull::new(start.cast::<u8>()).expect("mmap never returns null without MAP_FIXED");
+        let mut block =
+            Self { address: start, bytes: mapped, release: Release::Unmap, owner_pid: process::id() };
+        if slack > 0 {
+            block.trim(bytes).map_err(refused)?;
+        }
+        let address = block.address.as_ptr().cast();
         // A forked DataLoader worker must neither inherit the arena nor copy it on write, and in-flight
         // direct I/O into copy-on-write pages would be lost. A refusal (old kernel) is harmless.
         // SAFETY: the range is the mapping made above.
         unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) };
-        let address = NonNull::new(address.cast()).expect("mmap never returns null without MAP_FIXED");
-        Ok(Self { address, bytes, owner_pid: std::process::id() })
+        if huge_pages {
+            // A kernel without huge pages refuses, and small ones do the same work.
+            // SAFETY: as above.
+            unsafe { libc::madvise(address, bytes, libc::MADV_HUGEPAGE) };
+        }
+        Ok(block)
+    }
+
+    /// Unmaps all but `bytes` bytes from the first huge page on. The block stands for what is still mapped at
+    /// every moment, so that dropping it after an error leaves nothing behind.
+    fn trim(&mut self, bytes: usize) -> io::Result<()> {
+        let head = self.address.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        if head > 0 {
+            unmap(self.address, head)?;
+            // SAFETY: the mapping is longer than the head by `bytes` at least.
+            self.address = unsafe { self.address.add(head) };
+            self.bytes -= head;
+        }
+        let tail = self.bytes - bytes;
+        if tail > 0 {
+            // SAFETY: the tail lies within the mapping.
+            unmap(unsafe { self.address.add(bytes) }, tail)?;
+            self.bytes = bytes;
+        }
+        Ok(())
     }
 
     /// First byte.
@@ -60,18 +129,123 @@ impl HostBlock {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// Lets processes forked from now on have copies of the block, as of ordinary memory. Not for memory that a device
+    /// or the kernel writes to meanwhile; memory known to CUDA stays hidden from them.
+    pub fn show_to_forks(&self) {
+        if let Release::Unmap = self.release {
+            // SAFETY: the range is a mapping of our own. A refusal leaves it hidden.
+            unsafe { libc::madvise(self.address.as_ptr().cast(), self.bytes, libc::MADV_DOFORK) };
+        }
+    }
+
+    /// Faults every page in, on `threads` threads; the mapping is fresh, so its pages are zero.
+    fn populate(&self, threads: usize) -> Result<()> {
+        self.in_parts(threads, |part| self.populate_part(part))
+            .map_err(|source| MemError::Reserve { bytes: self.bytes, source })
+    }
+
+    fn populate_part(&self, part: Range<usize>) -> io::Result<()> {
+        loop {
+            // SAFETY: the part lies within the block, which nobody else has yet.
+            let rc = unsafe {
+                let start = self.address.as_ptr().add(part.start);
+                libc::madvise(start.cast(), part.len(), libc::MADV_POPULATE_WRITE)
+            };
+            if rc == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                // A kernel before 5.14 does not know the request.
+                Some(libc::EINVAL) => {
+                    self.touch_part(part);
+                    return Ok(());
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    fn touch_part(&self, part: Range<usize>) {
+        for offset in part.step_by(PAGE_BYTES) {
+            // SAFETY: the page lies within the block, is still zero, and nobody else has it yet.
+            unsafe { self.address.add(offset).write_volatile(0) };
+        }
+    }
+
+    /// Runs `work` on the block's parts, one to each of `threads` threads; 0 means one for each core.
+    fn in_parts(
+        &self,
+        threads: usize,
+        work: impl Fn(Range<usize>) -> io::Result<()> + Sync,
+    ) -> io::Result<()> {
+        let threads =
+            if threads == 0 { thread::available_parallelism().map_or(1, usize::from) } else { threads };
+        let part_bytes = self.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
+        let part = |start: usize| start..self.bytes.min(start + part_bytes);
+        let work = &work;
+        thread::scope(|scope| {
+            let mut result = Ok(());
+            let mut running = Vec::new();
+            for start in (part_bytes..self.bytes).step_by(part_bytes) {
+                match thread::Builder::new().spawn_scoped(scope, move || work(part(start))) {
+                    Ok(thread) => running.push(thread),
+                    // No more threads are to be had; this one does the part.
+                    Err(_) => result = result.and_then(|()| work(part(start))),
+                }
+            }
+            result = result.and_then(|()| work(part(0)));
+            for thread in running {
+                result = result.and(thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload)));
+            }
+            result
+        })
+    }
 }
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
         // A forked child did not inherit the mapping; by now its addresses may hold something else of the child's.
-        if self.owner_pid != std::process::id() {
+        // Nor does CUDA survive a fork.
+        if self.owner_pid != process::id() {
             return;
         }
-        // SAFETY: the mapping was made by `map`, is owned by self, and every lease into it is gone
-        // (the pool keeps the block alive as long as a lease lives).
-        unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes) };
+        // Every lease into the block is gone: the pool keeps it alive as long as one lives.
+        match &self.release {
+            Release::Unmap => {}
+            // CUDA would go on copying from and to the old pages for whatever is mapped at these addresses
+            // next. The memory is better lost, which happens at the end of the process or in a broken context.
+            Release::UnregisterAndUnmap(cudart) if cudart.host_unregister(self.address).is_err() => return,
+            Release::UnregisterAndUnmap(_) => {}
+            Release::CudaFree(cudart) => {
+                // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
+                // SAFETY: the address came from `host_alloc` of this runtime and is owned by self.
+                let _ = unsafe { cudart.free_host(self.address) };
+                return;
+            }
+        }
+        // A failure would leave the memory mapped, and there is nobody to tell.
+        let _ = unmap(self.address, self.bytes);
     }
+}
+
+/// Unmaps a part of a block's mapping that nothing refers to any more.
+fn unmap(address: NonNull<u8>, bytes: usize) -> io::Result<()> {
+    // SAFETY: the callers, all in this file, pass ranges of mappings made by `HostBlock::map`.
+    match unsafe { libc::munmap(address.as_ptr().cast(), bytes) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn rounded(bytes: usize) -> Result<usize> {
+    // The largest size that can be rounded; no system has so much.
+    if bytes > isize::MAX as usize {
+        return Err(MemError::Reserve { bytes, source: io::ErrorKind::OutOfMemory.into() });
+    }
+    Ok(round_up_to_page(bytes.max(1)))
 }
 
 /// Ordinary anonymous memory, faulted in on first use.
@@ -84,13 +258,18 @@ impl HostAllocator for PageableAllocator {
     }
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
-        HostBlock::map(bytes)
+        HostBlock::map(bytes, false)
     }
 }
 
 /// Anonymous memory locked into RAM with `mlock`: never swapped, faulted in at once.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct LockedAllocator;
+pub struct LockedAllocator {
+    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page table.
+    pub huge_pages: bool,
+    /// Threads that fault the pages in; 0 means one for each core.
+    pub threads: usize,
+}
 
 impl HostAllocator for LockedAllocator {
     fn name(&self) -> &'static str {
@@ -98,14 +277,35 @@ impl HostAllocator for LockedAllocator {
     }
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
-        let block = HostBlock::map(bytes)?;
-        // SAFETY: the range is the whole mapping just made; munmap unlocks it.
-        if unsafe { libc::mlock(block.address().as_ptr().cast(), block.bytes()) } != 0 {
-            let source = io::Error::last_os_error();
-            return Err(MemError::Lock { bytes: block.bytes(), limit_bytes: memlock_limit_bytes(), source });
-        }
+        let block = HostBlock::map(bytes, self.huge_pages)?;
+        // Locking first and faulting in afterwards asks the limit before any page is touched, and runs on several
+        // threads. `mlock` alone faults in by itself, on one thread and with huge pages ten times more slowly.
+        lock_on_fault(&block).map_err(|source| MemError::Lock {
+            bytes: block.bytes(),
+            limit_bytes: memlock_limit_bytes(),
+            source,
+        })?;
+        block.populate(self.threads)?;
         Ok(block)
     }
+}
+
+/// Locks each page of a block when it is faulted in; `munmap` unlocks it.
+fn lock_on_fault(block: &HostBlock) -> io::Result<()> {
+    let address = block.address().as_ptr().cast();
+    // SAFETY: the range is the whole mapping of the block.
+    if unsafe { libc::mlock2(address, block.bytes(), libc::MLOCK_ONFAULT) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    // A sandbox may lack the newer call or refuse it. This one faults in at once.
+    if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) {
+        // SAFETY: as above.
+        if unsafe { libc::mlock(address, block.bytes()) } == 0 {
+            return Ok(());
+        }
+    }
+    Err(error)
 }
 
 fn memlock_limit_bytes() -> u64 {
@@ -115,10 +315,111 @@ fn memlock_limit_bytes() -> u64 {
     limit.rlim_cur
 }
 
+/// Page-locked memory of the CUDA runtime, for every device of the process (`cudaHostAlloc`).
+#[derive(Debug, Clone)]
+pub struct CudaAllocator {
+    cudart: Arc<Cudart>,
+}
+
+impl CudaAllocator {
+    /// Allocates with the CUDA runtime of this process.
+    ///
+    /// # Errors
+    /// Those of [`Cudart::find`].
+    pub fn new() -> Result<Self> {
+        Cudart::find().map(Self::with)
+    }
+
+    /// Allocates with `cudart`.
+    pub fn with(cudart: Arc<Cudart>) -> Self {
+        Self { cudart }
+    }
+}
+
+impl HostAllocator for CudaAllocator {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<HostBlock> {
+        let bytes = rounded(bytes)?;
+        let address = self.cudart.host_alloc(bytes)?;
+        let release = Release::CudaFree(Arc::clone(&self.cudart));
+        let block = HostBlock { address, bytes, release, owner_pid: process::id() };
+        // CUDA speaks of page-locked memory and does not promise where it begins; direct I/O needs a page.
+        let address = address.as_ptr().addr();
+        if !address.is_multiple_of(PAGE_BYTES) {
+            return Err(MemError::CudaUnaligned { bytes, address });
+        }
+        // Nor does CUDA promise zeroes.
+        block
+            .in_parts(0, |part| {
+                // SAFETY: the part lies within the block, which nobody else has yet.
+                unsafe { block.address().add(part.start).write_bytes(0, part.len()) };
+                Ok(())
+            })
+            .map_err(|source| MemError::Reserve { bytes, source })?;
+        Ok(block)
+    }
+}
+
+/// Anonymous memory that is registered with the CUDA runtime for every device of the process (`cudaHostRegister`).
+#[derive(Debug, Clone)]
+pub struct RegisteredAllocator {
+    /// The runtime to register with.
+    pub cudart: Arc<Cudart>,
+    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page table.
+    pub huge_pages: bool,
+    /// Threads that fault the pages in; 0 means one for each core.
+    pub threads: usize,
+}
+
+impl HostAllocator for RegisteredAllocator {
+    fn name(&self) -> &'static str {
+        "registered"
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<HostBlock> {
+        let mut block = HostBlock::map(bytes, self.huge_pages)?;
+        // Registering would fault the pages in as well, on one thread.
+        block.populate(self.threads)?;
+        // SAFETY: the range is the whole mapping, and the block unregisters it before it unmaps it.
+        unsafe { self.cudart.host_register(block.address(), block.bytes()) }?;
+        block.release = Release::UnregisterAndUnmap(Arc::clone(&self.cudart));
+        Ok(block)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::PAGE_BYTES;
+
+    fn resident_pages(block: &HostBlock) -> usize {
+        let mut resident = vec![0_u8; block.bytes() / PAGE_BYTES];
+        // SAFETY: the range is a live mapping and `resident` has a byte for each of its pages.
+        let rc =
+            unsafe { libc::mincore(block.address().as_ptr().cast(), block.bytes(), resident.as_mut_ptr()) };
+        assert_eq!(rc, 0, "{}", io::Error::last_os_error());
+        resident.iter().filter(|page| *page & 1 == 1).count()
+    }
+
+    /// The kernel's flags of the mapping that holds an address.
+    fn vm_flags(address: NonNull<u8>) -> Vec<String> {
+        let address = address.as_ptr().addr();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        for line in smaps.lines() {
+            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+            if let Some((Ok(start), Ok(end))) =
+                range.map(|(start, end)| (usize::from_str_radix(start, 16), usize::from_str_radix(end, 16)))
+            {
+                inside = (start..end).contains(&address);
+            } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| inside) {
+                return flags.split_whitespace().map(str::to_owned).collect();
+            }
+        }
+        panic!("{address:#x} is not mapped")
+    }
 
     #[test]
     fn sizes_are_rounded_to_the_page_and_no_further() {
@@ -131,24 +432,104 @@ mod tests {
 
     #[test]
     fn an_impossible_reservation_is_an_error_with_its_size() {
-        let error = PageableAllocator.allocate(1 << 60).unwrap_err();
-        assert!(error.to_string().contains(&(1_usize << 60).to_string()), "{error}");
+        for bytes in [1 << 60, usize::MAX] {
+            for huge_pages in [false, true] {
+                let error = HostBlock::map(bytes, huge_pages).unwrap_err();
+                assert!(error.to_string().contains(&bytes.to_string()), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_mapping_with_huge_pages_begins_at_one_and_has_the_exact_size() {
+        let bytes = 3 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES;
+        let block = HostBlock::map(bytes - 1, true).unwrap();
+        assert_eq!(block.bytes(), bytes);
+        assert!(block.address().as_ptr().addr().is_multiple_of(HUGE_PAGE_BYTES));
+        let flags = vm_flags(block.address());
+        assert!(flags.iter().any(|flag| flag == "dc"), "not hidden from forked children: {flags:?}");
+        if std::fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap() {
+            assert!(flags.iter().any(|flag| flag == "hg"), "no huge pages were asked for: {flags:?}");
+        }
+        assert!(!vm_flags(HostBlock::map(bytes, false).unwrap().address()).contains(&"hg".to_owned()));
+    }
+
+    #[test]
+    fn parts_cover_a_block_once_on_any_number_of_threads() {
+        for bytes in [PAGE_BYTES, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + PAGE_BYTES] {
+            let block = HostBlock::map(bytes, false).unwrap();
+            for threads in [0, 1, 2, 3, 7, 64] {
+                let parts = std::sync::Mutex::new(Vec::new());
+                block
+                    .in_parts(threads, |part| {
+                        parts.lock().unwrap().push(part);
+                        Ok(())
+                    })
+                    .unwrap();
+                let mut parts = parts.into_inner().unwrap();
+                assert!(threads == 0 || parts.len() <= threads);
+                parts.sort_by_key(|part| part.start);
+                let end = parts.iter().fold(0, |end, part| {
+                    assert_eq!(part.start, end);
+                    assert!(part.start.is_multiple_of(HUGE_PAGE_BYTES) && !part.is_empty());
+                    part.end
+                });
+                assert_eq!(end, bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_in_any_part_is_the_result() {
+        let block = HostBlock::map(4 * HUGE_PAGE_BYTES, false).unwrap();
+        for bad in 0..4 {
+            let result = block.in_parts(4, |part| match part.start / HUGE_PAGE_BYTES == bad {
+                true => Err(io::Error::from_raw_os_error(libc::EHWPOISON)),
+                false => Ok(()),
+            });
+            assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EHWPOISON), "part {bad}");
+        }
+    }
+
+    #[test]
+    fn pages_are_resident_once_populated_or_touched() {
+        for huge_pages in [false, true] {
+            let bytes = 2 * HUGE_PAGE_BYTES + 3 * PAGE_BYTES;
+            let pages = bytes / PAGE_BYTES;
+            let block = HostBlock::map(bytes, huge_pages).unwrap();
+            assert_eq!(resident_pages(&block), 0);
+            block.populate(3).unwrap();
+            assert_eq!(resident_pages(&block), pages);
+            let block = HostBlock::map(bytes, huge_pages).unwrap();
+            block.touch_part(0..bytes);
+            assert_eq!(resident_pages(&block), pages);
+        }
     }
 
     #[test]
     fn locked_memory_is_resident_at_once() {
-        let bytes = 8 * PAGE_BYTES;
-        let block = match LockedAllocator.allocate(bytes) {
-            Ok(block) => block,
-            Err(error) => {
-                assert!(error.to_string().contains("ulimit -l"), "{error}");
-                return;
-            }
-        };
-        let mut resident = [0_u8; 8];
-        // SAFETY: the range is a live mapping of 8 pages and `resident` has a byte for each.
-        let rc = unsafe { libc::mincore(block.address().as_ptr().cast(), bytes, resident.as_mut_ptr()) };
-        assert_eq!(rc, 0);
-        assert!(resident.iter().all(|page| page & 1 == 1));
+        for huge_pages in [false, true] {
+            let allocator = LockedAllocator { huge_pages, threads: 2 };
+            let block = match allocator.allocate(HUGE_PAGE_BYTES + 8 * PAGE_BYTES) {
+                Ok(block) => block,
+                Err(error) => {
+                    assert!(error.to_string().contains("ulimit -l"), "{error}");
+                    return;
+                }
+            };
+            assert_eq!(resident_pages(&block), block.bytes() / PAGE_BYTES);
+            assert!(vm_flags(block.address()).contains(&"lo".to_owned()));
+        }
+    }
+
+    #[test]
+    fn allocators_are_chosen_by_name() {
+        for name in ["locked", "pageable"] {
+            assert_eq!(allocator(name, true).unwrap().name(), name);
+        }
+        let error = allocator("pinned", false).err().unwrap().to_string();
+        for name in ["pinned", "auto", "cuda", "registered", "locked", "pageable"] {
+            assert!(error.contains(name), "{error}");
+        }
     }
 }

@@ -4,14 +4,20 @@
 //! ([`Pool::try_lease`] returns `None`), never an allocation behind the caller's back.
 
 mod allocator;
+mod cudart;
 mod error;
 mod malloc;
 mod pool;
+mod sync;
 
-pub use allocator::{HostAllocator, HostBlock, LockedAllocator, PageableAllocator};
+pub use allocator::{
+    CudaAllocator, HostAllocator, HostBlock, LockedAllocator, PageableAllocator, RegisteredAllocator,
+    allocator,
+};
+pub use cudart::{CudaEvent, Cudart};
 pub use error::{MemError, Result};
 pub use malloc::return_large_blocks_to_system;
-pub use pool::{Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
+pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
 
 /// The granule of every host buffer and every I/O, in bytes: sizes are rounded up to it and no further.
 pub const PAGE_BYTES: usize = 4096;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::LeaseSlice;
 
-use crate::{IoError, Result, RingEngine, ThreadsEngine, VolumeFile};
+use crate::{IoError, NullEngine, Result, RingEngine, ThreadsEngine, VolumeFile};
 
 /// Which way bytes move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct Completion {
 
 /// Moves bytes between leases and volumes.
 pub trait Engine: Send + Sync {
-    /// `ring`, `threads` or `sim`.
+    /// `ring`, `threads`, `sim` or `null`.
     fn name(&self) -> &'static str;
 
     /// Queues a request. Requests may complete in any order; whoever needs an order waits for completions.
@@ -68,6 +68,11 @@ pub trait Engine: Send + Sync {
 
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
+
+    /// Whether bytes reach the volumes, so that room on them has to be found.
+    fn needs_room(&self) -> bool {
+        true
+    }
 }
 
 /// Counts of completed transfers, shared by an engine and its threads.
@@ -120,12 +125,15 @@ pub enum EngineChoice {
     Ring,
     /// pread and pwrite on a few threads.
     Threads,
+    /// Nothing is moved: for replaying schedules, never for training.
+    Null,
 }
 
 /// Opens an engine; the second value says why io_uring was not used when it was wanted and refused.
 pub fn open_engine(choice: EngineChoice) -> Result<(Arc<dyn Engine>, Option<String>)> {
     match choice {
         EngineChoice::Threads => Ok((Arc::new(ThreadsEngine::new(ThreadsEngine::DEFAULT_THREADS)), None)),
+        EngineChoice::Null => Ok((Arc::new(NullEngine::new()), None)),
         EngineChoice::Ring => Ok((Arc::new(RingEngine::new()?), None)),
         EngineChoice::Auto => match RingEngine::new() {
             Ok(engine) => Ok((Arc::new(engine), None)),

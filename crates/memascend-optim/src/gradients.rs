@@ -4,10 +4,8 @@ use memascend_mem::{Lease, LeaseSlice};
 use memascend_store::Extent;
 
 use crate::kernels::{GRADIENT_BLOCK, GradientStats, add_bf16, add_f32, copy_bf16, copy_f32};
+use crate::staging::STAGING_RESERVE;
 use crate::{Dtype, Pending, Result, Staging};
-
-/// Chunk buffers that gradients kept in host memory leave to transfers under way.
-const STAGING_RESERVE: usize = 8;
 
 /// Names a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

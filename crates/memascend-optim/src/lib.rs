@@ -8,6 +8,7 @@ mod gradients;
 mod host;
 mod pending;
 mod staging;
+mod stash;
 
 pub use error::{OptimError, Result};
 pub use executor::{Address, Executor, Segment, Ticket, UnitWeights, UpdateTensor};
@@ -15,6 +16,7 @@ pub use gradients::{GradientId, GradientSource, Gradients};
 pub use host::{HostTensor, adamw_host};
 pub use pending::{Pending, Underway};
 pub use staging::Staging;
+pub use stash::Stash;
 
 /// Element type of a weight and of its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

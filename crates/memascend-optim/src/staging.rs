@@ -10,6 +10,8 @@ use crate::{OptimError, Pending, Result};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
+/// Chunk buffers that data kept in host memory (gradients, activations) leaves to transfers under way.
+pub(crate) const STAGING_RESERVE: usize = 8;
 /// Chunks read ahead of the one being consumed.
 const READ_AHEAD: usize = 4;
 
@@ -43,10 +45,7 @@ impl Staging {
 
     /// A chunk if more than `reserve` are free: for data that may stay in host memory.
     pub fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
-        if self.pool.free_count(self.chunk_bytes) <= reserve {
-            return Ok(None);
-        }
-        Ok(self.pool.try_lease(self.chunk_bytes)?.map(Arc::new))
+        Ok(self.pool.try_lease_spare(self.chunk_bytes, reserve)?.map(Arc::new))
     }
 
     /// A chunk, waiting for a transfer to return one.

@@ -1,6 +1,7 @@
 use memascend_mem::MemError;
 use memascend_optim::OptimError;
 use memascend_store::StoreError;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 /// Raises `memascend.errors.StoreError(errno, message)`.
@@ -8,9 +9,12 @@ pub(crate) fn store_error(error: &StoreError) -> PyErr {
     raise("StoreError", (error.errno(), error.to_string()))
 }
 
-/// Raises `memascend.errors.HostMemoryError(message)`.
+/// Raises `memascend.errors.HostMemoryError(message)`, or ValueError for a name that no allocator has.
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
-    raise("HostMemoryError", (error.to_string(),))
+    match error {
+        MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
+        _ => raise("HostMemoryError", (error.to_string(),)),
+    }
 }
 
 /// Raises the Python exception of an executor error.

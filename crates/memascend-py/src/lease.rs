@@ -1,9 +1,12 @@
-use std::ffi::c_int;
-use std::sync::Arc;
+use std::ffi::{c_int, c_void};
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
 
-use memascend_mem::Lease;
+use memascend_mem::{CudaEvent, Cudart, HostBlock, Lease};
 use pyo3::ffi;
 use pyo3::prelude::*;
+
+use crate::errors::memory_error;
 
 /// A pool buffer that exports the buffer protocol (writable bytes, page aligned). The buffer returns to the
 /// pool when the last object that refers to it dies: `torch.frombuffer` keeps it alive in its storage.
@@ -26,18 +29,82 @@ impl LeaseBuffer {
         self.lease.address().as_ptr() as usize
     }
 
+    /// Has the buffer return to its pool only when all that was put into a CUDA stream so far is done: a copy that
+    /// the device carries out may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
+    fn return_after(&self, stream: usize) -> PyResult<()> {
+        /// Searching for the library is not for every copy.
+        static CUDART: OnceLock<Arc<Cudart>> = OnceLock::new();
+        let record = || {
+            let cudart = match CUDART.get() {
+                Some(cudart) => cudart,
+                None => {
+                    let found = Cudart::find()?;
+                    CUDART.get_or_init(|| found)
+                }
+            };
+            // SAFETY: the Python layer passes the handle of a live stream of the current device.
+            unsafe { CudaEvent::record(cudart, stream as *mut c_void) }
+        };
+        self.lease.return_after(Arc::new(record().map_err(|error| memory_error(&error))?));
+        Ok(())
+    }
+
     fn __len__(&self) -> usize {
         self.lease.capacity()
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let lease = &slf.get().lease;
-        let bytes = isize::try_from(lease.capacity()).expect("a buffer is smaller than isize::MAX");
-        // SAFETY: `view` comes from the interpreter; the memory lives as long as the lease, which lives as long
-        // as the exporting object, to which FillInfo takes a reference.
-        let rc = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), lease.address().as_ptr().cast(), bytes, 0, flags)
-        };
-        if rc == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        // SAFETY: the memory lives as long as the lease, which lives as long as the exporting object.
+        unsafe { export(slf.as_any(), lease.address(), lease.capacity(), view, flags) }
     }
+}
+
+/// Host memory of its own that exports the buffer protocol (writable bytes, page aligned), given back when the last
+/// object that refers to it dies.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct HostBuffer {
+    block: HostBlock,
+    bytes: usize,
+}
+
+#[pymethods]
+impl HostBuffer {
+    /// `bytes` bytes of zeros from the allocator of that name.
+    #[new]
+    fn new(py: Python<'_>, bytes: usize, allocator: &str, huge_pages: bool) -> PyResult<Self> {
+        let block = py.detach(|| memascend_mem::allocator(allocator, huge_pages)?.allocate(bytes));
+        let block = block.map_err(|error| memory_error(&error))?;
+        // Its owner may well be a data set that forked workers read.
+        block.show_to_forks();
+        Ok(Self { block, bytes })
+    }
+
+    fn __len__(&self) -> usize {
+        self.bytes
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let buffer = slf.get();
+        // SAFETY: the block lives as long as the exporting object and is at least `bytes` long.
+        unsafe { export(slf.as_any(), buffer.block.address(), buffer.bytes, view, flags) }
+    }
+}
+
+/// Fills in a writable view of `bytes` bytes at `address`.
+///
+/// # Safety
+/// `view` comes from the interpreter; the memory lives as long as `owner`, to which the view holds a reference.
+unsafe fn export(
+    owner: &Bound<'_, PyAny>,
+    address: NonNull<u8>,
+    bytes: usize,
+    view: *mut ffi::Py_buffer,
+    flags: c_int,
+) -> PyResult<()> {
+    let bytes = isize::try_from(bytes).expect("a buffer is smaller than isize::MAX");
+    // SAFETY: forwarded to the caller.
+    let rc =
+        unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address.as_ptr().cast(), bytes, 0, flags) };
+    if rc == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }

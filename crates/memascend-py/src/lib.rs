@@ -13,7 +13,7 @@ mod _memascend {
     #[pymodule_export]
     use crate::host::{adamw_host, gradient_stats, return_large_blocks_to_system};
     #[pymodule_export]
-    use crate::lease::LeaseBuffer;
+    use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]
     use crate::runtime::{Extent, Runtime, Stash, Ticket};
 }

@@ -1,9 +1,7 @@
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use memascend_mem::{
-    HostAllocator, LeaseSlice, LockedAllocator, PageableAllocator, Pool, SizeClass, round_up_to_page,
-};
+use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{EngineChoice, Operation};
 use memascend_optim::{
     Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging,
@@ -109,7 +107,7 @@ impl Runtime {
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_count, *,
-        engine = "auto", direct = true, locked = true, compute_threads = 1
+        engine = "auto", direct = true, allocator = "auto", huge_pages = false, compute_threads = 1
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -123,19 +121,26 @@ impl Runtime {
         slot_count: usize,
         engine: &str,
         direct: bool,
-        locked: bool,
+        allocator: &str,
+        huge_pages: bool,
         compute_threads: usize,
     ) -> PyResult<Self> {
         let engine = match engine {
             "auto" => EngineChoice::Auto,
             "ring" => EngineChoice::Ring,
             "threads" => EngineChoice::Threads,
+            // Replays schedules in benchmarks; not among the choices offered, for it loses every byte.
+            "null" => EngineChoice::Null,
             other => {
                 return Err(PyValueError::new_err(format!(
                     "unknown engine {other:?}: auto, ring or threads"
                 )));
             }
         };
+        // Nothing here runs on a device yet, so that pages locked by the system are as good as CUDA's, and cheaper.
+        let fall_back = allocator == "auto";
+        let source = memascend_mem::allocator(if fall_back { "locked" } else { allocator }, huge_pages)
+            .map_err(|error| memory_error(&error))?;
         let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
         let groups = [
             units.into_iter().map(line).collect(),
@@ -147,11 +152,10 @@ impl Runtime {
             let store =
                 Store::create(&store, StoreOptions { engine, direct }).map_err(|e| store_error(&e))?;
             let mut notices = store.notices().to_vec();
-            let pageable: &dyn HostAllocator = &PageableAllocator;
-            let pools = match Pool::carve(if locked { &LockedAllocator } else { pageable }, &groups) {
-                Err(refused) if locked => {
+            let pools = match Pool::carve(&*source, &groups) {
+                Err(refused) if fall_back => {
                     notices.push(format!("{refused}; using pageable memory instead"));
-                    Pool::carve(pageable, &groups)
+                    Pool::carve(&PageableAllocator, &groups)
                 }
                 other => other,
             };
@@ -332,19 +336,14 @@ impl Runtime {
         .map_err(|error| optim_error(&error))
     }
 
-    /// Copies `bytes` bytes at address `source` to the SSD; returns the handle to get them back.
+    /// Copies `bytes` bytes at address `source` into spare staging buffers or to the SSD; returns the handle to get
+    /// them back.
     fn stash(&self, py: Python<'_>, source: usize, bytes: usize) -> PyResult<Stash> {
         let parts = self.parts()?;
-        py.detach(|| {
-            let extent =
-                parts.store.allocate("activation", bytes as u64).map_err(|error| store_error(&error))?;
-            let stash =
-                Stash { staging: Arc::downgrade(&parts.staging), extent, bytes, pending: Arc::default() };
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let source = unsafe { host::bytes(source, bytes) };
-            parts.staging.write(extent, source, &stash.pending).map_err(|error| optim_error(&error))?;
-            Ok(stash)
-        })
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+        let stash =
+            py.detach(|| memascend_optim::Stash::new(&parts.staging, unsafe { host::bytes(source, bytes) }));
+        stash.map(Stash).map_err(|error| optim_error(&error))
     }
 
     /// Reads the first `bytes` bytes of an extent to address `target`.
@@ -382,8 +381,14 @@ impl Runtime {
         stats.set_item("ssd_requests", io.requests)?;
         stats.set_item("store_bytes_used", parts.store.used_bytes())?;
         stats.set_item("host_bytes_in_use", pools.iter().map(|pool| pool.live_bytes).sum::<usize>())?;
-        stats.set_item("host_bytes_peak", pools.iter().map(|pool| pool.live_bytes_max).sum::<usize>())?;
+        let (peak_bytes, classes) = parts.units.joint_peak();
+        stats.set_item("host_bytes_peak", peak_bytes)?;
+        let classes = classes.iter().map(|class| (class.bytes, class.count, class.live_bytes_at_peak));
+        stats.set_item("host_classes_at_peak", classes.collect::<Vec<_>>())?;
         stats.set_item("host_bytes_reserved", pools.iter().map(|pool| pool.reserved_bytes).sum::<usize>())?;
+        stats.set_item("host_bytes_waste", pools.iter().map(|pool| pool.waste_bytes()).sum::<usize>())?;
+        stats.set_item("pool_hits", pools.iter().map(|pool| pool.hits).sum::<u64>())?;
+        stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
         stats.set_item("host_allocator", parts.units.allocator())?;
         stats.set_item("engine", parts.store.engine_name())?;
         stats.set_item("direct_io", parts.store.is_direct())?;
@@ -421,43 +426,22 @@ impl Runtime {
     }
 }
 
-/// Bytes moved out to the SSD for a while; their room is given back when the handle dies.
+/// Bytes put aside for a while; their room is given back when the handle dies.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Stash {
-    staging: Weak<Staging>,
-    extent: memascend_store::Extent,
-    bytes: usize,
-    pending: Arc<Pending>,
-}
+pub(crate) struct Stash(memascend_optim::Stash);
 
 #[pymethods]
 impl Stash {
     /// Copies the bytes to address `target`.
     fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
-        let Some(staging) = self.staging.upgrade() else {
-            return Err(PyRuntimeError::new_err("the offloaded model was closed"));
-        };
-        py.detach(|| {
-            self.pending.wait()?;
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            staging.read(self.extent, unsafe { host::bytes_mut(target, self.bytes) })
-        })
-        .map_err(|error| optim_error(&error))
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
+        py.detach(|| self.0.restore(unsafe { host::bytes_mut(target, self.0.bytes()) }))
+            .map_err(|error| optim_error(&error))
     }
 
     /// Length in bytes.
     #[getter]
     fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Stash {
-    fn drop(&mut self) {
-        // The extent may be reused only after its writes have ended.
-        let _ = self.pending.wait();
-        if let Some(staging) = self.staging.upgrade() {
-            staging.store().free(self.extent);
-        }
+        self.0.bytes()
     }
 }

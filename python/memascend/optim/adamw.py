@@ -11,10 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from memascend import _memascend
-from memascend.errors import BudgetError, MemascendError
+from memascend.errors import MemascendError
 from memascend.offload import Offload, close_at_exit, open_runtime, place_of
 from memascend.optim.update import Scalars, Segment, Update, add_segment, allocate_states, state_bytes
-from memascend.plan import Plan, make_plan, parse_size
+from memascend.plan import make_states_plan, parse_size
 from memascend.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AdamW(Optimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         store: directory, or several, for the states of ordinary parameters.
         host_memory: ceiling of the buffers that move those states (default: what they need).
-        options: `engine`, `direct`, `locked`, `compute_threads`, as in `memascend.offload`.
+        options: `engine`, `direct`, `allocator`, `huge_pages`, `compute_threads`, as in `memascend.offload`.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class _HostStates:
         lay_out(self.unit, ((f"parameter{index}", parameter) for index, parameter in enumerate(params)))
         self.places = {place.parameter: place for place in self.unit.places}
         self.hold: list[torch.Tensor] = []
-        plan = _states_plan(self.unit, host_memory)
+        plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory))
         self.runtime = open_runtime(plan, store, options)
         try:
             self.unit.index = self.runtime.add_unit()
@@ -404,19 +404,3 @@ class _HostStates:
             self.runtime.wait_unit(self.unit.index)
         finally:
             self.hold.clear()
-
-
-def _states_plan(unit: Unit, host_memory: Any) -> Plan:
-    plan = make_plan([unit], budget=1 << 62)
-    # Weights and gradients stay where they are: only the pipeline and the staging of state_dict are needed.
-    plan.units, plan.packs = [], []
-    plan.staging.count = 4
-    if host_memory is not None:
-        plan.budget = parse_size(host_memory)
-        if plan.total > plan.budget:
-            raise BudgetError(
-                f"host_memory is too small to move optimizer states: the least is {plan.total} bytes, asked for by\n"
-                f"{plan.table()}",
-                plan.total,
-            )
-    return plan

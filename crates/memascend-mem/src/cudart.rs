@@ -1,0 +1,464 @@
+//! The CUDA runtime's functions that host memory needs, loaded at run time: nothing is linked, and a machine
+//! without CUDA loses two allocators and no more.
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::{env, fmt, fs, mem, process};
+
+use crate::{Fence, MemError, Result};
+
+/// The variable that names the library to use, before any other is looked for.
+const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
+const USUAL_NAMES: [&str; 3] = ["libcudart.so.13", "libcudart.so.12", "libcudart.so"];
+const SUPPORTED_MAJORS: [c_int; 2] = [12, 13];
+
+/// Page-locked for every CUDA context, whichever device it is of: `cudaHostAllocPortable`,
+/// `cudaHostRegisterPortable`.
+const PORTABLE: c_uint = 1;
+/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event costs the least.
+const EVENT_FLAGS: c_uint = 1 | 2;
+
+const INVALID_VALUE: c_int = 1;
+const OUT_OF_MEMORY: c_int = 2;
+const INSUFFICIENT_DRIVER: c_int = 35;
+const NO_DEVICE: c_int = 100;
+const NOT_READY: c_int = 600;
+const ALREADY_REGISTERED: c_int = 712;
+const NOT_REGISTERED: c_int = 713;
+const NOT_SUPPORTED: c_int = 801;
+
+/// The functions, with the signatures of `cuda_runtime_api.h`; `cudaError_t` is a C `int`, streams and events are
+/// pointers.
+struct Functions {
+    runtime_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
+    driver_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
+    get_device_count: unsafe extern "C" fn(*mut c_int) -> c_int,
+    host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, c_uint) -> c_int,
+    free_host: unsafe extern "C" fn(*mut c_void) -> c_int,
+    host_register: unsafe extern "C" fn(*mut c_void, usize, c_uint) -> c_int,
+    host_unregister: unsafe extern "C" fn(*mut c_void) -> c_int,
+    get_error_name: unsafe extern "C" fn(c_int) -> *const c_char,
+    get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    get_last_error: unsafe extern "C" fn() -> c_int,
+    event_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
+    event_record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
+    event_query: unsafe extern "C" fn(*mut c_void) -> c_int,
+    event_synchronize: unsafe extern "C" fn(*mut c_void) -> c_int,
+    event_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
+}
+
+/// A CUDA runtime library that was loaded, is of a supported version and sees a device. It is never unloaded.
+pub struct Cudart {
+    library: String,
+    version: c_int,
+    functions: Functions,
+}
+
+impl fmt::Debug for Cudart {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Cudart").field("library", &self.library).field("version", &self.version).finish()
+    }
+}
+
+impl Cudart {
+    /// Finds the library of this process: the one that the variable `MEMASCEND_CUDART` names; else one that is
+    /// loaded already, as PyTorch's is; else one that the dynamic loader finds under its usual names.
+    ///
+    /// # Errors
+    /// The variable's library fails alone. Otherwise the first failure of a library that was found, or
+    /// [`MemError::CudartNotFound`] with everything that was tried.
+    pub fn find() -> Result<Arc<Self>> {
+        match env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => Self::open(path),
+            None => Self::first_of(&mapped_libraries(), &USUAL_NAMES),
+        }
+    }
+
+    /// Loads the library at `path`, or of that name where the dynamic loader searches.
+    ///
+    /// # Errors
+    /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no device.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
+        let path = path.as_ref().as_os_str();
+        let handle = load(path, 0).map_err(|reason| MemError::CudartNotFound { tried: reason })?;
+        Self::from_handle(handle, path)
+    }
+
+    /// Where the library was loaded from.
+    pub fn library(&self) -> &str {
+        &self.library
+    }
+
+    /// Version of the runtime, as (major, minor).
+    pub fn version(&self) -> (u32, u32) {
+        split_version(self.version)
+    }
+
+    fn first_of(mapped: &BTreeSet<String>, names: &[&str]) -> Result<Arc<Self>> {
+        let mut tried = Vec::new();
+        let mut first_failure = None;
+        let mapped = mapped.iter().map(|path| (path.as_str(), libc::RTLD_NOLOAD));
+        for (name, flags) in mapped.chain(names.iter().map(|name| (*name, 0))) {
+            let name = OsStr::new(name);
+            // What is mapped need not be loaded, for example when somebody reads the file: then it is loaded now.
+            match load(name, flags).or_else(|_| load(name, 0)) {
+                Ok(handle) => match Self::from_handle(handle, name) {
+                    Ok(cudart) => return Ok(cudart),
+                    Err(failure) => first_failure = first_failure.or(Some(failure)),
+                },
+                Err(reason) => tried.push(reason),
+            }
+        }
+        Err(first_failure.unwrap_or_else(|| MemError::CudartNotFound { tried: tried.join("; ") }))
+    }
+
+    fn from_handle(handle: NonNull<c_void>, asked: &OsStr) -> Result<Arc<Self>> {
+        let asked = asked.to_string_lossy().into_owned();
+        let version_symbol = symbol(handle, c"cudaRuntimeGetVersion", &asked)?;
+        let library = file_of(version_symbol).unwrap_or(asked);
+        // SAFETY: each field is declared with the signature that the CUDA headers give its function.
+        let functions = unsafe {
+            Functions {
+                runtime_get_version: function(handle, c"cudaRuntimeGetVersion", &library)?,
+                driver_get_version: function(handle, c"cudaDriverGetVersion", &library)?,
+                get_device_count: function(handle, c"cudaGetDeviceCount", &library)?,
+                host_alloc: function(handle, c"cudaHostAlloc", &library)?,
+                free_host: function(handle, c"cudaFreeHost", &library)?,
+                host_register: function(handle, c"cudaHostRegister", &library)?,
+                host_unregister: function(handle, c"cudaHostUnregister", &library)?,
+                get_error_name: function(handle, c"cudaGetErrorName", &library)?,
+                get_error_string: function(handle, c"cudaGetErrorString", &library)?,
+                get_last_error: function(handle, c"cudaGetLastError", &library)?,
+                event_create_with_flags: function(handle, c"cudaEventCreateWithFlags", &library)?,
+                event_record: function(handle, c"cudaEventRecord", &library)?,
+                event_query: function(handle, c"cudaEventQuery", &library)?,
+                event_synchronize: function(handle, c"cudaEventSynchronize", &library)?,
+                event_destroy: function(handle, c"cudaEventDestroy", &library)?,
+            }
+        };
+        let mut cudart = Self { library, version: 0, functions };
+        cudart.check_version()?;
+        cudart.check_devices()?;
+        Ok(Arc::new(cudart))
+    }
+
+    fn check_version(&mut self) -> Result<()> {
+        let mut version = 0;
+        // SAFETY: the function writes one int.
+        let code = unsafe { (self.functions.runtime_get_version)(&mut version) };
+        self.check("cudaRuntimeGetVersion", code)?;
+        self.version = version;
+        if SUPPORTED_MAJORS.contains(&(version / 1000)) {
+            return Ok(());
+        }
+        let (major, minor) = split_version(version);
+        Err(MemError::CudartVersion { library: self.library.clone(), major, minor })
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let mut count = 0;
+        // SAFETY: the function writes one int.
+        let code = unsafe { (self.functions.get_device_count)(&mut count) };
+        self.check("cudaGetDeviceCount", code)?;
+        if count > 0 { Ok(()) } else { Err(MemError::NoCudaDevice { library: self.library.clone() }) }
+    }
+
+    /// Page-locked memory from CUDA; its content is whatever was there.
+    pub(crate) fn host_alloc(&self, bytes: usize) -> Result<NonNull<u8>> {
+        const CALL: &str = "cudaHostAlloc";
+        let mut address = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
+        self.check_host(CALL, code, bytes)?;
+        // CUDA answers a request for nothing with a null pointer; nobody here makes one.
+        NonNull::new(address.cast()).ok_or(MemError::CudaInvalidValue { call: CALL })
+    }
+
+    /// Gives memory of [`host_alloc`](Self::host_alloc) back.
+    ///
+    /// # Safety
+    /// `address` came from `host_alloc`, was not given back yet and is not used again.
+    pub(crate) unsafe fn free_host(&self, address: NonNull<u8>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.functions.free_host)(address.as_ptr().cast()) };
+        self.check("cudaFreeHost", code)
+    }
+
+    /// Page-locks `bytes` bytes of memory and makes them known to CUDA.
+    ///
+    /// # Safety
+    /// The range is mapped and stays so until it is unregistered.
+    pub(crate) unsafe fn host_register(&self, address: NonNull<u8>, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.functions.host_register)(address.as_ptr().cast(), bytes, PORTABLE) };
+        self.check_host("cudaHostRegister", code, bytes)
+    }
+
+    /// Ends a registration. When this returns `Ok`, CUDA has nothing registered at `address`.
+    pub(crate) fn host_unregister(&self, address: NonNull<u8>) -> Result<()> {
+        // SAFETY: CUDA looks the address up in its registrations and does not read the memory.
+        let code = unsafe { (self.functions.host_unregister)(address.as_ptr().cast()) };
+        match self.check("cudaHostUnregister", code) {
+            // Somebody reset the device.
+            Err(_) if code == NOT_REGISTERED => Ok(()),
+            result => result,
+        }
+    }
+
+    fn check_host(&self, call: &'static str, code: c_int, bytes: usize) -> Result<()> {
+        self.check(call, code).map_err(|error| match code {
+            OUT_OF_MEMORY => MemError::CudaOutOfMemory { call, bytes },
+            ALREADY_REGISTERED => MemError::CudaAlreadyRegistered { bytes },
+            NOT_SUPPORTED => MemError::CudaNotSupported { call, bytes },
+            _ => error,
+        })
+    }
+
+    fn check(&self, call: &'static str, code: c_int) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        self.forget_error();
+        Err(match code {
+            INVALID_VALUE => MemError::CudaInvalidValue { call },
+            INSUFFICIENT_DRIVER => MemError::CudaDriver {
+                library: self.library.clone(),
+                runtime: version_text(self.version),
+                driver: self.driver_text(),
+            },
+            NO_DEVICE => MemError::NoCudaDevice { library: self.library.clone() },
+            // SAFETY: the function takes any int.
+            _ => unsafe {
+                MemError::Cuda {
+                    call,
+                    code,
+                    name: text((self.functions.get_error_name)(code)),
+                    message: text((self.functions.get_error_string)(code)),
+                }
+            },
+        })
+    }
+
+    /// CUDA keeps the last error of a thread, and whoever asks next, PyTorch for one, would take it for its own.
+    /// An error that broke the context stays all the same.
+    fn forget_error(&self) {
+        // SAFETY: the function takes nothing and returns an int.
+        unsafe { (self.functions.get_last_error)() };
+    }
+
+    fn driver_text(&self) -> String {
+        let mut version = 0;
+        // SAFETY: the function writes one int.
+        let code = unsafe { (self.functions.driver_get_version)(&mut version) };
+        if code != 0 {
+            self.forget_error();
+        }
+        // CUDA says 0 where no driver is installed.
+        if code != 0 || version == 0 {
+            return "no driver is loaded".to_owned();
+        }
+        format!("the driver supports CUDA up to {}", version_text(version))
+    }
+}
+
+/// A point in a CUDA stream: done when everything put into the stream before it is done. Destroyed when dropped.
+#[derive(Debug)]
+pub struct CudaEvent {
+    cudart: Arc<Cudart>,
+    event: NonNull<c_void>,
+    owner_pid: u32,
+}
+
+// SAFETY: CUDA's functions on events may be called from any thread; the event is owned until drop.
+unsafe impl Send for CudaEvent {}
+// SAFETY: a shared reference only queries and waits, which CUDA allows from several threads at once.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    /// Records an event into `stream`; a null pointer is the default stream.
+    ///
+    /// # Safety
+    /// `stream` is null or a live `cudaStream_t` of the device that is current in the calling thread. It may be
+    /// destroyed once this has returned.
+    pub unsafe fn record(cudart: &Arc<Cudart>, stream: *mut c_void) -> Result<Self> {
+        const CREATE: &str = "cudaEventCreateWithFlags";
+        let mut event = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let code = unsafe { (cudart.functions.event_create_with_flags)(&mut event, EVENT_FLAGS) };
+        cudart.check(CREATE, code)?;
+        let event = NonNull::new(event).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
+        let event = Self { cudart: Arc::clone(cudart), event, owner_pid: process::id() };
+        // SAFETY: the event is live, and the stream is by the caller's promise.
+        let code = unsafe { (cudart.functions.event_record)(event.event.as_ptr(), stream) };
+        cudart.check("cudaEventRecord", code)?;
+        Ok(event)
+    }
+
+    /// Whether the stream has reached the event. Does not wait.
+    ///
+    /// # Errors
+    /// Whatever went wrong in the stream before the event.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is live.
+        let code = unsafe { (self.cudart.functions.event_query)(self.event.as_ptr()) };
+        if code == NOT_READY {
+            self.cudart.forget_error();
+            return Ok(false);
+        }
+        self.cudart.check("cudaEventQuery", code)?;
+        Ok(true)
+    }
+
+    /// Waits until the stream has reached the event; the thread sleeps meanwhile.
+    ///
+    /// # Errors
+    /// Whatever went wrong in the stream before the event.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: the event is live.
+        let code = unsafe { (self.cudart.functions.event_synchronize)(self.event.as_ptr()) };
+        self.cudart.check("cudaEventSynchronize", code)
+    }
+}
+
+impl Fence for CudaEvent {
+    fn is_done(&self) -> Result<bool> {
+        Self::is_done(self)
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        // CUDA does not survive a fork, and the event is the parent's.
+        if self.owner_pid != process::id() {
+            return;
+        }
+        // SAFETY: the event is live and never used again. CUDA keeps what it needs of one that is not done.
+        let code = unsafe { (self.cudart.functions.event_destroy)(self.event.as_ptr()) };
+        // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
+        let _ = self.cudart.check("cudaEventDestroy", code);
+    }
+}
+
+/// Loads a library, or with `RTLD_NOLOAD` in `flags` only refers to one that is loaded.
+fn load(name: &OsStr, flags: c_int) -> std::result::Result<NonNull<c_void>, String> {
+    let shown = name.to_string_lossy();
+    let name = CString::new(name.as_bytes()).map_err(|_| format!("{shown}: the path has a zero byte"))?;
+    // SAFETY: the name is a C string. Loading runs the library's initialisers, which is what is asked for.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
+    NonNull::new(handle).ok_or_else(|| {
+        // SAFETY: the string belongs to this thread until its next call of the loader.
+        let reason = text(unsafe { libc::dlerror() });
+        // The loader mostly begins with the name by itself.
+        if reason.contains(&*shown) { reason } else { format!("{shown}: {reason}") }
+    })
+}
+
+fn symbol(library: NonNull<c_void>, name: &'static CStr, shown: &str) -> Result<NonNull<c_void>> {
+    // SAFETY: the handle came from dlopen and is never closed.
+    NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) }).ok_or_else(|| {
+        MemError::CudartSymbol { library: shown.to_owned(), symbol: name.to_string_lossy().into_owned() }
+    })
+}
+
+/// A function of a library.
+///
+/// # Safety
+/// `F` is a function pointer with the C signature of the function.
+unsafe fn function<F: Copy>(library: NonNull<c_void>, name: &'static CStr, shown: &str) -> Result<F> {
+    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
+    let address = symbol(library, name, shown)?;
+    // SAFETY: on Linux a function pointer has the size and the representation of a data pointer; its signature is
+    // the caller's promise.
+    Ok(unsafe { mem::transmute_copy(&address) })
+}
+
+/// The path of the library that an address belongs to.
+fn file_of(address: NonNull<c_void>) -> Option<String> {
+    let mut found = libc::Dl_info {
+        dli_fname: ptr::null(),
+        dli_fbase: ptr::null_mut(),
+        dli_sname: ptr::null(),
+        dli_saddr: ptr::null_mut(),
+    };
+    // SAFETY: `found` is writable; the address is only looked up.
+    let known = unsafe { libc::dladdr(address.as_ptr(), &mut found) } != 0;
+    (known && !found.dli_fname.is_null()).then(|| text(found.dli_fname))
+}
+
+/// Paths of the CUDA runtimes that are mapped into this process.
+fn mapped_libraries() -> BTreeSet<String> {
+    // Without /proc there is nothing to find here, and the usual names are tried.
+    let maps = fs::read("/proc/self/maps").unwrap_or_default();
+    cudart_paths(&String::from_utf8_lossy(&maps))
+}
+
+fn cudart_paths(maps: &str) -> BTreeSet<String> {
+    maps.lines()
+        // The path begins with the line's first slash: the five fields before it have none.
+        .filter_map(|line| line.find('/').map(|start| &line[start..]))
+        .filter(|path| {
+            let file = path.rsplit('/').next().unwrap_or_default();
+            file.starts_with("libcudart") && file.contains(".so") && !file.ends_with(" (deleted)")
+        })
+        .map(str::to_owned)
+        .collect()
+}
+
+fn split_version(version: c_int) -> (u32, u32) {
+    let version = version.unsigned_abs();
+    (version / 1000, version % 1000 / 10)
+}
+
+fn version_text(version: c_int) -> String {
+    let (major, minor) = split_version(version);
+    format!("{major}.{minor}")
+}
+
+fn text(string: *const c_char) -> String {
+    if string.is_null() {
+        return "unknown".to_owned();
+    }
+    // SAFETY: every caller passes a C string of CUDA or of the loader that is not null.
+    unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapped_runtimes_are_found_by_their_file_names() {
+        let maps = "\
+7f00-7f10 r--p 00000000 08:01 42                         /a dir/libcudart.so.12
+7f10-7f20 r-xp 00001000 08:01 42                         /a dir/libcudart.so.12
+7f20-7f30 r--p 00000000 08:01 43                         /b/libcudart-d0da41ae.so.13.0
+7f30-7f40 r--p 00000000 08:01 44                         /b/libcudart.so.12 (deleted)
+7f40-7f50 r--p 00000000 08:01 45                         /libcudart.so/libother.so
+7f50-7f60 rw-p 00000000 00:00 0
+7f60-7f70 rw-p 00000000 00:00 0                          [stack]
+";
+        let expected = ["/a dir/libcudart.so.12", "/b/libcudart-d0da41ae.so.13.0"];
+        assert!(cudart_paths(maps).iter().eq(expected), "{:?}", cudart_paths(maps));
+    }
+
+    #[test]
+    fn a_search_in_vain_lists_everything_tried() {
+        let mapped = BTreeSet::from(["/nowhere/libcudart.so.12".to_owned()]);
+        let error = Cudart::first_of(&mapped, &["libcudart.so.absent", "libcudart.so.missing"]).unwrap_err();
+        assert!(matches!(error, MemError::CudartNotFound { .. }), "{error:?}");
+        for tried in ["/nowhere/libcudart.so.12", "libcudart.so.absent", "libcudart.so.missing"] {
+            assert!(error.to_string().contains(tried), "{error}");
+        }
+        assert!(error.to_string().contains(LIBRARY_VARIABLE), "{error}");
+    }
+
+    #[test]
+    fn a_library_without_the_functions_is_named_with_the_first() {
+        let error = Cudart::open("libc.so.6").unwrap_err().to_string();
+        assert!(error.contains("libc.so.6") && error.contains("cudaRuntimeGetVersion"), "{error}");
+    }
+}

@@ -1,0 +1,379 @@
+"""`memascend plan`: forecasts against real runs, sums, ZeRO-Infinity's formulas against worked examples, bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import smallest_budget
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    T5Config,
+)
+
+import memascend
+from memascend import cli, zero_infinity
+from memascend.forecast import KINDS, Replay, forecast
+from memascend.plan import Line, Plan
+from memascend.units import Unit
+
+CONFIGS = sorted((Path(__file__).parents[1] / "benches" / "configs").glob("*.json"))
+PARAMETERS = {
+    "gpt2-xl": 1_557_611_200,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+SMALL = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+TIED = GPT2Config(architectures=["GPT2LMHeadModel"], vocab_size=2048, n_embd=256, n_layer=4, n_head=4, n_positions=256)
+EXPERTS = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=1024,
+    hidden_size=128,
+    intermediate_size=192,
+    moe_intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=1,
+    max_position_embeddings=256,
+)
+MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
+
+
+def build(config, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def saved(config, folder):
+    config.save_pretrained(folder)
+    return folder
+
+
+def plan(capfd, path, *more):
+    """Run the command with --json; return its exit code and what it printed."""
+    code = cli.main(["plan", str(path), "--json", *map(str, more)])
+    return code, json.loads(capfd.readouterr().out)
+
+
+# ---- the published shapes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_published_shape_can_be_planned(file):
+    found = forecast(file, seq_len=1024, batch_size=1)
+    model, host, space = found["model"], found["host_memory"], found["ssd_space"]
+    assert model["parameters"] == PARAMETERS[file.stem]
+    for lines in (host["lines"], model["units"]):
+        assert all(line["total_bytes"] == line["nbytes"] * line["count"] for line in lines)
+    assert sum(line["total_bytes"] for line in host["lines"]) == host["total_bytes"] == host["smallest_bytes"]
+    assert sum(unit["total_bytes"] for unit in model["units"]) == space["weights_bytes"] >= 2 * model["parameters"]
+    moved = found["ssd_traffic"]["planned"]
+    for part in (space, moved["read"], moved["written"]):
+        assert part["total_bytes"] == sum(part[f"{kind}_bytes"] for kind in KINDS)
+    assert space["exp_avg_bytes"] == pytest.approx(4 * model["parameters"], rel=1e-3)
+    # The floor and the ceiling of ARCHITECTURE.md; activations come on top.
+    activations = space["activations_bytes"] / model["parameters"]
+    assert 13.9 < moved["written_bytes_per_parameter"] < 14.01 + activations
+    assert 14 < moved["read_bytes_per_parameter"] < 16.01 + activations
+
+
+def test_spare_budget_saves_traffic_until_only_states_move():
+    def run(budget):
+        return forecast(CONFIGS[0], seq_len=128, batch_size=1, budget=budget)["ssd_traffic"]
+
+    least = forecast(CONFIGS[0], seq_len=128, batch_size=1)["host_memory"]["smallest_bytes"]
+    saved = [run(budget)["saved_bytes"] for budget in (least, least + 2**30, least + 2**32, 2**40)]
+    assert saved[0] == 0
+    assert saved == sorted(set(saved))
+    everything = run(2**40)["planned"]
+    # Weights once, states once; the eight chunks of staging that gradients leave to transfers are free all the same.
+    assert everything["read"]["gradients_bytes"] <= 8 * 2**20
+    assert everything["read"]["weights_bytes"] == everything["written"]["weights_bytes"]
+
+
+def test_experts_are_whole_tensors_of_three_dimensions():
+    found = forecast(next(file for file in CONFIGS if "a3b" in file.stem), seq_len=128, batch_size=1)
+    assert found["model"]["largest_parameter"] == 128 * 2 * 768 * 2048
+    # Embedding, head, four of attention and two of experts; norms and a router of 512 KiB are not swapped.
+    assert found["zero_infinity"]["slots"] == 2 + 4 + 2
+    assert found["zero_infinity"]["slot_bytes"] == 2 * 128 * 2 * 768 * 2048
+
+
+def test_a_directory_is_planned_like_its_config(tmp_path, capfd):
+    saved(SMALL, tmp_path)
+    code, of_directory = plan(capfd, tmp_path, "--seq-len", 64)
+    assert code == 0
+    _, of_file = plan(capfd, tmp_path / "config.json", "--seq-len", 64)
+    assert of_file["model"].pop("path") == f"{of_directory['model'].pop('path')}/config.json"
+    assert of_file == of_directory
+
+
+# ---- against real runs ----------------------------------------------------------------------------------------
+
+
+def settle(state):
+    """Wait until nothing moves: a window between two such moments holds whole steps."""
+    for residency in state.streamer.residencies.values():
+        if residency.ticket is not None:
+            residency.ticket.wait()
+    for unit in state.units:
+        state.runtime.wait_unit(unit.index)
+
+
+def steps(model, optimizer, count, accumulate, batch, tokens, vocabulary):
+    state = memascend.offload_of(model)
+    before = []
+    for step in range(count):
+        for micro in range(accumulate):
+            generator = torch.Generator().manual_seed(100 * step + micro)
+            ids = torch.randint(3, vocabulary, (batch, tokens), generator=generator)
+            (model(input_ids=ids, labels=ids).loss / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        settle(state)
+        before.append(memascend.stats(model))
+    return before
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("spare", "accumulate"), [(0, 1), (8 * 2**20, 3), (2**30, 1)], ids=["least", "some, accumulating", "ample"]
+)
+def test_traffic_and_plan_are_those_of_a_real_run(name, spare, accumulate, tmp_path, offloaded):
+    config = MODELS[name]
+    model = build(config)
+    budget = smallest_budget(model) + spare
+    offloaded(model, host_memory=budget)
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
+    seen = steps(model, optimizer, 4, accumulate, 2, 128, config.vocab_size)
+
+    found = forecast(
+        saved(config, tmp_path / "config"), seq_len=128, batch_size=2, grad_accum=accumulate, budget=budget
+    )
+    assert found["host_memory"]["total_bytes"] == memascend.offload_of(model).plan.total
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    assert found["host_memory"]["budget_bytes"] == seen[-1]["host_bytes_budget"]
+    assert found["model"]["parameters"] == seen[-1]["parameters"]
+    # Between steps the store holds everything but activations.
+    space = found["ssd_space"]
+    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
+    moved = found["ssd_traffic"]["planned"]
+    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
+        real = (seen[3][counter] - seen[1][counter]) / 2
+        assert moved[direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+
+
+def test_activations_are_those_of_a_real_forward(tmp_path, offloaded):
+    model = build(SMALL)
+    # Without buffers to spare, so that the SSD has what does not fit.
+    offloaded(model, host_memory=smallest_budget(model))
+    memascend.AdamW(model.parameters())
+    before = memascend.stats(model)["store_bytes_used"]
+    ids = torch.randint(3, SMALL.vocab_size, (2, 128))
+    loss = model(input_ids=ids, labels=ids).loss
+    stashed = memascend.stats(model)["store_bytes_used"] - before
+    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=2)
+    each, spare = 2 * 128 * 512 * 2, 8 * 128 * 1024  # of 16 staging buffers half may keep data
+    assert found["ssd_space"]["activations_bytes"] == 8 * each
+    assert found["ssd_traffic"]["planned"]["written"]["activations_bytes"] == 8 * each - spare == stashed
+    loss.backward()
+
+
+def test_float32_has_no_low_half(tmp_path, offloaded):
+    model = build(SMALL, torch.float32)
+    offloaded(model, host_memory=smallest_budget(model))
+    seen = steps(model, memascend.AdamW(model.parameters(), lr=1e-4), 4, 1, 1, 128, SMALL.vocab_size)
+    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, dtype="float32")
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    assert found["ssd_space"]["master_low_bytes"] == 0
+    real = (seen[3]["ssd_bytes_read"] - seen[1]["ssd_bytes_read"]) / 2
+    assert found["ssd_traffic"]["planned"]["read"]["total_bytes"] == pytest.approx(real, rel=0.03)
+
+
+def test_short_inputs_stay_in_memory(tmp_path):
+    found = forecast(saved(SMALL, tmp_path), seq_len=63, batch_size=1)
+    assert found["ssd_space"]["activations_bytes"] == 0
+    assert forecast(tmp_path, seq_len=64, batch_size=1)["ssd_space"]["activations_bytes"] == 8 * 64 * 512 * 2
+
+
+def replay(layers, buffers):
+    units = [Unit(f"layer {n}", repeated=True, nbytes=4096) for n in range(layers)]
+    plan = Plan(1, units=[Line("weights of layers", 4096, buffers)])
+    forward = list(range(layers))
+    return Replay(units, plan, forward, forward[::-1])
+
+
+@pytest.mark.parametrize(("layers", "buffers"), [(6, 2), (6, 3), (12, 5), (6, 6)])
+def test_the_last_layers_of_the_forward_are_the_first_of_the_backward(layers, buffers):
+    fetched = replay(layers, buffers).step(1)
+    assert fetched == {n: 1 if n >= layers - buffers else 2 for n in range(layers)}
+    # Accumulating, a second pass finds as many again.
+    passes = replay(layers, buffers).step(2).total()
+    assert passes == max(layers, 4 * layers - 3 * buffers)
+
+
+# ---- ZeRO-Infinity --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["llama-3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"])
+def test_the_pool_has_a_slot_for_embedding_head_and_seven_matrices(prefix):
+    file = next(file for file in CONFIGS if file.stem == prefix)
+    config = json.loads(file.read_text())
+    zero = forecast(file, seq_len=128, batch_size=1)["zero_infinity"]
+    assert zero["slots"] == 2 + 7
+    assert zero["parameter_pool_bytes"] == 9 * 2 * config["vocab_size"] * config["hidden_size"]
+    assert zero["ratio"] > 10
+
+
+def test_the_pools_of_four_models_are_empty_by_the_cited_share():
+    wasted = [
+        forecast(file, seq_len=128, batch_size=1)["zero_infinity"]["parameter_pool_waste"]
+        for file in CONFIGS
+        if file.stem.startswith(("llama", "qwen2.5"))
+    ]
+    assert len(wasted) == 4
+    assert 100 * sum(wasted) / 4 == pytest.approx(72.7, abs=0.05)
+
+
+def test_defaults_of_the_parameter_pool():
+    # buffer_count 5, buffer_size 1e8 elements of two bytes, a multiple of 1024 bytes.
+    assert zero_infinity.default_parameter_pool_bytes(50_000_000, 2) == 5 * 2 * 100_000_256
+    assert zero_infinity.default_parameter_pool_bytes(128_256 * 4096, 2) == 5 * 2 * 128_256 * 4096
+
+
+def test_only_parameters_of_a_mebibyte_are_swapped():
+    assert not zero_infinity.is_swapped(2**19 - 1, 2)
+    assert zero_infinity.is_swapped(2**19, 2)
+    assert zero_infinity.in_flight_slots([2**20, 100], [[2**20, 2**20, 7], [2**20]], 2) == 1 + 2
+    assert zero_infinity.in_flight_slots([2**20], [], 2) == 1
+
+
+def test_sub_groups_close_when_they_are_full():
+    assert zero_infinity.largest_sub_group([4, 3, 9, 1, 1], sub_group_size=6) == [9]
+    assert zero_infinity.largest_sub_group([4, 1, 9, 1, 1], sub_group_size=6) == [4, 1, 9]
+    assert zero_infinity.largest_sub_group([4, 3]) == [4, 3]
+    assert zero_infinity.largest_sub_group([]) == []
+
+
+def test_optimizer_swap_buffers():
+    assert zero_infinity.optimizer_swap_bytes(1000) == 4 * 4 * 1024
+    assert zero_infinity.optimizer_swap_bytes(1024, pipelined=True) == 2 * zero_infinity.optimizer_swap_bytes(1024)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 1.25), (torch.float16, 1.5)])
+def test_the_overflow_check_takes_what_pytorch_allocates(dtype, times):
+    gradients = torch.zeros(1 << 20, dtype=dtype)
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.isinf(gradients)
+    allocated = [event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 4096]
+    predicted = zero_infinity.overflow_check_bytes(1 << 20, dtype.itemsize)
+    assert predicted == times * gradients.nbytes
+    # Scalars of a few bytes come and go inside the same calls.
+    assert sum(allocated) == pytest.approx(predicted, rel=1e-4)
+
+
+@pytest.mark.parametrize(("asked", "pinned"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 << 30, 4 << 30)])
+def test_pinned_memory_comes_in_powers_of_two(asked, pinned):
+    assert zero_infinity.pinned_bytes(asked) == pinned
+
+
+def test_traffic_is_the_38_bytes_that_were_measured():
+    assert zero_infinity.ssd_traffic_bytes(1000, 2) == (20_000, 18_000)
+    assert zero_infinity.ssd_traffic_bytes(1000, 2, grad_accum=4) == (32_000, 18_000)
+    assert zero_infinity.gradient_buffer_bytes(1000, 4) == 4000
+    assert zero_infinity.write_back_bytes([512, 513], 2) == 1024 + 2048
+
+
+# ---- the command ----------------------------------------------------------------------------------------------
+
+
+def test_the_tables_show_every_part(tmp_path, capfd):
+    saved(SMALL, tmp_path)
+    assert cli.main(["plan", str(tmp_path), "--host-memory", "256MiB", "--seq-len", "64", "--grad-accum", "2"]) == 0
+    out = capfd.readouterr().out
+    for title in ("LlamaForCausalLM, ", "Host memory", "SSD space", "SSD traffic", "On top", "Beside it"):
+        assert title in out
+    assert "256.0 MiB" in out
+    assert "2 x 1 sequences of 64 tokens" in out
+    assert all(len(line) <= 132 for line in out.splitlines())
+
+
+def prepare(room, what):
+    """Write a model directory with something wrong; return the arguments and what the message must say."""
+    config = room / "config.json"
+    if what == "missing":
+        return [room / "nowhere"], "nowhere does not exist"
+    if what == "no config":
+        return [room], "has no config.json"
+    if what == "not JSON":
+        config.write_text("{")
+        return [room], "cannot be read as JSON"
+    if what == "no model_type":
+        config.write_text('{"hidden_size": 64}')
+        return [config], "names no model_type"
+    if what == "unknown":
+        config.write_text('{"model_type": "nonesuch"}')
+        return [config], "nonesuch"
+    if what == "encoder-decoder":
+        saved(T5Config(), room)
+        return [room], "no causal language model"
+    saved(SMALL, room)
+    if what == "too long":
+        return [room, "--seq-len", "257"], "257 is more than the model's 256 positions"
+    assert what == "too small"
+    return [room, "--seq-len", "64", "--host-memory", "1MiB"], "a host memory budget of 1.0 MiB is too small"
+
+
+WRONG = ["missing", "no config", "not JSON", "no model_type", "unknown", "encoder-decoder", "too long", "too small"]
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_gets_one_message(tmp_path, capfd, what):
+    words, says = prepare(tmp_path, what)
+    assert cli.main(["plan", *map(str, words)]) == cli.BAD_INPUT
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [says in line for line in err.splitlines() if line.startswith("memascend: error: ")] == [True], err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_is_one_json_object(tmp_path, capfd, what):
+    words, says = prepare(tmp_path, what)
+    assert cli.main(["plan", *map(str, words), "--json"]) == cli.BAD_INPUT
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    assert says in told["error"]
+    assert "memascend: error" not in err
+    if what == "too small":
+        assert told["smallest_bytes"] == smallest_budget(LlamaForCausalLM(SMALL).to(torch.bfloat16))
+        assert forecast(tmp_path, seq_len=64, batch_size=1, budget=told["smallest_bytes"])
+    else:
+        assert list(told) == ["error"]
+
+
+@pytest.mark.parametrize("words", [["--seq-len", "1"], ["--dtype", "float16"], ["--host-memory", "much"]])
+def test_usage_errors_name_the_word(tmp_path, capfd, words):
+    assert cli.main(["plan", str(tmp_path), *words]) == cli.BAD_INPUT
+    assert words[1] in capfd.readouterr().err

@@ -1,0 +1,237 @@
+"""Host memory: the plan, what this process may have, pinned tensors, allocators."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+
+import memascend
+from memascend import limits, plan
+from memascend.units import partition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+MIB = 2**20
+KIND = ("pageable", "locked")
+
+
+def status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(field)
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("times", [1, 1.5, 4])
+def test_the_plan_is_what_is_reserved(offloaded: Callable[..., nn.Module], architecture: str, times: float) -> None:
+    model = tiny.build(architecture)
+    budget = int(tiny.smallest_budget(model) * times)
+    made = plan.make_plan(partition(model), budget)
+    stats = memascend.stats(offloaded(model, host_memory=budget))
+    assert stats["host_bytes_reserved"] == made.arena_bytes
+    assert made.arena_bytes + made.bookkeeping.total == made.total <= budget
+    assert stats["host_bytes_planned"] == made.total
+
+
+def test_a_plan_says_what_every_line_is_for() -> None:
+    made = plan.make_plan(partition(tiny.build("llama")), 256 * MIB)
+    table = made.table()
+    for line in made.lines:
+        if line.count:
+            assert line.note, f"{line.consumer} has no note"
+            assert line.consumer in table and line.note in table
+
+
+def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> None:
+    units = partition(tiny.build("llama"))
+    shares = []
+    for budget in (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB):
+        made = plan.make_plan(units, budget)
+        transfers = made.slots.total + made.staging.total
+        assert transfers <= budget * plan.TRANSFER_SHARE or made.chunk_elements == plan.CHUNK_ELEMENTS_MIN
+        shares.append(made.chunk_elements)
+    assert shares == sorted(shares) and shares[0] == plan.CHUNK_ELEMENTS_MIN < shares[-1]
+
+
+def test_a_refusal_names_the_knobs() -> None:
+    with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
+        plan.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
+    with pytest.raises(memascend.BudgetError, match=r"What would lower it: a model whose .* is smaller") as caught:
+        plan.make_plan(partition(tiny.build("llama")), MIB)
+    assert "bfloat16" not in str(caught.value)
+
+
+# ---- what this process may have -----------------------------------------------------------------------------
+
+
+def test_the_system_bounds_what_is_available() -> None:
+    available, why = limits.available_memory()
+    assert 0 < available < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert why
+
+
+def fake_cgroups(root: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_cgroup_above_counts_and_page_cache_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    # The groups are files here; test_a_cgroup_below_the_plan has the kernel's own.
+    root, limit, usage, cache = (
+        (tmp_path, "memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else (tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    fake_cgroups(
+        root,
+        {
+            f"outer/{limit}": 100 * MIB,
+            f"outer/{usage}": 60 * MIB,
+            "outer/memory.stat": f"{cache} {20 * MIB}",
+            f"outer/inner/{limit}": 90 * MIB if version == 1 else "max",
+            f"outer/inner/{usage}": 10 * MIB,
+            "outer/inner/memory.stat": f"{cache} 0",
+        },
+    )
+    entry = "0::/outer/inner" if version == 2 else "4:cpu,memory:/outer/inner"
+    (tmp_path / "self").write_text(f"{entry}\n")
+    real = Path.read_text
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: real(tmp_path / "self" if str(path) == "/proc/self/cgroup" else path, *a)
+    )
+    available, why = limits.available_memory()
+    assert available == 60 * MIB
+    assert "/outer allows" in why
+
+
+def test_a_limit_on_address_space_refuses_the_plan(tmp_path: Path) -> None:
+    script = f"""
+import resource, sys, tiny, memascend
+from memascend.plan import make_plan
+from memascend.units import partition
+model = tiny.build("llama")
+total = make_plan(partition(model), 2 << 30).total
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + total // 2
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    memascend.offload(model, store={str(tmp_path / "store")!r}, host_memory="2GiB", allocator="pageable")
+except memascend.BudgetError as error:
+    assert "ulimit -v" in str(error), error
+    sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 7, done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+# ---- pinned tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocator", KIND)
+@pytest.mark.parametrize("shape", [(3,), (5, 7), (1, 1, 1), (1 << 20,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64, torch.bool])
+def test_empty_pinned(allocator: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = memascend.empty_pinned(shape, dtype, allocator=allocator)
+    assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+    assert tensor.data_ptr() % 4096 == 0
+    assert not tensor.any()
+    assert tensor.untyped_storage().nbytes() == math.prod(shape) * dtype.itemsize
+    tensor.fill_(1)
+    assert tensor.all()
+
+
+def test_empty_pinned_of_nothing_and_of_a_number() -> None:
+    assert memascend.empty_pinned((0, 4)).shape == (0, 4)
+    assert memascend.empty_pinned(4).shape == (4,)
+    assert memascend.empty_pinned(()).shape == ()
+    assert memascend.empty_pinned(4).dtype == torch.get_default_dtype()
+
+
+def test_locked_memory_is_exact_and_given_back() -> None:
+    before = status_bytes("VmLck")
+    tensor = memascend.empty_pinned(5 * MIB + 1, torch.uint8, allocator="locked")
+    assert status_bytes("VmLck") - before == 5 * MIB + 4096
+    view = tensor[MIB:]
+    del tensor
+    assert status_bytes("VmLck") - before == 5 * MIB + 4096, "a view keeps the memory"
+    del view
+    assert status_bytes("VmLck") == before
+
+
+def test_pin_memory_copies_values_strides_and_nothing_else() -> None:
+    for tensor in (
+        torch.randn(3, 5),
+        torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last),
+        torch.randn(6, 4).t(),
+        torch.randn(10)[::2],
+        torch.arange(4),
+        torch.zeros(0, 3),
+        torch.tensor(2.5),
+        torch.randn(3, requires_grad=True),
+    ):
+        pinned = memascend.pin_memory(tensor, allocator="locked")
+        assert torch.equal(pinned, tensor) and pinned.dtype == tensor.dtype
+        assert pinned.stride() == torch.empty_like(tensor).stride()
+        assert not pinned.requires_grad
+        if tensor.numel():
+            assert pinned.data_ptr() != tensor.data_ptr()
+    with pytest.raises(ValueError, match="sparse"):
+        memascend.pin_memory(torch.eye(3).to_sparse())
+
+
+def test_pinned_memory_can_be_read_in_a_forked_worker() -> None:
+    tensor = memascend.pin_memory(torch.arange(1000), allocator="locked")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if int(tensor[999]) == 999 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_limit_on_locked_memory_names_the_remedy() -> None:
+    script = """
+import resource, memascend, torch
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+import os
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may lock as much as it likes
+try:
+    memascend.empty_pinned(8 << 20, torch.uint8, allocator="locked")
+except memascend.HostMemoryError as error:
+    assert "ulimit -l" in str(error) and "8388608" in str(error), error
+    memascend.empty_pinned(1 << 19, torch.uint8, allocator="locked")
+    raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
+def test_unknown_allocators_are_refused() -> None:
+    with pytest.raises(ValueError, match="cuda, registered, locked"):
+        memascend.empty_pinned(4, allocator="golden")
+
+
+def test_a_size_that_no_machine_has_is_an_error() -> None:
+    with pytest.raises(memascend.HostMemoryError):
+        memascend.empty_pinned(1 << 50, torch.uint8, allocator="pageable")
