@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,6 +47,18 @@ def offloaded(store: Path) -> Iterator[Callable[..., nn.Module]]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs root where there is none, unless it was said to be required."""
+    """Skip what needs root or a GPU where there is none, unless it was said to be required."""
     if item.get_closest_marker("root") and os.geteuid() != 0 and not os.environ.get("MEMASCEND_REQUIRE_ROOT"):
         pytest.skip("needs root")
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        if os.environ.get("MEMASCEND_REQUIRE_GPU"):
+            pytest.fail("needs a GPU, and MEMASCEND_REQUIRE_GPU is set", pytrace=False)
+        pytest.skip("needs a GPU")
+
+
+@cache
+def _has_gpu() -> bool:
+    with warnings.catch_warnings():
+        # A driver too old for torch is told as a warning, and means that there is none to use.
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()

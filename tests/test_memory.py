@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 from memascend import limits, plan
 from memascend.units import partition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -123,6 +126,119 @@ def test_every_cgroup_above_counts_and_page_cache_is_free(
     available, why = limits.available_memory()
     assert available == 60 * MIB
     assert "/outer allows" in why
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Callable[[int], Path]]:
+    """Make memory cgroups of the kernel's with a limit; skips where that is not allowed."""
+    made: list[Path] = []
+
+    def make(limit: int) -> Path:
+        try:
+            parent, limit_name = _own_memory_cgroup()
+            group = parent / f"memascend-test-{os.getpid()}-{len(made)}"
+            group.mkdir()
+            made.append(group)
+            (group / limit_name).write_text(str(limit))
+        except OSError as error:
+            if os.environ.get("MEMASCEND_REQUIRE_ROOT"):
+                raise
+            pytest.skip(f"cannot make a memory cgroup here: {error}")
+        return group
+
+    yield make
+    for group in made:
+        group.rmdir()
+
+
+def _own_memory_cgroup() -> tuple[Path, str]:
+    """Return the memory cgroup to make others in (this process's own, or the root), and the name of a limit's file."""
+    first = limits.CGROUPS / "memory"
+    if (first / "memory.limit_in_bytes").exists():
+        entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+        own = next(path for _, controllers, path in entries if "memory" in controllers.split(","))
+        parent = first / own.lstrip("/")
+        # In a container the path may be that of the host.
+        return parent if parent.exists() else first, "memory.limit_in_bytes"
+    # A group of the second version has either processes or limited groups, and only the root may have both.
+    control = limits.CGROUPS / "cgroup.subtree_control"
+    if "memory" not in control.read_text().split():
+        control.write_text("+memory")
+    return limits.CGROUPS, "memory.max"
+
+
+#: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a
+#: plan with budget to spare takes four times that, and the smallest one once.
+LARGE_VOCABULARY, MATRIX = 65_536, 128 * MIB
+
+
+@pytest.fixture
+def large_model(tmp_path: Path) -> Iterator[Path]:
+    config = LlamaConfig(
+        vocab_size=LARGE_VOCABULARY,
+        hidden_size=MATRIX // 2 // LARGE_VOCABULARY,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=256,
+        eos_token_id=256,
+        pad_token_id=257,
+        architectures=["LlamaForCausalLM"],
+    )
+    folder = tmp_path / "model"
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in LlamaForCausalLM(config).state_dict().items()}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    yield folder
+    # pytest keeps the directories of its last runs.
+    shutil.rmtree(folder)
+
+
+@pytest.mark.root
+def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_model: Path, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    (room / "store").mkdir(parents=True)
+    (room / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(100)))
+
+    def run(words: list[str], group: Path | None = None) -> subprocess.CompletedProcess[str]:
+        def enter() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        return subprocess.run(
+            [sys.executable, "-P", *words], capture_output=True, text=True, cwd=room, preexec_fn=enter
+        )
+
+    def finetune(group: Path, host_memory: str) -> subprocess.CompletedProcess[str]:
+        words = ["-m", "memascend", "finetune", str(large_model), "--data", "text.txt", "--store", "store"]
+        words += ["--host-memory", host_memory, "--out", "out", "--steps", "1", "--seq-len", "16"]
+        return run(words, group)
+
+    # What the interpreter and its libraries take, in memory that the kernel cannot take back.
+    script = "import torch, memascend.finetune; from transformers import LlamaForCausalLM;"
+    script += "print(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')))"
+    baseline = int(run(["-c", script]).stdout.split()[1]) << 10
+    group = memory_cgroup(baseline + 3 * MATRIX + MATRIX // 2)
+
+    before = sorted(path.name for path in room.rglob("*"))
+    refused = finetune(group, "1GiB")
+    assert refused.returncode == 2, refused.stderr
+    told = [line for line in refused.stderr.splitlines() if line.startswith("memascend: error: ")]
+    assert len(told) == 1 and "Traceback" not in refused.stderr, refused.stderr
+    assert f"{group.name} allows " in told[0] and "lower host_memory" in told[0]
+    assert sorted(path.name for path in room.rglob("*")) == before
+
+    # The same limit holds a plan that fits, and the whole run besides.
+    done = finetune(group, f"{MATRIX + 64 * MIB}B")
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    assert (room / "out" / "model.safetensors").stat().st_size > 2 * MATRIX
+    assert not list((room / "store").iterdir())
+    shutil.rmtree(room)
 
 
 def test_a_limit_on_address_space_refuses_the_plan(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use crate::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use crate::{HostAllocator, HostBlock, MemError, Result, round_up_to_page};
 
+/// How long the memory of a pool that nobody has any more waits for the devices that still use it.
+const FENCE_PATIENCE: Duration = Duration::from_secs(60);
 /// How often a waiting request looks at the fences of returned buffers: nobody calls when a device is done.
 const FENCE_POLL: Duration = Duration::from_micros(50);
 
@@ -349,6 +351,31 @@ impl Inner {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.arena.owner_pid != std::process::id() {
+            return;
+        }
+        let mut state = self.lock();
+        let fenced: Vec<_> = state.classes.iter_mut().flat_map(|class| class.fenced.drain(..)).collect();
+        drop(state);
+        let deadline = Instant::now() + FENCE_PATIENCE;
+        for fence in fenced.into_iter().flat_map(|(_, fences)| fences) {
+            loop {
+                match fence.is_done() {
+                    Ok(true) => break,
+                    Ok(false) if Instant::now() < deadline => std::thread::sleep(FENCE_POLL),
+                    _ => {
+                        // Better lost than freed under a device that writes to it.
+                        std::mem::forget(Arc::clone(&self.arena));
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// A pool buffer in use; returned to the pool when dropped. It cannot be cloned, so it cannot be
 /// returned twice; share it as `Arc<Lease>`.
 pub struct Lease {
@@ -620,6 +647,29 @@ mod tests {
     }
 
     #[test]
+    fn the_arena_waits_for_the_device_that_uses_it() {
+        let (gate, freed) = (Arc::new(Gate::default()), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+        let pool = pool(&[class(4096, 1)]);
+        let lease = pool.try_lease(1).unwrap().unwrap();
+        let address = lease.address().as_ptr() as usize;
+        lease.return_after(Arc::clone(&gate) as Arc<dyn Fence>);
+        drop(lease);
+        let closing = std::thread::spawn({
+            let freed = Arc::clone(&freed);
+            move || {
+                drop(pool);
+                freed.store(true, Ordering::Release);
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!freed.load(Ordering::Acquire), "freed while the device was at work");
+        // SAFETY: the arena is still there, which is what is tested; nobody else touches it.
+        unsafe { (address as *mut u8).write_volatile(1) };
+        gate.open();
+        closing.join().unwrap();
+    }
+
+    #[test]
     fn a_fence_that_cannot_tell_keeps_its_buffer_and_says_why() {
         let pool = pool(&[class(4096, 2)]);
         let gate = Arc::new(Gate::default());
@@ -782,6 +832,7 @@ mod tests {
                 }
                 check(&pool, &live);
             }
+            gates.iter().for_each(|gate| gate.open());
         }
     }
 }

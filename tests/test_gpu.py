@@ -1,0 +1,191 @@
+"""CUDA memory on a real device: what torch makes of it, what it costs, and when a buffer may be used again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import tiny
+import torch
+
+import memascend
+from memascend._memascend import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+#: Both allocators that need CUDA.
+KIND = ("cuda", "registered")
+#: What the system may round a mapping up to: a huge page, and a page.
+SLACK = 2 * MIB + 4096
+#: Keeps a stream busy for a moment; whoever waits for the stream notices.
+CYCLES = 500_000_000
+
+
+def status_bytes(*fields: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pairs = dict(line.split(":", 1) for line in lines)
+    return sum(int(pairs[field].split()[0]) << 10 for field in fields if field in pairs)
+
+
+def held_bytes() -> tuple[int, int]:
+    """(resident, pinned) bytes of this process: drivers differ in where they count what CUDA locked."""
+    return status_bytes("RssAnon", "RssFile", "RssShmem"), status_bytes("VmPin")
+
+
+def mapped_bytes(address: int, length: int) -> int:
+    """Return the bytes of the mappings that a range lies in, whole, whatever kind of memory they are."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split()
+        start, end = (int(part, 16) for part in fields[0].split("-"))
+        # What CUDA only set aside has no permissions.
+        if start < address + length and address < end and fields[1][:2] == "rw":
+            total += end - start
+    return total
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """What CUDA allocates once and for all is not for a test to count."""
+    for allocator in KIND:
+        memascend.empty_pinned(MIB, torch.uint8, allocator=allocator).cuda()
+    torch.cuda.synchronize()
+
+
+# ---- pinned tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocator", [*KIND, "auto"])
+def test_torch_takes_it_for_pinned(allocator: str) -> None:
+    tensor = memascend.empty_pinned((3, 1000), allocator=allocator)
+    assert tensor.is_pinned() and tensor[1:].is_pinned()
+    assert not tensor.any()
+    copy = memascend.pin_memory(torch.arange(1000), allocator=allocator)
+    assert copy.is_pinned() and torch.equal(copy, torch.arange(1000))
+    assert memascend.pin_memory(copy) is copy
+    assert not memascend.empty_pinned(4, allocator="locked").is_pinned()
+    device = torch.arange(1000, device="cuda")
+    assert torch.equal(memascend.pin_memory(device, allocator=allocator), device.cpu())
+
+
+@pytest.mark.parametrize("allocator", KIND)
+def test_copies_are_asynchronous(allocator: str) -> None:
+    numel = 256 * MIB // 4
+    host = memascend.empty_pinned(numel, torch.float32, allocator=allocator)
+    torch.arange(numel, dtype=torch.float32, out=host)
+    device = torch.empty(numel, device="cuda")
+    stream = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    # A copy from memory that is not pinned would first wait for what the stream has still to do.
+    torch.cuda._sleep(CYCLES)
+    device.copy_(host, non_blocking=True)
+    assert not stream.query(), "the copy to the device waited for the stream"
+    stream.synchronize()
+    assert torch.equal(device, torch.arange(numel, dtype=torch.float32, device="cuda"))
+
+    back = memascend.empty_pinned(numel, torch.float32, allocator=allocator)
+    device.neg_()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    back.copy_(device, non_blocking=True)
+    assert not stream.query(), "the copy to the host waited for the stream"
+    stream.synchronize()
+    assert torch.equal(back, -host)
+
+
+@pytest.mark.parametrize("allocator", KIND)
+@pytest.mark.parametrize("nbytes", [100 * MIB + 1, int(4.01 * 2**30)])
+def test_memory_costs_its_size_and_is_given_back(allocator: str, nbytes: int) -> None:
+    before = held_bytes()
+    tensor = memascend.empty_pinned(nbytes, torch.uint8, allocator=allocator)
+    tensor.fill_(1)
+    address = tensor.data_ptr()
+    assert nbytes <= mapped_bytes(address, nbytes) <= nbytes + SLACK
+    costs = [now - then for now, then in zip(held_bytes(), before, strict=True)]
+    assert max(costs) <= nbytes + SLACK, f"(resident, pinned) grew by {costs}"
+    del tensor
+    assert mapped_bytes(address, nbytes) <= SLACK
+    left = [now - then for now, then in zip(held_bytes(), before, strict=True)]
+    assert max(left) <= SLACK, f"(resident, pinned) stayed higher by {left}"
+
+
+@pytest.mark.parametrize("allocator", KIND)
+def test_a_device_that_this_process_may_not_see_is_an_error(allocator: str) -> None:
+    script = f"""
+import memascend
+try:
+    memascend.empty_pinned(4, allocator={allocator!r})
+except memascend.HostMemoryError as error:
+    assert "CUDA_VISIBLE_DEVICES" in str(error), error
+    raise SystemExit(7)
+"""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 7, done.stderr
+
+
+# ---- buffers that a device still uses -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocator", KIND)
+def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> None:
+    size = 64 * MIB
+    runtime = Runtime([store], [("weights", size, 1)], [], 65_536, 1, 65_536, 1, allocator=allocator)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for number in range(3):
+        lease = runtime.lease_unit(size)
+        assert lease is not None
+        tensor = torch.frombuffer(lease, dtype=torch.uint8)
+        tensor.fill_(number)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            device.copy_(tensor, non_blocking=True)
+        lease.return_after(stream.cuda_stream)
+        del tensor, lease
+        assert runtime.lease_unit(size) is None, "the buffer is free while the device reads it"
+        stream.synchronize()
+        lease = runtime.lease_unit(size)
+        assert lease is not None, "the stream is done"
+        torch.frombuffer(lease, dtype=torch.uint8).fill_(255)
+        del lease
+        assert (device == number).all()
+    runtime.close(False)
+
+
+@pytest.mark.parametrize("allocator", KIND)
+def test_training_is_the_same_to_the_bit(offloaded: Callable[..., nn.Module], allocator: str) -> None:
+    model = tiny.build("llama")
+    budget = int(1.5 * tiny.smallest_budget(model))
+    offloaded(model, host_memory=budget, allocator=allocator, huge_pages=True)
+    assert memascend.stats(model)["host_allocator"] == allocator
+    tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
+    memascend.close(model)
+    gc.collect()
+
+
+# ---- the benchmark ------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[1] / "benches" / "pinned.py"
+    command = [sys.executable, str(script), "--gib", "0.06", "--copy-gib", "0.06", "--repeats", "1"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert {"torch", *KIND} <= {row["allocator"] for row in record["allocations"]}
+    assert {(row["allocator"], row["direction"]) for row in record["copies"]} == {
+        (allocator, direction) for allocator in KIND for direction in ("to device", "from device")
+    }
