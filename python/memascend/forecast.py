@@ -133,7 +133,7 @@ def forecast(
             "total_bytes": plan.total,
             "budget_bytes": plan.budget,
             "overlap_bytes": plan.overlap_bytes,
-            "smallest_bytes": smallest.total,
+            "smallest_bytes": plan.smallest_bytes,
         },
         "ssd_space": _by_kind(space),
         "ssd_traffic": {

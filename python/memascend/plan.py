@@ -95,7 +95,8 @@ class Plan:
     kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
     bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
-    #: The least budget with which the next layer is read while one computes.
+    #: The least budget that works, and the least with which the next layer is read while one computes.
+    smallest_bytes: int = 0
     overlap_bytes: int = 0
 
     @property
@@ -148,14 +149,13 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     ]
     _add_bookkeeping(plan, units)
 
-    classes = _overlapping(units)
+    classes, by_turns = _overlapping(units), _by_turns(units)
+    least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
+    plan.overlap_bytes = least + sum(each.line.total for each in classes)
+    plan.smallest_bytes = min(plan.overlap_bytes, least + sum(each.line.total for each in by_turns))
+    if plan.smallest_bytes < plan.overlap_bytes and budget < plan.overlap_bytes:
+        classes = by_turns
     plan.units = [each.line for each in classes]
-    plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
-    if plan.overlap_bytes > budget:
-        by_turns = _by_turns(units)
-        if sum(each.line.total for each in by_turns) < sum(each.line.total for each in classes):
-            classes = by_turns
-            plan.units = [each.line for each in classes]
     _fit_transfers(plan, tensors, STAGING_CHUNKS)
 
     # A third buffer per repeated size lets the next prefetch start before the last user is gone.
@@ -227,6 +227,7 @@ def make_states_plan(unit: Unit, budget: int | None) -> Plan:
     plan = Plan(1 << 62 if budget is None else budget)
     _add_bookkeeping(plan, [unit])
     # Weights and gradients stay where they are; staging is for `state_dict` alone.
+    plan.smallest_bytes = plan.total + _transfer_bytes(unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
     _fit_transfers(plan, unit.tensors, STATES_STAGING_CHUNKS)
     return plan
 
@@ -274,7 +275,7 @@ def _why(kind: _Class) -> str:
 
 
 def _too_small(plan: Plan, element: int) -> BudgetError:
-    smallest = plan.total
+    smallest = plan.smallest_bytes
     overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
     knobs = []
     if plan.units and element > 2:
@@ -294,9 +295,15 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
 def check_available(plan: Plan) -> None:
     """Raise BudgetError if this process cannot have what `plan` takes: before the kernel kills it for trying."""
     available, why = available_memory()
-    if plan.total > available:
-        raise BudgetError(
-            f"the plan takes {format_size(plan.total)} of host memory, but this process can have only "
-            f"{format_size(available)} more ({why}): lower host_memory to that, or make room",
-            plan.total,
-        )
+    if plan.total <= available:
+        return
+    remedy = (
+        f"lower host_memory to that (the least is {format_size(plan.smallest_bytes)}), or make room"
+        if plan.smallest_bytes <= available
+        else f"make room: the least that works is {format_size(plan.smallest_bytes)}"
+    )
+    raise BudgetError(
+        f"the plan takes {format_size(plan.total)} of host memory, but this process can have only "
+        f"{format_size(available)} more ({why}): {remedy}",
+        plan.smallest_bytes,
+    )

@@ -54,6 +54,7 @@ enum Release {
     Unmap,
     UnregisterAndUnmap(Arc<Cudart>),
     CudaFree(Arc<Cudart>),
+    Never,
 }
 
 // SAFETY: the block owns its memory; the address is valid from any thread until drop.
@@ -139,6 +140,11 @@ impl HostBlock {
         }
     }
 
+    /// Never gives the block back: a device may still be writing to it.
+    pub(crate) fn keep_forever(&mut self) {
+        self.release = Release::Never;
+    }
+
     /// Faults every page in, on `threads` threads; the mapping is fresh, so its pages are zero.
     fn populate(&self, threads: usize) -> Result<()> {
         self.in_parts(threads, |part| self.populate_part(part))
@@ -215,6 +221,7 @@ impl Drop for HostBlock {
         // Every lease into the block is gone: the pool keeps it alive as long as one lives.
         match &self.release {
             Release::Unmap => {}
+            Release::Never => return,
             // CUDA would go on copying from and to the old pages for whatever is mapped at these addresses
             // next. The memory is better lost, which happens at the end of the process or in a broken context.
             Release::UnregisterAndUnmap(cudart) if cudart.host_unregister(self.address).is_err() => return,

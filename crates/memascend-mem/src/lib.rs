@@ -6,6 +6,7 @@
 mod allocator;
 mod cudart;
 mod error;
+mod fork;
 mod malloc;
 mod pool;
 mod sync;

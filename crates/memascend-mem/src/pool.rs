@@ -1,12 +1,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use crate::{HostAllocator, HostBlock, MemError, Result, round_up_to_page};
+use crate::{HostAllocator, HostBlock, MemError, Result, fork, round_up_to_page};
 
 /// How long the memory of a pool that nobody has any more waits for the devices that still use it.
 const FENCE_PATIENCE: Duration = Duration::from_secs(60);
@@ -73,47 +74,45 @@ pub struct ClassAtPeak {
     pub live_bytes_at_peak: usize,
 }
 
-/// Live bytes over all pools of one arena: the pools' own maxima need not fall on one moment.
-#[derive(Default)]
-struct Joint {
-    live: Vec<usize>,
-    live_total: usize,
-    peak_total: usize,
-    classes: Vec<ClassAtPeak>,
-}
-
-/// The arena cut into size classes. Cheap to clone; the arena lives until the last lease is gone.
+/// A part of an arena cut into size classes. Cheap to clone; the arena lives until the last lease is gone.
 #[derive(Clone)]
 pub struct Pool {
-    inner: Arc<Inner>,
+    arena: Arc<Arena>,
+    /// Which of the arena's pools this is.
+    index: usize,
+    /// Which of the arena's classes are this pool's.
+    classes: Range<usize>,
 }
 
-/// The one block behind all the pools of a carve, and what is live in it.
+/// The one block behind all the pools of a carve. They share a lock: what they do under it is short, and only so
+/// is it known how much they hold together.
 struct Arena {
     block: HostBlock,
     allocator: &'static str,
-    owner_pid: u32,
-    /// Locked after a pool's own state.
-    joint: Mutex<Joint>,
-}
-
-struct Inner {
-    arena: Arc<Arena>,
+    /// See [`fork::generation`]: a forked child must leave everything alone.
+    generation: u32,
     state: Mutex<State>,
     returned: Condvar,
 }
 
 struct State {
+    /// Every pool's classes, one pool after another, by ascending size within each.
     classes: Vec<Class>,
-    counters: PoolCounters,
+    counters: Vec<PoolCounters>,
+    live_bytes: usize,
+    live_bytes_max: usize,
     /// Requests waiting for a return; without any, a return calls nobody.
     waiting: usize,
 }
 
 struct Class {
     bytes: usize,
-    /// Which of the arena's classes this is, in [`Joint`].
-    index: usize,
+    count: usize,
+    /// Which pool it belongs to.
+    pool: usize,
+    live_bytes: usize,
+    /// Its live bytes when those of all classes together were highest.
+    live_bytes_at_peak: usize,
     /// Offsets into the arena of the buffers not leased, used as a stack so that warm memory is reused.
     free: Vec<usize>,
     /// Buffers dropped before their fences were done, oldest first.
@@ -128,56 +127,53 @@ impl Pool {
     /// serve one another.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
         let mut offset = 0;
-        let mut joint = Joint::default();
-        let mut cut_groups: Vec<(Vec<Class>, usize)> = Vec::new();
-        for group in groups {
-            let start = offset;
+        let mut state =
+            State { classes: Vec::new(), counters: Vec::new(), live_bytes: 0, live_bytes_max: 0, waiting: 0 };
+        let mut ranges = Vec::new();
+        for (pool, group) in groups.iter().enumerate() {
+            let (first, first_offset) = (state.classes.len(), offset);
             let mut sizes: Vec<(usize, usize)> = group
                 .iter()
                 .filter(|class| class.count > 0)
                 .map(|class| (round_up_to_page(class.bytes.max(1)), class.count))
                 .collect();
             sizes.sort_unstable();
-            let mut cut: Vec<Class> = Vec::new();
             for (bytes, count) in sizes {
                 let start = offset;
                 offset = bytes.checked_mul(count).and_then(|class| class.checked_add(offset)).ok_or_else(
                     || MemError::Reserve { bytes: usize::MAX, source: ErrorKind::OutOfMemory.into() },
                 )?;
                 let offsets = (start..offset).step_by(bytes);
-                match cut.last_mut() {
+                match state.classes[first..].last_mut() {
                     Some(class) if class.bytes == bytes => {
                         class.free.extend(offsets);
-                        joint.classes[class.index].count += count;
+                        class.count += count;
                     }
-                    _ => {
-                        let index = joint.classes.len();
-                        cut.push(Class { bytes, index, free: offsets.collect(), fenced: VecDeque::new() });
-                        joint.classes.push(ClassAtPeak { bytes, count, live_bytes_at_peak: 0 });
-                    }
+                    _ => state.classes.push(Class {
+                        bytes,
+                        count,
+                        pool,
+                        live_bytes: 0,
+                        live_bytes_at_peak: 0,
+                        free: offsets.collect(),
+                        fenced: VecDeque::new(),
+                    }),
                 }
             }
-            cut_groups.push((cut, offset - start));
+            let reserved_bytes = offset - first_offset;
+            state.counters.push(PoolCounters { reserved_bytes, ..PoolCounters::default() });
+            ranges.push(first..state.classes.len());
         }
-        joint.live = vec![0; joint.classes.len()];
+        fork::watch();
         let arena = Arc::new(Arena {
             block: allocator.allocate(offset)?,
             allocator: allocator.name(),
-            owner_pid: std::process::id(),
-            joint: Mutex::new(joint),
+            generation: fork::generation(),
+            state: Mutex::new(state),
+            returned: Condvar::new(),
         });
-        let pool = |(classes, reserved_bytes)| Self {
-            inner: Arc::new(Inner {
-                arena: Arc::clone(&arena),
-                state: Mutex::new(State {
-                    classes,
-                    counters: PoolCounters { reserved_bytes, ..PoolCounters::default() },
-                    waiting: 0,
-                }),
-                returned: Condvar::new(),
-            }),
-        };
-        Ok(cut_groups.into_iter().map(pool).collect())
+        let pool = |(index, classes)| Self { arena: Arc::clone(&arena), index, classes };
+        Ok(ranges.into_iter().enumerate().map(pool).collect())
     }
 
     /// Reserves one arena for `classes` alone.
@@ -192,37 +188,37 @@ impl Pool {
     /// # Errors
     /// [`MemError::TooLarge`] if no class could ever hold it; what a [`Fence`] says when it is all that is left.
     pub fn try_lease(&self, bytes: usize) -> Result<Option<Lease>> {
-        let mut state = self.inner.lock();
-        let index = state.class_of(bytes)?;
-        let lease = self.take(&mut state, index, bytes)?;
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        let lease = self.take(&mut state, class, bytes)?;
         match lease {
-            Some(_) => state.counters.hits += 1,
-            None => state.counters.refusals += 1,
+            Some(_) => state.counters[self.index].hits += 1,
+            None => state.counters[self.index].refusals += 1,
         }
         Ok(lease)
     }
 
     /// As [`Pool::try_lease`], waiting up to `patience` for a return.
     pub fn lease(&self, bytes: usize, patience: Duration) -> Result<Option<Lease>> {
-        let mut state = self.inner.lock();
-        let index = state.class_of(bytes)?;
-        if let Some(lease) = self.take(&mut state, index, bytes)? {
-            state.counters.hits += 1;
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        if let Some(lease) = self.take(&mut state, class, bytes)? {
+            state.counters[self.index].hits += 1;
             return Ok(Some(lease));
         }
         let deadline = Instant::now() + patience;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                state.counters.refusals += 1;
+                state.counters[self.index].refusals += 1;
                 return Ok(None);
             }
-            let nap = if state.classes[index].fenced.is_empty() { left } else { left.min(FENCE_POLL) };
+            let nap = if state.classes[class].fenced.is_empty() { left } else { left.min(FENCE_POLL) };
             state.waiting += 1;
-            (state, _) = self.inner.returned.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
+            (state, _) = self.arena.returned.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= 1;
-            if let Some(lease) = self.take(&mut state, index, bytes)? {
-                state.counters.waits += 1;
+            if let Some(lease) = self.take(&mut state, class, bytes)? {
+                state.counters[self.index].waits += 1;
                 return Ok(Some(lease));
             }
         }
@@ -230,49 +226,60 @@ impl Pool {
 
     /// A buffer as by [`Pool::try_lease`], if more than `reserve` of its class are free.
     pub fn try_lease_spare(&self, bytes: usize, reserve: usize) -> Result<Option<Lease>> {
-        let mut state = self.inner.lock();
-        let index = state.class_of(bytes)?;
-        if state.classes[index].free.len() <= reserve {
-            state.settle(index)?;
-            if state.classes[index].free.len() <= reserve {
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        if state.classes[class].free.len() <= reserve {
+            state.settle(class)?;
+            if state.classes[class].free.len() <= reserve {
                 return Ok(None);
             }
         }
-        state.counters.hits += 1;
-        self.take(&mut state, index, bytes)
+        state.counters[self.index].hits += 1;
+        self.take(&mut state, class, bytes)
     }
 
     /// Counters so far.
     pub fn counters(&self) -> PoolCounters {
-        self.inner.lock().counters
+        self.arena.lock().counters[self.index]
     }
 
     /// The highest sum of live bytes over all pools carved together, and every class at that moment, in the order
     /// of the groups and of the sizes within them.
     pub fn joint_peak(&self) -> (usize, Vec<ClassAtPeak>) {
-        let joint = self.inner.arena.lock();
-        (joint.peak_total, joint.classes.clone())
+        let state = self.arena.lock();
+        let classes = state.classes.iter().map(|class| ClassAtPeak {
+            bytes: class.bytes,
+            count: class.count,
+            live_bytes_at_peak: class.live_bytes_at_peak,
+        });
+        (state.live_bytes_max, classes.collect())
     }
 
     /// Name of the allocator behind the arena.
     pub fn allocator(&self) -> &'static str {
-        self.inner.arena.allocator
+        self.arena.allocator
     }
 
-    fn take(&self, state: &mut State, index: usize, bytes: usize) -> Result<Option<Lease>> {
-        let capacity = state.classes[index].bytes;
-        if state.classes[index].free.is_empty() {
-            state.settle(index)?;
+    /// Number of the smallest class that holds `bytes`.
+    fn class_of(&self, state: &State, bytes: usize) -> Result<usize> {
+        let classes = &state.classes[self.classes.clone()];
+        let found = classes.iter().position(|class| class.bytes >= bytes);
+        found.map(|index| self.classes.start + index).ok_or_else(|| MemError::TooLarge {
+            bytes,
+            largest_bytes: classes.last().map_or(0, |class| class.bytes),
+        })
+    }
+
+    fn take(&self, state: &mut State, class: usize, bytes: usize) -> Result<Option<Lease>> {
+        if state.classes[class].free.is_empty() {
+            state.settle(class)?;
         }
-        let Some(offset) = state.classes[index].free.pop() else { return Ok(None) };
-        let counters = &mut state.counters;
-        counters.leased_bytes += capacity;
-        counters.live_bytes += bytes;
-        counters.live_bytes_max = counters.live_bytes_max.max(counters.live_bytes);
-        self.inner.arena.note(state.classes[index].index, 0, bytes);
+        let Some(offset) = state.classes[class].free.pop() else { return Ok(None) };
+        let capacity = state.classes[class].bytes;
+        state.note_lease(class, bytes);
         Ok(Some(Lease {
-            inner: Arc::clone(&self.inner),
-            class: index,
+            arena: Arc::clone(&self.arena),
+            class,
             offset,
             requested: bytes,
             capacity,
@@ -282,20 +289,37 @@ impl Pool {
 }
 
 impl State {
-    /// Index of the smallest class that holds `bytes`.
-    fn class_of(&self, bytes: usize) -> Result<usize> {
-        self.classes.iter().position(|class| class.bytes >= bytes).ok_or_else(|| MemError::TooLarge {
-            bytes,
-            largest_bytes: self.classes.last().map_or(0, |class| class.bytes),
-        })
+    fn note_lease(&mut self, class: usize, bytes: usize) {
+        let class = &mut self.classes[class];
+        class.live_bytes += bytes;
+        let counters = &mut self.counters[class.pool];
+        counters.leased_bytes += class.bytes;
+        counters.live_bytes += bytes;
+        counters.live_bytes_max = counters.live_bytes_max.max(counters.live_bytes);
+        self.live_bytes += bytes;
+        if self.live_bytes > self.live_bytes_max {
+            self.live_bytes_max = self.live_bytes;
+            for class in &mut self.classes {
+                class.live_bytes_at_peak = class.live_bytes;
+            }
+        }
+    }
+
+    fn note_return(&mut self, class: usize, bytes: usize) {
+        let class = &mut self.classes[class];
+        class.live_bytes -= bytes;
+        let counters = &mut self.counters[class.pool];
+        counters.leased_bytes -= class.bytes;
+        counters.live_bytes -= bytes;
+        self.live_bytes -= bytes;
     }
 
     /// Frees the dropped buffers of a class whose fences are done.
     ///
     /// # Errors
     /// What a fence says that cannot tell, unless another buffer came free.
-    fn settle(&mut self, index: usize) -> Result<()> {
-        let class = &mut self.classes[index];
+    fn settle(&mut self, class: usize) -> Result<()> {
+        let class = &mut self.classes[class];
         let (mut settled, mut outcome) = (0, Ok(()));
         for _ in 0..class.fenced.len() {
             let Some((offset, mut fences)) = class.fenced.pop_front() else { break };
@@ -313,7 +337,7 @@ impl State {
                 class.fenced.push_back((offset, fences));
             }
         }
-        self.counters.fenced_bytes -= settled * class.bytes;
+        self.counters[class.pool].fenced_bytes -= settled * class.bytes;
         if settled > 0 { Ok(()) } else { outcome }
     }
 }
@@ -325,35 +349,15 @@ impl fmt::Debug for Pool {
 }
 
 impl Arena {
-    /// Notes that the live bytes of a class changed.
-    fn note(&self, class: usize, returned: usize, leased: usize) {
-        let mut guard = self.lock();
-        let joint = &mut *guard;
-        joint.live[class] = joint.live[class] + leased - returned;
-        joint.live_total = joint.live_total + leased - returned;
-        if joint.live_total > joint.peak_total {
-            joint.peak_total = joint.live_total;
-            for (class, live_bytes) in joint.classes.iter_mut().zip(&joint.live) {
-                class.live_bytes_at_peak = *live_bytes;
-            }
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Joint> {
-        self.joint.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Inner {
     fn lock(&self) -> MutexGuard<'_, State> {
         // The critical sections do not panic half-way, so a poisoned lock still guards a sound state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Inner {
+impl Drop for Arena {
     fn drop(&mut self) {
-        if self.arena.owner_pid != std::process::id() {
+        if self.generation != fork::generation() {
             return;
         }
         let mut state = self.lock();
@@ -367,7 +371,7 @@ impl Drop for Inner {
                     Ok(false) if Instant::now() < deadline => std::thread::sleep(FENCE_POLL),
                     _ => {
                         // Better lost than freed under a device that writes to it.
-                        std::mem::forget(Arc::clone(&self.arena));
+                        self.block.keep_forever();
                         return;
                     }
                 }
@@ -379,7 +383,7 @@ impl Drop for Inner {
 /// A pool buffer in use; returned to the pool when dropped. It cannot be cloned, so it cannot be
 /// returned twice; share it as `Arc<Lease>`.
 pub struct Lease {
-    inner: Arc<Inner>,
+    arena: Arc<Arena>,
     class: usize,
     offset: usize,
     requested: usize,
@@ -391,7 +395,7 @@ impl Lease {
     /// First byte of the buffer, page aligned.
     pub fn address(&self) -> NonNull<u8> {
         // SAFETY: `offset + capacity` lies inside the arena, by construction of the classes.
-        unsafe { self.inner.arena.block.address().add(self.offset) }
+        unsafe { self.arena.block.address().add(self.offset) }
     }
 
     /// Has the buffer return to its pool, once the lease is dropped, only when `fence` is done too.
@@ -409,26 +413,25 @@ impl Drop for Lease {
     fn drop(&mut self) {
         // A forked child holds a copy of the bookkeeping but not the memory, and perhaps a lock that a
         // thread of the parent held: it must not touch either.
-        if self.inner.arena.owner_pid != std::process::id() {
+        if self.arena.generation != fork::generation() {
             return;
         }
         let fences = self.fences.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let fences = std::mem::take(fences);
-        let mut state = self.inner.lock();
-        self.inner.arena.note(state.classes[self.class].index, self.requested, 0);
-        state.counters.live_bytes -= self.requested;
-        state.counters.leased_bytes -= self.capacity;
+        let mut state = self.arena.lock();
+        state.note_return(self.class, self.requested);
         if fences.is_empty() {
             state.classes[self.class].free.push(self.offset);
         } else {
-            state.counters.fenced_bytes += self.capacity;
+            let pool = state.classes[self.class].pool;
+            state.counters[pool].fenced_bytes += self.capacity;
             state.classes[self.class].fenced.push_back((self.offset, fences));
         }
         let somebody_waits = state.waiting > 0;
         drop(state);
         // All of them: those who wait for another class go back to sleep.
         if somebody_waits {
-            self.inner.returned.notify_all();
+            self.arena.returned.notify_all();
         }
     }
 }
@@ -638,7 +641,7 @@ mod tests {
             let pool = pool.clone();
             move || pool.lease(1, Duration::from_secs(30)).unwrap().is_some()
         });
-        while pool.inner.lock().waiting == 0 {
+        while pool.arena.lock().waiting == 0 {
             std::thread::yield_now();
         }
         gate.open();
@@ -716,8 +719,8 @@ mod tests {
 
     /// What must hold whatever happened: buffers are live, free or fenced, each once, and the counters agree.
     fn check(pool: &Pool, live: &[Lease]) {
-        let state = pool.inner.lock();
-        let arena = pool.inner.arena.block.address().as_ptr() as usize;
+        let state = pool.arena.lock();
+        let arena = pool.arena.block.address().as_ptr() as usize;
         let mut ranges: Vec<(usize, usize)> =
             live.iter().map(|lease| (lease.address().as_ptr() as usize - arena, lease.capacity())).collect();
         let mut fenced_bytes = 0;
@@ -733,7 +736,7 @@ mod tests {
             assert_eq!(*offset, end, "a gap or an overlap");
             offset + bytes
         });
-        let counters = state.counters;
+        let counters = state.counters[0];
         assert_eq!(end, counters.reserved_bytes);
         assert_eq!(counters.fenced_bytes, fenced_bytes);
         assert_eq!(counters.leased_bytes, live.iter().map(Lease::capacity).sum::<usize>());
