@@ -269,6 +269,10 @@ def in_process(function: str, *words: str, cgroup: Path | None = None) -> subpro
 
 
 def measure(name: str, model_dir: Path, options: dict) -> dict:
+    if options["host_memory"] in ("smallest", "overlap"):
+        command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", "64", "--json"]
+        planned = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        options = options | {"host_memory": planned["host_memory"][f"{options['host_memory']}_bytes"]}
     with tempfile.TemporaryDirectory(dir=model_dir.parent) as scratch:
         done = in_process("run", name, str(model_dir), scratch, json.dumps(options))
     if done.returncode != 0:
@@ -315,7 +319,8 @@ def under_limits(model_dir: Path, options: dict) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama,qwen2,qwen3-moe,gpt2,gemma", help="of " + ", ".join(MODELS))
-    parser.add_argument("--host-memory", default="1GiB", help="budget (default: %(default)s)")
+    help_text = "budget: a size, or smallest, or overlap (the least that reads ahead) (default: %(default)s)"
+    parser.add_argument("--host-memory", default="1GiB", help=help_text)
     parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--workdir", type=Path, help="where models and stores go, and models stay")
     parser.add_argument("--cgroup", action="store_true", help="run under memory limits instead (root)")

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 
@@ -743,3 +744,143 @@ def test_an_undeterministic_forward_is_told(offloaded: Callable[..., nn.Module])
     offloaded(model)
     with pytest.raises(memascend.MemascendError, match="not deterministic"):
         model(torch.ones(1, 256, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+
+# ---- one buffer for all layers by turns ---------------------------------------------------------------------
+
+
+def wide(tie: bool = False) -> nn.Module:
+    """A Llama whose embedding, head and layers are each too large to share a unit."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        **tiny.SMALL_DECODER
+        | {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 128},
+        tie_word_embeddings=tie,
+    )
+    return LlamaForCausalLM(config).bfloat16().train()
+
+
+def wide_steps(model: nn.Module, **backward: Any) -> list[torch.Tensor]:
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for number in range(3):
+        tokens = torch.randint(3, 2048, (2, 80), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        if backward:
+            loss.backward(**backward)
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": False}], ids=["recomputed", "saved"])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_units_by_turns_train_like_in_memory(
+    offloaded: Callable[..., nn.Module], options: dict[str, Any], tie: bool, twice: bool
+) -> None:
+    backward = {"retain_graph": True} if twice else {}
+    expected = wide_steps(wide(tie), **backward)
+    model = wide(tie)
+    budget = tiny.smallest_budget(model)
+    assert budget < tiny.overlapping_budget(model)
+    offloaded(model, host_memory=budget, **options)
+    [line] = [line for line in memascend.offload_of(model).plan.units if line.nbytes > 1 << 20]
+    assert line.count == 1
+    assert all(torch.equal(a, b) for a, b in zip(wide_steps(model, **backward), expected, strict=True))
+
+
+def test_an_abandoned_backward_pass_gives_the_only_buffer_back(offloaded: Callable[..., nn.Module]) -> None:
+    model = wide()
+    offloaded(model, host_memory=tiny.smallest_budget(model))
+    tokens = torch.arange(160).view(2, 80)
+
+    class Broken(Exception):
+        pass
+
+    def fail(_: torch.Tensor) -> None:
+        raise Broken
+
+    hook = model.model.layers[1].self_attn.q_proj.weight.register_hook(fail)
+    abandoned = model(input_ids=tokens, labels=tokens).loss
+    with pytest.raises(Broken):
+        abandoned.backward()
+    hook.remove()
+    # The loss of the failed pass still lives, and with it what was recomputed for it.
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert abandoned.isfinite()
+
+
+def test_layers_that_share_their_weights_with_the_embedding_have_buffers_of_their_own(
+    offloaded: Callable[..., nn.Module],
+) -> None:
+    class Block(nn.Module):
+        def __init__(self, shared: nn.Parameter) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1024, 1024, bias=False)
+            self.inner2 = nn.Linear(1024, 1024, bias=False)
+            self.shared = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner2(self.inner(x) @ self.shared.t() @ self.shared)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(1500, 1024)
+            self.layers = nn.ModuleList(Block(self.embedding.weight) for _ in range(3))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return x.float().square().mean()
+
+    torch.manual_seed(0)
+    reference = Net().bfloat16()
+    model = copy.deepcopy(reference)
+    offloaded(model, host_memory=tiny.smallest_budget(model))
+    tokens = torch.arange(64)
+    for net in (reference, model):
+        optimizer = memascend.AdamW(net.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(2):
+            loss = net(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if net is reference:
+            expected = losses
+    assert losses == expected
+
+
+def test_a_layer_that_another_reads_by_turns_is_told_the_budget_that_works(
+    offloaded: Callable[..., nn.Module],
+) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(1024, 1024, bias=False)
+            self.second = nn.Linear(1024, 1024, bias=False)
+            self.third = nn.Linear(1024, 900, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.third.weight  # in use until the pass ends
+            return (self.second(self.first(x)) @ weight.t()).float().square().mean()
+
+    model = Reader().bfloat16()
+    enough = tiny.overlapping_budget(model)
+    offloaded(model, host_memory=tiny.smallest_budget(model))
+    x = torch.randn(4, 1024).bfloat16()
+    with pytest.raises(memascend.MemascendError, match="raise host_memory to") as caught:
+        model(x)
+    assert memascend.format_size(enough) in str(caught.value)
+    memascend.close(model)
+    again = Reader().bfloat16()
+    offloaded(again, host_memory=enough)
+    again(x).backward()

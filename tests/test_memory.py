@@ -282,6 +282,8 @@ def test_empty_pinned_of_nothing_and_of_a_number() -> None:
     assert memascend.empty_pinned((0, 4)).shape == (0, 4)
     assert memascend.empty_pinned(4).shape == (4,)
     assert memascend.empty_pinned(()).shape == ()
+    with pytest.raises(ValueError, match="negative"):
+        memascend.empty_pinned((2, -1))
     assert memascend.empty_pinned(4).dtype == torch.get_default_dtype()
 
 

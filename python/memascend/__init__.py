@@ -50,8 +50,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
       and all else that memascend keeps. `host_bytes_budget`: what it may.
     - `host_classes_at_peak`: per size class of units, gradient packs, staging and update pipeline (bytes of a buffer,
       buffers, bytes in use when all together were highest).
-    - `pool_hits`, `pool_waits`: leases served at once, and after waiting. `fetch_waits`: how often the computation
-      waited for a unit. `parameters`: how many.
+    - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, after waiting, and requests told that nothing
+      was free. `fetch_waits`: how often the computation waited for a unit. `parameters`: how many.
     - `engine`, `direct_io`, `host_allocator`, `notices`: how it runs here, and what the user should know about it.
     """
     return offload_of(model).stats()

@@ -6,6 +6,7 @@ its saved tensors dropped, so that gradients flow through whatever the unit was 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,20 @@ class InputStash:
         stashed = StashedInput(self.runtime, tensor)
         self._known[tensor] = (tensor._version, stashed)
         return stashed
+
+
+#: Recomputations that hold recomputed tensors, views of weights among them.
+_holding: weakref.WeakSet[Recomputation] = weakref.WeakSet()
+
+
+def forget_recomputed() -> None:
+    """Drop what was recomputed and not asked for yet; what is asked for later is recomputed once more.
+
+    An abandoned backward pass holds buffers by it for as long as its loss lives.
+    """
+    for recomputation in list(_holding):
+        recomputation.values = {}
+    _holding.clear()
 
 
 class Recomputation:
@@ -127,6 +142,7 @@ class Recomputation:
                 "forward is not deterministic; pass recompute=False"
             )
         self.values = values
+        _holding.add(self)
 
 
 _latest_random_state = torch.empty(0, dtype=torch.uint8)

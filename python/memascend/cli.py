@@ -62,8 +62,9 @@ def run() -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except OSError:  # nobody reads it any more
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, or it was closed
             code = code or FAILED
     os._exit(code)
 

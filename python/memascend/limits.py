@@ -14,40 +14,53 @@ def available_memory() -> tuple[int, str]:
     The least of: what the system has available (MemAvailable), what every memory cgroup above this process leaves
     (page cache, which the kernel gives up first, counts as free) and RLIMIT_AS.
     """
-    bounds = [(_meminfo("MemAvailable"), "the system's available memory")]
+    bounds = [(_kib("/proc/meminfo", "MemAvailable"), "the system's available memory")]
     bounds += _cgroup_bounds()
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bounds.append((limit - pages * resource.getpagesize(), "the limit on address space, ulimit -v"))
+    for what, used, told in (
+        (resource.RLIMIT_AS, "VmSize", "the limit on address space, ulimit -v"),
+        (resource.RLIMIT_DATA, "VmData", "the limit on data, ulimit -d"),
+    ):
+        limit = resource.getrlimit(what)[0]
+        if limit != resource.RLIM_INFINITY:
+            bounds.append((limit - _kib("/proc/self/status", used, absent=0), told))
     least, why = min(bounds)
     return max(0, least), why
 
 
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _kib(file: str, name: str, absent: int = 1 << 62) -> int:
+    """Return the bytes of a line `name:  N kB`, or `absent` where there is none."""
+    for line in _lines(file):
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10
-    return 1 << 62
+    return absent
+
+
+def _lines(file: str | Path) -> list[str]:
+    """Return the lines of a file of /proc or a cgroup; none where it is hidden, as in some sandboxes."""
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _cgroup_bounds() -> list[tuple[int, str]]:
     """What each memory cgroup from this process's upward leaves."""
     bounds = []
-    for entry in Path("/proc/self/cgroup").read_text().splitlines():
+    for entry in _lines("/proc/self/cgroup"):
         _, controllers, path = entry.split(":", 2)
         if controllers == "":
-            root, names = CGROUPS, ("memory.max", "memory.current")
+            root, limits, usage = CGROUPS, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
-            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, limits, usage = CGROUPS / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         # In a container the path may be that of the host: then only the root of what is mounted here is ours.
         group = root / path.lstrip("/")
         for directory in [group, *group.parents]:
-            if directory.is_relative_to(root) and (bound := _left(directory, *names)) is not None:
-                shown = "/" + str(directory.relative_to(root)) if directory != root else "/"
-                bounds.append((bound[1], f"the memory cgroup {shown} allows {bound[0]} bytes"))
+            for limit in limits if directory.is_relative_to(root) else ():
+                if (bound := _left(directory, limit, usage)) is not None:
+                    shown = "/" + str(directory.relative_to(root)) if directory != root else "/"
+                    bounds.append((bound[1], f"the memory cgroup {shown} allows {bound[0]} bytes"))
     return bounds
 
 
@@ -56,9 +69,9 @@ def _left(directory: Path, limit_name: str, usage_name: str) -> tuple[int, int] 
     try:
         limit = int((directory / limit_name).read_text())
         usage = int((directory / usage_name).read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such file, or "max"
         return None
+    stat = dict(line.split(maxsplit=1) for line in _lines(directory / "memory.stat"))
     cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     cache += int(stat.get("total_active_file", stat.get("active_file", 0)))
     return limit, limit - usage + cache

@@ -20,7 +20,7 @@ from memascend._memascend import Runtime, return_large_blocks_to_system
 from memascend.activations import InputStash, Recomputation
 from memascend.errors import MemascendError
 from memascend.gradients import GradientCapture
-from memascend.plan import Plan, check_available, format_size, make_plan, parse_size
+from memascend.plan import Plan, check_available, make_plan, parse_size
 from memascend.stream import Streamer
 from memascend.units import Place, Unit, partition
 
@@ -107,7 +107,7 @@ class Offload:
         except BaseException:
             self.runtime.close(keep=False)
             raise
-        self.streamer = Streamer(self.runtime, units, {line.nbytes for line in plan.units})
+        self.streamer = Streamer(self.runtime, units, plan)
         self.gradients = GradientCapture(self.runtime, self.streamer)
         self._inputs = InputStash(self.runtime)
         self._originals: list[tuple[nn.Module, str, Any]] = []
@@ -361,7 +361,7 @@ def close_at_exit(holder: Any) -> None:
 
 def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:
     """Create the native side of a plan on the directories of `store`."""
-    _log.info("host memory, of a budget of %s:\n%s", format_size(plan.budget), plan.table())
+    _log.info("host memory:\n%s", plan.table())
     check_available(plan)
     return_large_blocks_to_system()
     paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)

@@ -23,10 +23,11 @@ def empty_pinned(
 
     torch's own pinned memory (`torch.empty(..., pin_memory=True)`) is rounded up to a power of two and kept for reuse
     when the tensor dies. This is given back to the system at once; so allocate what lives for a while, not every batch
-    anew.
+    anew. Memory that CUDA knows ("cuda", "registered") is absent from forked processes: DataLoader workers must not
+    touch it. Locked and pageable memory they may read.
 
     Args:
-        shape: as for `torch.empty`.
+        shape: an extent, or a sequence of them.
         dtype: of the elements (default: `torch.get_default_dtype()`).
         allocator: "cuda" (cudaHostAlloc: `is_pinned()` is true and copies to a device are asynchronous), "registered"
             (ordinary memory, registered with CUDA afterwards), "locked" (mlock: not swapped, but unknown to CUDA),
@@ -38,6 +39,8 @@ def empty_pinned(
         ValueError: an unknown allocator.
     """
     shape = torch.Size([shape] if isinstance(shape, int) else shape)
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"a shape has no negative extents: {tuple(shape)}")
     dtype = dtype or torch.get_default_dtype()
     numel = shape.numel()
     if numel == 0:

@@ -195,7 +195,7 @@ def _overlapping(units: Sequence[Unit]) -> list[_Class]:
     classes = []
     for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
         held = sum(unit.held for unit in members)
-        least = min(len(members), REPEATED_BUFFERS_MIN if repeated else max(1, held + (held < len(members))))
+        least = min(len(members), held + (REPEATED_BUFFERS_MIN if repeated else 1))
         classes.append(_Class(Line(_weights_of(members), nbytes, least), len(members), repeated))
     return classes
 

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.activations import forget_recomputed
 from memascend.errors import MemascendError
 from memascend.plan import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.optim.update import Update
+    from memascend.plan import Plan
     from memascend.units import Unit
 
 #: Units fetched ahead of the one in use, when buffers allow.
@@ -47,10 +49,12 @@ class Residency:
 class Streamer:
     """Brings units into host memory before they are used and lets them go after."""
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], buffer_sizes: Iterable[int]) -> None:
-        """Stream `units` through the buffers of `runtime`, which come in `buffer_sizes` (bytes)."""
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], plan: Plan) -> None:
+        """Stream `units` through the buffers of `runtime`, which are those of `plan`."""
         self.runtime = runtime
-        sizes = sorted(buffer_sizes)
+        sizes = sorted({line.nbytes for line in plan.units})
+        one_for_all = plan.total < plan.overlap_bytes
+        self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if one_for_all else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
         self._buffer_size = {unit: next(size for size in sizes if size >= unit.nbytes) for unit in units}
         self.residencies = {unit: Residency(unit) for unit in units}
@@ -210,13 +214,14 @@ class Streamer:
                 for residency in self.residencies.values():
                     if residency.ticket is None:
                         self.runtime.wait_unit(residency.unit.index)
+                forget_recomputed()
                 gc.collect()
         size = self._buffer_size
         alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
         raise MemascendError(
             f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
-            f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, "
-            "or raise host_memory"
+            f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, or "
+            f"raise host_memory{self._remedy}"
         )
 
     def _victim(self, unit: Unit, sooner_than: int) -> Residency | None:

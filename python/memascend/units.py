@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from memascend._memascend import Extent
 
@@ -216,10 +216,18 @@ def partition(model: nn.Module) -> list[Unit]:
     if small_named:
         lay_out(small, small_named)
         units.append(small)
-    owner = {place.parameter: unit for unit in units for place in unit.places}
-    for unit in units:
-        for module in unit.modules if unit.repeated else ():
-            together = {owner[parameter] for parameter in module.parameters() if parameter in owner} - {unit}
-            for other in together:
-                other.held = True
+    small.held = any(any(module.children()) for module in small.modules)
+    _mark_held_together(model, units)
     return units
+
+
+def _mark_held_together(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Mark the units that one module needs several of at once, because parameters are tied across them."""
+    owner = {place.parameter: unit for unit in units for place in unit.places}
+    repeated = {module: unit for unit in units if unit.repeated for module in unit.modules}
+    for module in model.modules():
+        parameters = module.parameters(recurse=module in repeated)
+        together = {owner[parameter] for parameter in parameters if parameter in owner}
+        if len(together) > 1:
+            for unit in together - {repeated.get(module)}:
+                unit.held = True

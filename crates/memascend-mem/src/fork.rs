@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 static FORKS: AtomicU32 = AtomicU32::new(0);
 static WATCH: Once = Once::new();
 
-/// A number that is another one in a forked child. Asking for the process's number instead is a system call, which
+/// A number that is another one in a process forked since the first arena was made. Asking for the process's number instead is a system call, which
 /// takes longer than all else that a lease does.
-pub(crate) fn generation() -> u32 {
+pub fn generation() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 

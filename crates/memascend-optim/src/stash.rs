@@ -15,6 +15,7 @@ pub struct Stash {
     chunks: Vec<Option<Arc<Lease>>>,
     extent: Option<Extent>,
     pending: Arc<Pending>,
+    generation: u32,
 }
 
 impl Stash {
@@ -26,6 +27,7 @@ impl Stash {
             chunks: Vec::new(),
             extent: None,
             pending: Arc::default(),
+            generation: memascend_mem::fork_generation(),
         };
         let chunk_bytes = staging.chunk_bytes();
         for (index, part) in source.chunks(chunk_bytes).enumerate() {
@@ -99,6 +101,10 @@ fn part_of(target: &mut [u8], index: usize, chunk_bytes: usize) -> &mut [u8] {
 
 impl Drop for Stash {
     fn drop(&mut self) {
+        // The thread that would end the writes did not come along into a forked child.
+        if memascend_mem::fork_generation() != self.generation {
+            return;
+        }
         // The extent may be reused only after its writes have ended.
         let _ = self.pending.wait();
         if let (Some(staging), Some(extent)) = (self.staging.upgrade(), self.extent) {

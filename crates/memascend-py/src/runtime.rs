@@ -130,7 +130,7 @@ impl Runtime {
             "ring" => EngineChoice::Ring,
             "threads" => EngineChoice::Threads,
             // Replays schedules in benchmarks; not among the choices offered, for it loses every byte.
-            "null" => EngineChoice::Null,
+            "null" if std::env::var_os("MEMASCEND_NULL_ENGINE").is_some() => EngineChoice::Null,
             other => {
                 return Err(PyValueError::new_err(format!(
                     "unknown engine {other:?}: auto, ring or threads"
@@ -153,7 +153,7 @@ impl Runtime {
                 Store::create(&store, StoreOptions { engine, direct }).map_err(|e| store_error(&e))?;
             let mut notices = store.notices().to_vec();
             let pools = match Pool::carve(&*source, &groups) {
-                Err(refused) if fall_back => {
+                Err(refused @ memascend_mem::MemError::Lock { .. }) if fall_back => {
                     notices.push(format!("{refused}; using pageable memory instead"));
                     Pool::carve(&PageableAllocator, &groups)
                 }
@@ -389,6 +389,7 @@ impl Runtime {
         stats.set_item("host_bytes_waste", pools.iter().map(|pool| pool.waste_bytes()).sum::<usize>())?;
         stats.set_item("pool_hits", pools.iter().map(|pool| pool.hits).sum::<u64>())?;
         stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
+        stats.set_item("pool_refusals", pools.iter().map(|pool| pool.refusals).sum::<u64>())?;
         stats.set_item("host_allocator", parts.units.allocator())?;
         stats.set_item("engine", parts.store.engine_name())?;
         stats.set_item("direct_io", parts.store.is_direct())?;
