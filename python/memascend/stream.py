@@ -53,8 +53,7 @@ class Streamer:
         """Stream `units` through the buffers of `runtime`, which are those of `plan`."""
         self.runtime = runtime
         sizes = sorted({line.nbytes for line in plan.units})
-        one_for_all = plan.total < plan.overlap_bytes
-        self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if one_for_all else ""
+        self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
         self._buffer_size = {unit: next(size for size in sizes if size >= unit.nbytes) for unit in units}
         self.residencies = {unit: Residency(unit) for unit in units}
