@@ -174,9 +174,17 @@ def show_plans() -> None:
     """Have the host memory plan printed before anything is reserved."""
     logger = logging.getLogger("memascend")
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        logger.addHandler(_ToStderr())
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+class _ToStderr(logging.Handler):
+    """Writes to what is standard error then, not when the handler was made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:
