@@ -1,9 +1,9 @@
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::{io, panic, process, thread};
+use std::{io, panic, thread};
 
-use crate::{Cudart, MemError, PAGE_BYTES, Result, round_up_to_page};
+use crate::{Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
 
 /// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -45,7 +45,7 @@ pub struct HostBlock {
     address: NonNull<u8>,
     bytes: usize,
     release: Release,
-    owner_pid: u32,
+    origin: Origin,
 }
 
 /// How a block is given back.
@@ -85,7 +85,7 @@ impl HostBlock {
         }
         let start = NonNull::new(start.cast::<u8>()).expect("mmap never returns null without MAP_FIXED");
         let mut block =
-            Self { address: start, bytes: mapped, release: Release::Unmap, owner_pid: process::id() };
+            Self { address: start, bytes: mapped, release: Release::Unmap, origin: Origin::here() };
         if slack > 0 {
             block.trim(bytes).map_err(refused)?;
         }
@@ -215,7 +215,7 @@ impl Drop for HostBlock {
     fn drop(&mut self) {
         // A forked child did not inherit the mapping; by now its addresses may hold something else of the child's.
         // Nor does CUDA survive a fork.
-        if self.owner_pid != process::id() {
+        if !self.origin.is_here() {
             return;
         }
         // Every lease into the block is gone: the pool keeps it alive as long as one lives.
@@ -352,7 +352,7 @@ impl HostAllocator for CudaAllocator {
         let bytes = rounded(bytes)?;
         let address = self.cudart.host_alloc(bytes)?;
         let release = Release::CudaFree(Arc::clone(&self.cudart));
-        let block = HostBlock { address, bytes, release, owner_pid: process::id() };
+        let block = HostBlock { address, bytes, release, origin: Origin::here() };
         // CUDA speaks of page-locked memory and does not promise where it begins; direct I/O needs a page.
         let address = address.as_ptr().addr();
         if !address.is_multiple_of(PAGE_BYTES) {

@@ -7,9 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::{env, fmt, fs, mem, process};
+use std::{env, fmt, fs, mem};
 
-use crate::{Fence, MemError, Result};
+use crate::{Fence, MemError, Origin, Result};
 
 /// The variable that names the library to use, before any other is looked for.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
@@ -270,7 +270,7 @@ impl Cudart {
 pub struct CudaEvent {
     cudart: Arc<Cudart>,
     event: NonNull<c_void>,
-    owner_pid: u32,
+    origin: Origin,
 }
 
 // SAFETY: CUDA's functions on events may be called from any thread; the event is owned until drop.
@@ -291,7 +291,7 @@ impl CudaEvent {
         let code = unsafe { (cudart.functions.event_create_with_flags)(&mut event, EVENT_FLAGS) };
         cudart.check(CREATE, code)?;
         let event = NonNull::new(event).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
-        let event = Self { cudart: Arc::clone(cudart), event, owner_pid: process::id() };
+        let event = Self { cudart: Arc::clone(cudart), event, origin: Origin::here() };
         // SAFETY: the event is live, and the stream is by the caller's promise.
         let code = unsafe { (cudart.functions.event_record)(event.event.as_ptr(), stream) };
         cudart.check("cudaEventRecord", code)?;
@@ -333,7 +333,7 @@ impl Fence for CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         // CUDA does not survive a fork, and the event is the parent's.
-        if self.owner_pid != process::id() {
+        if !self.origin.is_here() {
             return;
         }
         // SAFETY: the event is live and never used again. CUDA keeps what it needs of one that is not done.

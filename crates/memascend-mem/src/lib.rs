@@ -17,7 +17,7 @@ pub use allocator::{
 };
 pub use cudart::{CudaEvent, Cudart};
 pub use error::{MemError, Result};
-pub use fork::generation as fork_generation;
+pub use fork::Origin;
 pub use malloc::return_large_blocks_to_system;
 pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use crate::{HostAllocator, HostBlock, MemError, Result, fork, round_up_to_page};
+use crate::{HostAllocator, HostBlock, MemError, Origin, Result, round_up_to_page};
 
 /// How long the memory of a pool that nobody has any more waits for the devices that still use it.
 const FENCE_PATIENCE: Duration = Duration::from_secs(60);
@@ -89,8 +89,7 @@ pub struct Pool {
 struct Arena {
     block: HostBlock,
     allocator: &'static str,
-    /// See [`fork::generation`]: a forked child must leave everything alone.
-    generation: u32,
+    origin: Origin,
     state: Mutex<State>,
     returned: Condvar,
 }
@@ -164,11 +163,10 @@ impl Pool {
             state.counters.push(PoolCounters { reserved_bytes, ..PoolCounters::default() });
             ranges.push(first..state.classes.len());
         }
-        fork::watch();
         let arena = Arc::new(Arena {
             block: allocator.allocate(offset)?,
             allocator: allocator.name(),
-            generation: fork::generation(),
+            origin: Origin::here(),
             state: Mutex::new(state),
             returned: Condvar::new(),
         });
@@ -357,7 +355,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        if self.generation != fork::generation() {
+        if !self.origin.is_here() {
             return;
         }
         let mut state = self.lock();
@@ -413,7 +411,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         // A forked child holds a copy of the bookkeeping but not the memory, and perhaps a lock that a
         // thread of the parent held: it must not touch either.
-        if self.arena.generation != fork::generation() {
+        if !self.arena.origin.is_here() {
             return;
         }
         let fences = self.fences.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);

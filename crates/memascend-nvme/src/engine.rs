@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::LeaseSlice;
 
-use crate::{IoError, NullEngine, Result, RingEngine, ThreadsEngine, VolumeFile};
+use crate::{IoError, Result, RingEngine, ThreadsEngine, VolumeFile};
 
 /// Which way bytes move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,7 +133,7 @@ pub enum EngineChoice {
 pub fn open_engine(choice: EngineChoice) -> Result<(Arc<dyn Engine>, Option<String>)> {
     match choice {
         EngineChoice::Threads => Ok((Arc::new(ThreadsEngine::new(ThreadsEngine::DEFAULT_THREADS)), None)),
-        EngineChoice::Null => Ok((Arc::new(NullEngine::new()), None)),
+        EngineChoice::Null => Ok((Arc::new(ThreadsEngine::null()), None)),
         EngineChoice::Ring => Ok((Arc::new(RingEngine::new()?), None)),
         EngineChoice::Auto => match RingEngine::new() {
             Ok(engine) => Ok((Arc::new(engine), None)),

@@ -5,7 +5,6 @@
 
 mod engine;
 mod error;
-mod null;
 mod ring;
 mod sim;
 mod threads;
@@ -15,7 +14,6 @@ pub use engine::{
     Completion, Counters, CountersSnapshot, Engine, EngineChoice, OnComplete, Operation, Request, open_engine,
 };
 pub use error::{IoError, Result};
-pub use null::NullEngine;
 pub use ring::RingEngine;
 pub use sim::{Faults, SimEngine};
 pub use threads::ThreadsEngine;

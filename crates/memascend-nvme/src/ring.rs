@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use io_uring::{IoUring, opcode, squeue, types};
+use memascend_mem::Origin;
 
 use crate::engine::run_callback;
 use crate::threads::resumable;
@@ -27,7 +28,7 @@ pub struct RingEngine {
     wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
     counters: Arc<Counters>,
-    owner_pid: u32,
+    origin: Origin,
 }
 
 /// Wakes the ring's thread when it sleeps in the kernel.
@@ -93,7 +94,7 @@ impl RingEngine {
                 driver.run(ring);
             })
             .map_err(unavailable)?;
-        Ok(Self { queue: Some(queue), wake, thread: Some(thread), counters, owner_pid: std::process::id() })
+        Ok(Self { queue: Some(queue), wake, thread: Some(thread), counters, origin: Origin::here() })
     }
 }
 
@@ -121,7 +122,7 @@ impl Engine for RingEngine {
 impl Drop for RingEngine {
     fn drop(&mut self) {
         // The threads did not come along into a forked child: there is nobody to wake or to join.
-        if self.owner_pid != std::process::id() {
+        if !self.origin.is_here() {
             return;
         }
         self.queue = None;

@@ -4,7 +4,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, unbounded};
-use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, Origin, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
@@ -93,7 +93,7 @@ impl Ticket {
 pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
-    owner_pid: u32,
+    origin: Origin,
 }
 
 struct Job {
@@ -156,7 +156,7 @@ impl Executor {
                 coordinator.run(job);
             }
         }));
-        Self { jobs: Some(jobs), threads, owner_pid: std::process::id() }
+        Self { jobs: Some(jobs), threads, origin: Origin::here() }
     }
 
     /// Starts reading `weights`, applying `updates` on the way. Waits first for whatever `pending` counts:
@@ -179,7 +179,7 @@ impl Executor {
 impl Drop for Executor {
     fn drop(&mut self) {
         // The threads did not come along into a forked child.
-        if self.owner_pid != std::process::id() {
+        if !self.origin.is_here() {
             return;
         }
         self.jobs = None;

@@ -4,7 +4,6 @@ use memascend_mem::{Lease, LeaseSlice};
 use memascend_store::Extent;
 
 use crate::kernels::{GRADIENT_BLOCK, GradientStats, add_bf16, add_f32, copy_bf16, copy_f32};
-use crate::staging::STAGING_RESERVE;
 use crate::{Dtype, Pending, Result, Staging};
 
 /// Names a gradient.
@@ -182,14 +181,9 @@ impl Gradients {
                 continue;
             }
             let part = part(index);
-            let (lease, add) = match &chunks[index] {
-                Chunk::Host(lease) => (Some(Arc::clone(lease)), accumulate),
-                _ => (self.staging.spare_chunk(STAGING_RESERVE)?, false),
-            };
-            let stays = lease.is_some();
-            let lease = match lease {
-                Some(lease) => lease,
-                None => self.staging.chunk()?,
+            let ((lease, stays), add) = match &chunks[index] {
+                Chunk::Host(lease) => ((Arc::clone(lease), true), accumulate),
+                _ => (self.staging.chunk_to_keep()?, false),
             };
             let target = LeaseSlice::new(Arc::clone(&lease), 0, part.len());
             // SAFETY: the record's lock is held; the lease is fresh or belongs to the record.

@@ -11,7 +11,7 @@ use crate::{OptimError, Pending, Result};
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
 /// Chunk buffers that data kept in host memory (gradients, activations) leaves to transfers under way.
-pub(crate) const STAGING_RESERVE: usize = 8;
+const STAGING_RESERVE: usize = 8;
 /// Chunks read ahead of the one being consumed.
 const READ_AHEAD: usize = 4;
 
@@ -43,8 +43,16 @@ impl Staging {
         &self.store
     }
 
-    /// A chunk if more than `reserve` are free: for data that may stay in host memory.
-    pub fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
+    /// A chunk for data that may stay in host memory, and whether it may: not when it was one of the last that are free.
+    pub(crate) fn chunk_to_keep(&self) -> Result<(Arc<Lease>, bool)> {
+        match self.spare_chunk(STAGING_RESERVE)? {
+            Some(chunk) => Ok((chunk, true)),
+            None => Ok((self.chunk()?, false)),
+        }
+    }
+
+    /// A chunk if more than `reserve` are free.
+    fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
         Ok(self.pool.try_lease_spare(self.chunk_bytes, reserve)?.map(Arc::new))
     }
 

@@ -1,9 +1,8 @@
 use std::sync::{Arc, Weak};
 
-use memascend_mem::{Lease, LeaseSlice};
+use memascend_mem::{Lease, LeaseSlice, Origin};
 use memascend_store::Extent;
 
-use crate::staging::STAGING_RESERVE;
 use crate::{OptimError, Pending, Result, Staging};
 
 /// Bytes put aside for a while: in spare staging buffers as far as there are any, the rest on the SSD. Dropping it
@@ -15,7 +14,7 @@ pub struct Stash {
     chunks: Vec<Option<Arc<Lease>>>,
     extent: Option<Extent>,
     pending: Arc<Pending>,
-    generation: u32,
+    origin: Origin,
 }
 
 impl Stash {
@@ -27,16 +26,11 @@ impl Stash {
             chunks: Vec::new(),
             extent: None,
             pending: Arc::default(),
-            generation: memascend_mem::fork_generation(),
+            origin: Origin::here(),
         };
         let chunk_bytes = staging.chunk_bytes();
         for (index, part) in source.chunks(chunk_bytes).enumerate() {
-            let spare = staging.spare_chunk(STAGING_RESERVE)?;
-            let stays = spare.is_some();
-            let chunk = match spare {
-                Some(chunk) => chunk,
-                None => staging.chunk()?,
-            };
+            let (chunk, stays) = staging.chunk_to_keep()?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
             // SAFETY: the lease is fresh and nobody else knows it.
             unsafe { buffer.as_mut_slice() }.copy_from_slice(part);
@@ -102,7 +96,7 @@ fn part_of(target: &mut [u8], index: usize, chunk_bytes: usize) -> &mut [u8] {
 impl Drop for Stash {
     fn drop(&mut self) {
         // The thread that would end the writes did not come along into a forked child.
-        if memascend_mem::fork_generation() != self.generation {
+        if !self.origin.is_here() {
             return;
         }
         // The extent may be reused only after its writes have ended.

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
-use memascend_mem::LeaseSlice;
+use memascend_mem::{LeaseSlice, Origin};
 use memascend_nvme::{
     BLOCK_BYTES, Completion, CountersSnapshot, Engine, EngineChoice, IoError, Operation, Request, Volume,
     open_engine,
@@ -48,7 +48,7 @@ pub struct Store {
     table: Mutex<Table>,
     notices: Vec<String>,
     keep: AtomicBool,
-    owner_pid: u32,
+    origin: Origin,
 }
 
 #[derive(Default)]
@@ -93,7 +93,7 @@ impl Store {
             table: Mutex::default(),
             notices: Vec::new(),
             keep: AtomicBool::new(false),
-            owner_pid: std::process::id(),
+            origin: Origin::here(),
         };
         let mut seen = Vec::new();
         for directory in directories {
@@ -322,7 +322,7 @@ impl Store {
 impl Drop for Store {
     fn drop(&mut self) {
         // The files belong to the process that made them, not to a forked DataLoader worker.
-        if self.owner_pid != std::process::id() {
+        if !self.origin.is_here() {
             return;
         }
         if !self.keep.load(Ordering::Acquire) {
