@@ -9,9 +9,10 @@ import sys
 import time
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from memascend import cli
 
@@ -21,30 +22,14 @@ BUDGET = "256MiB"
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A small Llama over bytes, in a Hugging Face directory without a tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        pad_token_id=257,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
 
 
 @pytest.fixture
 def room(tmp_path, model_dir):
     """A directory with a copy of the model, some text and a store; the arguments that use them."""
     shutil.copytree(model_dir, tmp_path / "model")
-    (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
+    shutil.copy(model_dir.parent / "text.txt", tmp_path)
     (tmp_path / "store").mkdir()
     return tmp_path
 

@@ -34,6 +34,7 @@ import memascend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 #: An embedding of VOCABULARY x WIDE is 524,288 elements: two chunks of an update, two of a spilled gradient.
 VOCABULARY = 2048
@@ -276,6 +277,34 @@ def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, tor
     differing = [name for name, value in expected.items() if not torch.equal(actual[name], value)]
     assert not differing, f"weights differ: {differing[:5]} ({len(differing)} in all)"
     assert all(actual[name].dtype == value.dtype for name, value in expected.items())
+
+
+#: Lines of text that a few steps can learn from.
+TEXT = "".join(f"{n} times {n} is {n * n}.\n" for n in range(300))
+
+
+def llama_directory(folder: Path, hidden: int, layers: int = 3, positions: int = 128) -> Path:
+    """Write a Llama over bytes, two or so times as wide inside, as a Hugging Face directory without a tokenizer.
+
+    Beside it, in text.txt, stands some text. Returns the directory, `folder / "llama"`.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=hidden,
+        intermediate_size=5 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        pad_token_id=257,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "llama")
+    (folder / "text.txt").write_text(TEXT)
+    return folder / "llama"
 
 
 def smallest_budget(model: nn.Module) -> int:

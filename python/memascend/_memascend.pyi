@@ -7,11 +7,16 @@ from typing import Any, final
 __all__ = [
     "Extent",
     "HostBuffer",
+    "KeptStore",
     "LeaseBuffer",
     "Runtime",
     "Stash",
     "Ticket",
+    "Transfers",
+    "Volume",
     "adamw_host",
+    "device_uuid",
+    "format_device",
     "gradient_stats",
     "return_large_blocks_to_system",
 ]
@@ -27,6 +32,10 @@ def adamw_host(
     scalars: tuple[float, float, float, float, float, int, float],
     threads: int,
 ) -> None: ...
+def device_uuid(path: str | PathLike[str]) -> str | None: ...
+def format_device(
+    path: str | PathLike[str], destroy: str | PathLike[str] | None = None
+) -> tuple[str, int, list[str]]: ...
 def gradient_stats(dtype: str, numel: int, gradient: int) -> tuple[float, bool]: ...
 def return_large_blocks_to_system() -> None: ...
 
@@ -77,6 +86,10 @@ class Runtime:
         *,
         engine: str = "auto",
         direct: bool = True,
+        rates: Sequence[float] = ...,
+        depth: int = 128,
+        io_poll: bool = False,
+        sq_poll: bool = False,
         allocator: str = "auto",
         huge_pages: bool = False,
         compute_threads: int = 1,
@@ -104,3 +117,40 @@ class Runtime:
     def write(self, extent: Extent, source: int, bytes: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def close(self, keep: bool) -> None: ...
+
+@final
+class Volume:
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        *,
+        buffer_bytes: int = 1048576,
+        buffer_count: int = 64,
+        engine: str = "auto",
+        direct: bool = True,
+        depth: int = 128,
+        io_poll: bool = False,
+        sq_poll: bool = False,
+        register: bool = True,
+    ) -> Volume: ...
+    def reserve(self, bytes: int) -> None: ...
+    def lease(self, bytes: int) -> LeaseBuffer | None: ...
+    def start(self, operation: str, offsets: Sequence[int], lease: LeaseBuffer, bytes: int) -> Transfers: ...
+    def measure(
+        self, *, read_percent: int, random: bool, request_bytes: int, depth: int, span_bytes: int, seconds: float
+    ) -> dict[str, Any]: ...
+    def flush(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+@final
+class Transfers:
+    def wait(self) -> None: ...
+
+@final
+class KeptStore:
+    def __new__(
+        cls, paths: Sequence[str | PathLike[str]], *, engine: str = "auto", direct: bool = True
+    ) -> KeptStore: ...
+    def tensors(self) -> list[tuple[str, int]]: ...
+    def read(self, name: str, target: int, bytes: int) -> None: ...

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return chosen.run(chosen)
     except KeyboardInterrupt as interrupt:
-        _tell("interrupted: the run is abandoned and nothing of it was kept")
+        _tell("interrupted: what was begun is abandoned and nothing of it was kept")
         return SIGNALLED + getattr(interrupt, "signal_number", 2)
     except Exception as error:  # the one place where errors become lines
         if os.environ.get("MEMASCEND_TRACEBACK") == "1":
@@ -170,6 +170,41 @@ def _plan(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(chosen: argparse.Namespace) -> int:
+    from memascend import drives
+    from memascend.report import bench_tail, bench_text
+
+    measurements = []
+    for place in chosen.places:
+        measured = drives.measure(
+            place,
+            size=chosen.size,
+            seconds=chosen.seconds,
+            engine=chosen.engine,
+            progress=lambda what, place=place: _tell(f"{place}: {what} ..."),
+        )
+        measurements.append(measured)
+        if not chosen.json:
+            print(bench_text(measured), flush=True)
+    where = None if chosen.no_remember else drives.remember(measurements)
+    if chosen.json:
+        print(json.dumps(measurements, indent=2))
+    else:
+        print(bench_tail(measurements, where))
+    return 0
+
+
+def _format(chosen: argparse.Namespace) -> int:
+    from memascend._memascend import format_device
+
+    uuid, data_bytes, destroyed = format_device(chosen.device, chosen.destroy)
+    for what in destroyed:
+        print(f"destroyed: {what}")
+    print(f"formatted {chosen.device}: UUID={uuid}, {data_bytes / 1e9:.1f} GB for data")
+    print(f"use it with --store {chosen.device}, or --store UUID={uuid}, which stays right when the name changes")
+    return 0
+
+
 def show_plans() -> None:
     """Have the host memory plan printed before anything is reserved."""
     logger = logging.getLogger("memascend")
@@ -205,6 +240,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(commands)
     _add_plan(commands)
+    _add_bench(commands)
+    _add_format(commands)
     _add_demo(commands)
     return parser
 
@@ -233,8 +270,8 @@ def _add_finetune(commands: Any) -> None:
         default="text",
         metavar="NAME",
     )
-    text = "a directory on an SSD; several times for several SSDs"
-    place("--store", text, type=Path, action="append", default=[], metavar="DIR")
+    text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
+    place("--store", text, type=Path, action="append", default=[], metavar="PLACE")
     place("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
     place("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
     place("--keep-store", "leave the store's files when done", action="store_true")
@@ -300,6 +337,42 @@ def _add_plan(commands: Any) -> None:
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
 
 
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure drives, and remember it, so that each gets the share of a store that it can take",
+        description="Measure what drives can do with memascend's engine. A directory gets a temporary file; on a raw\n"
+        "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_bench)
+    add = parser.add_argument
+    add("places", type=Path, nargs="+", metavar="DIR_OR_DEVICE", help="where a store is going to be")
+    text = "bytes to write and read there; more than the drive's cache tells the truth (default: %(default)s)"
+    add("--size", type=_size, default="1GiB", metavar="SIZE", help=text)
+    add("--seconds", type=_duration, default=2.0, metavar="X", help="for each workload (default: %(default)s)")
+    add("--engine", choices=("auto", "ring", "threads"), default="auto", help="default: %(default)s")
+    add("--no-remember", action="store_true", help="leave what was remembered as it is")
+    add("--json", action="store_true", help="a JSON list instead of tables")
+
+
+def _add_format(commands: Any) -> None:
+    parser = commands.add_parser(
+        "format",
+        help="prepare a raw block device for stores; everything on it is lost",
+        description="Write memascend's superblock to a block device. A device that is mounted, in use or partitioned,\n"
+        "or that holds a filesystem, RAID or another store, is refused.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_format)
+    add = parser.add_argument
+    add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
+    text = "DEVICE once more, when what is on it may be destroyed; one that is mounted or in use never is"
+    add("--destroy", type=Path, metavar="DEVICE", help=text)
+
+
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
@@ -351,6 +424,7 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
 _positive = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 _at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
 _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+_duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
 
 

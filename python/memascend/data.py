@@ -7,6 +7,7 @@ tokenised piece by piece into a second file, and batches are read from there. Or
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from memascend import CheckpointError, MemascendError
+from memascend.report import OutputError, writing
 
 PIECE_BYTES = 64 << 10  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
 SNIFF_BYTES = 8 << 10
@@ -129,8 +131,10 @@ class Documents:
         self.skipped_files = 0
         self._last: tuple[bytes, int] = (b"", 0)
         self._names_bytes = 0
-        self._names = open(scratch / "names", "wb+")  # noqa: SIM115 (closed by close)
-        self._records = open(scratch / "documents", "wb+")  # noqa: SIM115
+        self._scratch = scratch
+        with writing(scratch):
+            self._names = open(scratch / "names", "wb+")  # noqa: SIM115 (closed by close)
+            self._records = open(scratch / "documents", "wb+")  # noqa: SIM115
         self._count = 0
         try:
             for path in paths:
@@ -138,16 +142,17 @@ class Documents:
             if not self._count:
                 where = ", ".join(str(p) for p in paths)
                 raise DataError(f"no text in {where}: give text files, directories of them, or .jsonl files")
-            self._names.flush()
-            self._records.flush()
+            with writing(scratch):
+                self._names.flush()
+                self._records.flush()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the index files."""
-        self._names.close()
-        self._records.close()
+        _close(self._names)
+        _close(self._records)
 
     def __len__(self) -> int:
         return self._count
@@ -192,6 +197,8 @@ class Documents:
                 self._add_jsonl(path, named=named)
             else:
                 self._add_text(path)
+        except OutputError:
+            raise
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -240,11 +247,12 @@ class Documents:
 
     def _append(self, path: Path, *, is_jsonl: bool, offset: int, length: int) -> None:
         name = os.fsencode(path)
-        if name != self._last[0]:
-            self._last = (name, self._names_bytes)
-            self._names.write(name)
-            self._names_bytes += len(name)
-        self._records.write(self._RECORD.pack(self._last[1], len(name), is_jsonl, offset, length))
+        with writing(self._scratch):
+            if name != self._last[0]:
+                self._last = (name, self._names_bytes)
+                self._names.write(name)
+                self._names_bytes += len(name)
+            self._records.write(self._RECORD.pack(self._last[1], len(name), is_jsonl, offset, length))
         self._count += 1
 
 
@@ -267,7 +275,9 @@ class Blocks:
         self.seq_len = seq_len
         self._seed = seed
         self.tokens = 0
-        self._file = open(scratch / "tokens", "wb+")  # noqa: SIM115 (closed by close)
+        self._scratch = scratch
+        with writing(scratch):
+            self._file = open(scratch / "tokens", "wb+")  # noqa: SIM115 (closed by close)
         try:
             for position in range(len(documents)):
                 if tokens_max is not None and self.tokens >= tokens_max:
@@ -278,7 +288,8 @@ class Blocks:
                     self._write([tokenizer.end_of_document], vocab_size)
                 if progress is not None:
                     progress(position + 1, len(documents))
-            self._file.flush()
+            with writing(scratch):
+                self._file.flush()
         except BaseException:
             self.close()
             raise
@@ -292,7 +303,7 @@ class Blocks:
 
     def close(self) -> None:
         """Close the token file."""
-        self._file.close()
+        _close(self._file)
 
     def __len__(self) -> int:
         return self._count
@@ -320,7 +331,8 @@ class Blocks:
                 f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {vocab_size - 1}: "
                 "the tokenizer in MODEL_DIR belongs to another model"
             )
-        self._file.write(array("i", ids))
+        with writing(self._scratch):
+            self._file.write(array("i", ids))
         self.tokens += len(ids)
 
 
@@ -339,6 +351,12 @@ def _decoded_pieces(file: Any) -> Iterator[str]:
     held += decoder.decode(b"", final=True)
     if held:
         yield held
+
+
+def _close(file: Any) -> None:
+    """Close a scratch file. What it could not write was told before, and closing would only try it again."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from memascend import MemascendError
 from memascend.data import Blocks, Documents, Tokenizer
+from memascend.drives import cache_directory
 from memascend.finetune import Result, Settings, finetune
 from memascend.models import SMOLLM2
 from memascend.plan import format_size
@@ -81,7 +82,7 @@ def demo(
 
 def _model(kind: str) -> Path:
     """The demo's model directory in the user's cache, written there the first time."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memascend"
+    cache = cache_directory()
     model_dir = cache / ("random-llama-100M" if kind == "random" else kind)
     if not model_dir.is_dir():
         _say(f"writing {model_dir} (once) ...")

@@ -1,18 +1,36 @@
 """The exceptions of memascend. All derive from MemascendError; most also from the builtin they refine."""
 
+from os import PathLike, fspath
+
 
 class MemascendError(RuntimeError):
     """Root of every error that memascend raises on purpose."""
 
 
 class StoreError(MemascendError, OSError):
-    """The store's drive, directory or files failed; `errno` is set where the system gave one."""
+    """The store's drive, directory or files failed.
 
-    def __init__(self, errno: int | None, message: str) -> None:
-        """Keep the errno of the system beside a message that is already complete."""
+    `errno` is set where the system gave one, and what is known of the rest: `filename` (the file, directory or device),
+    `operation` ("read" or "write"), `offset` and `length` (bytes) of a transfer, and `hint`, what to do about it ("" if
+    nothing is known).
+    """
+
+    def __init__(
+        self,
+        errno: int | None,
+        message: str,
+        filename: str | PathLike[str] | None = None,
+        operation: str | None = None,
+        offset: int | None = None,
+        length: int | None = None,
+        hint: str = "",
+    ) -> None:
+        """Keep what is known beside a message that is already complete."""
         # Not super(): RuntimeError comes first and would leave `errno` unset.
         OSError.__init__(self, errno, message)
         self.message = message
+        self.filename = None if filename is None else fspath(filename)
+        self.operation, self.offset, self.length, self.hint = operation, offset, length, hint
 
     def __str__(self) -> str:
         """Return the message alone: it names the path and says what the system said."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch
 import memascend
 from memascend import MemascendError, report
 from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
+from memascend.interrupts import Interrupts
 from memascend.models import copy_side_files, limits, load_config, load_in_memory
 from memascend.plan import format_size
 from memascend.report import OutputError
@@ -34,15 +32,6 @@ TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one d
 
 class NonFiniteError(MemascendError):
     """The loss or the gradient norm became NaN or infinite."""
-
-
-class Abandoned(KeyboardInterrupt):
-    """The user gave up on the run: what is unfinished is removed."""
-
-    def __init__(self, signal_number: int) -> None:
-        """Remember which signal it was, for the exit code."""
-        super().__init__(signal_number)
-        self.signal_number = signal_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,39 +97,6 @@ class Result:
 Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
 
 
-class Interrupts:
-    """Ctrl-C and SIGTERM: in a `graceful` run the first one only asks it to end; the next one abandons it."""
-
-    def __init__(self) -> None:
-        """Nothing asked yet, and nothing to finish."""
-        self.asked: int | None = None
-        self.graceful = False
-        self.closing = False  # cleaning up: signals wait for no one, and nobody listens
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        """Take over the handlers; only a main thread may."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.closing:
-            return
-        if self.graceful and self.asked is None:
-            self.asked = number
-            # os.write: a handler may run inside a print of the code it interrupts
-            os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
-            return
-        raise Abandoned(number)
-
-
 def finetune(settings: Settings, watch: Watch | None = None) -> Result:
     """Run it: write settings.out and the metrics file, or raise an error that tells the user why."""
     with Interrupts() as interrupts, ExitStack() as cleanup:
@@ -158,10 +114,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
     work = cleanup.enter_context(_workspace(settings.out))
-    finished = work / "model"
-    finished.mkdir()
-    scratch = work / "scratch"
-    scratch.mkdir()
+    finished, scratch = work / "model", work / "scratch"
+    with report.writing(settings.out):
+        finished.mkdir()
+        scratch.mkdir()
     result = Result(baseline_rss_bytes=report.rss_bytes())
     report.reset_peak_rss()
 
@@ -180,13 +136,13 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
-    memascend.save_pretrained(model, finished)
-    copy_side_files(settings.model_dir, finished)
+    _save(model, settings, finished)
     result.signal_number = interrupts.asked
     result.peak_rss_bytes = report.peak_rss_bytes()
     metrics.write("end", **{name: value for name, value in asdict(result).items() if name != "losses"})
     metrics.close()
-    _put_in_place(finished, settings.out)
+    with report.writing(settings.out):
+        _put_in_place(finished, settings.out)
     return result
 
 
@@ -203,6 +159,18 @@ def _workspace(out: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
+    """Write the model with what belongs beside it."""
+    from safetensors import SafetensorError
+
+    try:
+        with report.writing(settings.out):
+            memascend.save_pretrained(model, finished)
+            copy_side_files(settings.model_dir, finished)
+    except SafetensorError as error:  # a model in memory saves itself, and this is how it says that it could not
+        raise OutputError(f"cannot write {settings.out}: {error}") from error
 
 
 def _put_in_place(finished: Path, out: Path) -> None:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
 from memascend.activations import InputStash, Recomputation
+from memascend.drives import store_options
 from memascend.errors import MemascendError
 from memascend.gradients import GradientCapture
 from memascend.plan import Plan, check_available, make_plan, parse_size
@@ -331,8 +332,10 @@ class Offload:
                 place.parameter.data = place.absent
             if model is not None:
                 self._replace(model, "forward", _closed)
-            self.streamer.release_all()
-            self.runtime.close(keep=self.keep_store)
+            try:
+                self.streamer.release_all()
+            finally:
+                self.runtime.close(keep=self.keep_store)
 
 
 def _stale(what: str) -> str:
@@ -365,6 +368,9 @@ def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runt
     check_available(plan)
     return_large_blocks_to_system()
     paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
+    measured, note = store_options(paths)
+    if note:
+        _log.info("%s", note)
     return Runtime(
         paths,
         [(line.consumer, line.nbytes, line.count) for line in plan.units],
@@ -373,7 +379,7 @@ def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runt
         plan.staging.count + plan.kept.count,
         plan.chunk_elements,
         plan.slots.count,
-        **options,
+        **{**measured, **options},
     )
 
 
@@ -403,12 +409,15 @@ def offload(
 
     Args:
         model: parameters in bfloat16 or float32, on the CPU. Tied parameters stay tied.
-        store: a directory, or several on different drives over which the bytes are striped.
+        store: a directory or a raw block device formatted by `memascend format` (its path or "UUID=..."), or several on
+            different drives, over which the bytes are striped: evenly, or as `memascend bench` has measured them.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         recompute: compute the activations of the repeated layers again in the backward pass.
         keep_store: leave the store's files in place on close.
-        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `allocator` ("auto", "cuda", "registered",
-            "locked", "pageable"), `huge_pages` (bool), `compute_threads` (int).
+        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each place, which
+            decide on its share), `depth` (transfers in flight on each), `io_poll`, `sq_poll` (bool, see `memascend
+            bench`), `allocator` ("auto", "cuda", "registered", "locked", "pageable"), `huge_pages` (bool),
+            `compute_threads` (int).
 
     Raises:
         BudgetError: `host_memory` is too small; the message and `smallest_bytes` say what would do.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +23,19 @@ SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
 
 class OutputError(MemascendError, OSError):
     """The output cannot be written where it was asked for."""
+
+
+@contextlib.contextmanager
+def writing(what: str | Path) -> Iterator[None]:
+    """Have an error of the system name `what` was being written: of an open file it names nothing."""
+    try:
+        yield
+    except MemascendError:  # it says what it is about; some are errors of the system too
+        raise
+    except OSError as error:
+        where = f": {error.filename}" if error.filename and str(error.filename) != str(what) else ""
+        hint = " (this process may write no larger files: see `ulimit -f`)" if error.errno == errno.EFBIG else ""
+        raise OutputError(f"cannot write {what}: {error.strerror or error}{where}{hint}") from error
 
 
 def _status_bytes(field: str) -> int:
@@ -81,12 +96,15 @@ class Metrics:
 
     def write(self, record: str, **fields: Any) -> None:
         """Append one record, at once visible to a reader."""
-        self._file.write(json.dumps({"record": record, **fields}) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps({"record": record, **fields}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        # Every record was flushed; one that could not be was told then, and closing would only try it again.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class Progress:
@@ -171,3 +189,45 @@ def step_text(step: dict[str, Any]) -> str:
         parts.append(f"SSD {read:.2f} GB/s read, {written:.2f} written")
         parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
     return "  ".join(parts)
+
+
+def bench_text(measured: dict[str, Any]) -> str:
+    """Return what `memascend.drives.measure` found, as a table."""
+    direct = "direct I/O" if measured["direct_io"] else "buffered I/O: the page cache is measured too"
+    lines = [
+        f"{measured['place']}: {measured['engine']} ({', '.join(measured['features'])}), {direct}, "
+        f"blocks of {measured['block_bytes']} bytes, requests cut at {format_size(measured['part_bytes'])}",
+        f"  {'':<24}{'MB/s':>9}{'requests/s':>12}{'p50 ms':>9}{'p99 ms':>9}{'max ms':>9}{'CPU s/GiB':>11}",
+    ]
+    titles = {
+        "write": "write, 1 MiB",
+        "read": "read, 1 MiB",
+        "mix": "55 % reads, 1 MiB",
+        "random_read": "random read, 4 KiB",
+    }
+    for name, title in titles.items():
+        found = measured["workloads"][name]
+        times = "".join(f"{found[f'latency_{part}'] * 1e3:>9.2f}" for part in ("p50", "p99", "max"))
+        lines.append(
+            f"  {title:<24}{found['bytes_per_second'] / 1e6:>9.0f}{found['requests_per_second']:>12.0f}{times}"
+            f"{found['cpu_seconds_per_gib']:>11.3f}"
+        )
+    for option, gain in measured["polling"].items():
+        verdict = "used from now on" if option in measured["worth_it"] else "not worth a processor"
+        gains = f"{gain['mix'] - 1:+.0%} of the mix, {gain['random_read'] - 1:+.0%} random reads"
+        lines.append(f"  with {option}: {gains}: {verdict}")
+    lines.extend(f"  note: {notice}" for notice in measured["notices"])
+    return "\n".join(lines)
+
+
+def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -> str:
+    """Return what follows from measurements of several drives, and where they are kept."""
+    lines = []
+    if len(measurements) > 1:
+        rates = [measured["workloads"]["mix"]["bytes_per_second"] for measured in measurements]
+        shares = (
+            f"{measured['place']} {rate / sum(rates):.0%}" for measured, rate in zip(measurements, rates, strict=True)
+        )
+        lines.append(f"a store on all of these gives them: {', '.join(shares)}")
+    lines.append("not remembered" if remembered_in is None else f"remembered in {remembered_in}")
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemascendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,10 +51,13 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         """Open `path` and read its header.
 
-        Raises CheckpointError if the file is truncated or not a safetensors file.
+        Raises CheckpointError if the file cannot be read, is truncated or is not a safetensors file.
         """
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
             self.entries = self._read_header()
         except BaseException:
@@ -129,7 +132,10 @@ class SafetensorsReader:
     def _read(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.path} at byte {offset + done}: {error.strerror}") from error
             if count == 0:
                 raise CheckpointError(f"{self.path} ended early at byte {offset + done}: it changed while it was read")
             done += count
@@ -182,8 +188,10 @@ def write_safetensors(
         finally:
             os.close(fd)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, MemascendError) and error.filename is None:
+            error.filename = str(path)  # of an open file the system names nothing
         raise
 
 

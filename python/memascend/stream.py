@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -309,7 +309,11 @@ class Streamer:
             self._settle(residency)
 
     def release_all(self) -> None:
-        """Let go of every buffer that nobody uses."""
+        """Let go of every buffer that nobody uses, on the way to closing."""
         for residency in self.residencies.values():
             if not residency.users:
-                self._drop(residency)
+                # A fetch that failed was one of weights that nobody will ask for any more. What is to be kept was
+                # flushed before, which tells of it.
+                with suppress(MemascendError):
+                    self._drop(residency)
+                residency.storage = None

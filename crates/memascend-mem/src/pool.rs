@@ -236,6 +236,18 @@ impl Pool {
         self.take(&mut state, class, bytes)
     }
 
+    /// How many buffers would serve requests of `bytes` bytes now.
+    pub fn free_buffers(&self, bytes: usize) -> usize {
+        let state = self.arena.lock();
+        let class = self.classes.clone().find(|class| state.classes[*class].bytes >= bytes);
+        class.map_or(0, |class| state.classes[class].free.len())
+    }
+
+    /// The whole arena that this pool is a part of: its first byte and its length.
+    pub fn arena(&self) -> (NonNull<u8>, usize) {
+        (self.arena.block.address(), self.arena.block.bytes())
+    }
+
     /// Counters so far.
     pub fn counters(&self) -> PoolCounters {
         self.arena.lock().counters[self.index]

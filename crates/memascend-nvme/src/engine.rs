@@ -1,13 +1,14 @@
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_mem::LeaseSlice;
+use memascend_mem::{LeaseSlice, Pool};
 
-use crate::{IoError, Result, RingEngine, ThreadsEngine, VolumeFile};
+use crate::{
+    CountersSnapshot, Faults, IoError, Result, RingEngine, SimDisk, SimEngine, ThreadsEngine, VolumeFile,
+};
 
 /// Which way bytes move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// From the volume into the buffer.
     Read,
@@ -40,11 +41,9 @@ pub(crate) fn run_callback(on_complete: OnComplete, completion: Completion) {
 pub struct Request {
     /// Read or write.
     pub operation: Operation,
-    /// Where.
-    pub file: Arc<VolumeFile>,
-    /// Byte offset, a multiple of [`BLOCK_BYTES`](crate::BLOCK_BYTES).
+    /// Byte offset in the volume's data, a multiple of its alignment.
     pub offset: u64,
-    /// The buffer; its length, a multiple of the block and not zero, is the length of the transfer.
+    /// The buffer; its length, a multiple of the alignment and not zero, is the length of the transfer.
     pub buffer: LeaseSlice,
     /// Called exactly once.
     pub on_complete: OnComplete,
@@ -58,7 +57,7 @@ pub struct Completion {
     pub result: Result<()>,
 }
 
-/// Moves bytes between leases and volumes.
+/// Moves bytes between leases and one volume.
 pub trait Engine: Send + Sync {
     /// `ring`, `threads`, `sim` or `null`.
     fn name(&self) -> &'static str;
@@ -66,53 +65,25 @@ pub trait Engine: Send + Sync {
     /// Queues a request. Requests may complete in any order; whoever needs an order waits for completions.
     fn submit(&self, request: Request);
 
+    /// Waits until the writes that have completed are on the medium.
+    fn flush(&self) -> Result<()>;
+
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
 
-    /// Whether bytes reach the volumes, so that room on them has to be found.
+    /// Which optional features of the system are in use, and of those asked for, which were refused and why.
+    fn features(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Makes an arena known whose buffers will be transferred often; it lives until the engine is gone. Waits for the
+    /// engine's thread: not to be called by a completion.
+    fn register(&self, _pool: &Pool) {}
+
+    /// Whether bytes reach the volume's own file, so that room in it has to be found.
     fn needs_room(&self) -> bool {
         true
     }
-}
-
-/// Counts of completed transfers, shared by an engine and its threads.
-#[derive(Debug, Default)]
-pub struct Counters {
-    bytes_read: AtomicU64,
-    bytes_written: AtomicU64,
-    requests: AtomicU64,
-}
-
-impl Counters {
-    /// Adds one completed transfer.
-    pub fn add(&self, operation: Operation, bytes: usize) {
-        let counter = match operation {
-            Operation::Read => &self.bytes_read,
-            Operation::Write => &self.bytes_written,
-        };
-        counter.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.requests.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// The values now.
-    pub fn snapshot(&self) -> CountersSnapshot {
-        CountersSnapshot {
-            bytes_read: self.bytes_read.load(Ordering::Relaxed),
-            bytes_written: self.bytes_written.load(Ordering::Relaxed),
-            requests: self.requests.load(Ordering::Relaxed),
-        }
-    }
-}
-
-/// Values of [`Counters`] at one moment.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CountersSnapshot {
-    /// Bytes read by completed requests.
-    pub bytes_read: u64,
-    /// Bytes written by completed requests.
-    pub bytes_written: u64,
-    /// Completed requests.
-    pub requests: u64,
 }
 
 /// Which engine to open.
@@ -127,21 +98,56 @@ pub enum EngineChoice {
     Threads,
     /// Nothing is moved: for replaying schedules, never for training.
     Null,
+    /// A disk in memory with faults, for tests.
+    Sim(Faults),
 }
 
-/// Opens an engine; the second value says why io_uring was not used when it was wanted and refused.
-pub fn open_engine(choice: EngineChoice) -> Result<(Arc<dyn Engine>, Option<String>)> {
-    match choice {
-        EngineChoice::Threads => Ok((Arc::new(ThreadsEngine::new(ThreadsEngine::DEFAULT_THREADS)), None)),
-        EngineChoice::Null => Ok((Arc::new(ThreadsEngine::null()), None)),
-        EngineChoice::Ring => Ok((Arc::new(RingEngine::new()?), None)),
-        EngineChoice::Auto => match RingEngine::new() {
-            Ok(engine) => Ok((Arc::new(engine), None)),
-            Err(error @ IoError::RingUnavailable { .. }) => {
-                let notice = format!("{error}; using {} I/O threads instead", ThreadsEngine::DEFAULT_THREADS);
-                Ok((Arc::new(ThreadsEngine::new(ThreadsEngine::DEFAULT_THREADS)), Some(notice)))
-            }
-            Err(error) => Err(error),
-        },
+/// How to open an engine.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineOptions {
+    /// Which.
+    pub choice: EngineChoice,
+    /// The most transfers in flight at once.
+    pub depth: usize,
+    /// Poll the device for completions instead of taking interrupts: a little faster on NVMe drives with poll queues,
+    /// at the price of a busy thread. Only `ring`.
+    pub io_poll: bool,
+    /// Have a kernel thread look for submissions: no system call to submit, at the price of that thread. Only `ring`.
+    pub sq_poll: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { choice: EngineChoice::Auto, depth: 128, io_poll: false, sq_poll: false }
     }
+}
+
+/// An engine, and why it is not the one that was wanted most.
+pub struct OpenedEngine {
+    /// The engine.
+    pub engine: Arc<dyn Engine>,
+    /// What the user should know.
+    pub notice: Option<String>,
+}
+
+/// Opens an engine for a volume.
+pub fn open_engine(file: &Arc<VolumeFile>, options: EngineOptions) -> Result<OpenedEngine> {
+    let mut notice = None;
+    let threads = || Arc::new(ThreadsEngine::new(file, ThreadsEngine::DEFAULT_THREADS));
+    let engine: Arc<dyn Engine> = match options.choice {
+        EngineChoice::Threads => threads(),
+        EngineChoice::Null => Arc::new(ThreadsEngine::null(file)),
+        EngineChoice::Sim(faults) => Arc::new(SimEngine::running(file, SimDisk::new(faults))),
+        EngineChoice::Ring => Arc::new(RingEngine::new(file, options)?),
+        EngineChoice::Auto => match RingEngine::new(file, options) {
+            Ok(engine) => Arc::new(engine),
+            Err(error @ IoError::RingUnavailable { .. }) => {
+                notice =
+                    Some(format!("{error}; using {} I/O threads instead", ThreadsEngine::DEFAULT_THREADS));
+                threads()
+            }
+            Err(error) => return Err(error),
+        },
+    };
+    Ok(OpenedEngine { engine, notice })
 }

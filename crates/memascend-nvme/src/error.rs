@@ -1,28 +1,33 @@
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use crate::Operation;
+use crate::{DeviceError, Operation};
 
-/// Errors of the I/O engines.
+/// Errors of the I/O engines and volumes.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IoError {
     /// A transfer failed.
-    #[error("{operation} of {bytes} bytes at offset {offset} of {path} failed: {source}{}", hint(source))]
+    #[error(
+        "{operation} of {bytes} bytes at offset {offset} of {path} failed: {source}{}",
+        in_parentheses(hint)
+    )]
     Transfer {
         /// Read or write.
         operation: Operation,
         /// The volume's file or device.
         path: PathBuf,
-        /// Byte offset of the request.
+        /// Byte offset of the request, from the beginning of the file or device.
         offset: u64,
         /// Length of the request.
         bytes: usize,
         /// What the operating system said.
         source: io::Error,
+        /// What to do about it; empty where nothing is known.
+        hint: &'static str,
     },
     /// A file operation other than a transfer failed.
-    #[error("cannot {action} {path}: {source}{}", hint(source))]
+    #[error("cannot {action} {path}: {source}{}", in_parentheses(errno_hint(source)))]
     File {
         /// What was tried: `open`, `create`, `preallocate`, `sync`.
         action: &'static str,
@@ -31,21 +36,58 @@ pub enum IoError {
         /// What the operating system said.
         source: io::Error,
     },
-    /// The directory's filesystem has not the room.
+    /// The directory's filesystem or the device has not the room.
     #[error(
         "not enough space in {path}: {needed_bytes} bytes needed, {free_bytes} free; \
-         free some space or add a second --store directory on another drive"
+         free some space or add a second --store on another drive"
     )]
     NoSpace {
-        /// The directory.
+        /// The directory or device.
         path: PathBuf,
         /// Bytes to be preallocated.
         needed_bytes: u64,
         /// Bytes free for this user.
         free_bytes: u64,
     },
+    /// The directory is locked by a running process.
+    #[error(
+        "store directory {path} is in use by process {owner}; wait for it to end or choose another directory"
+    )]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+        /// Process id of the holder as written in the lock file, or `unknown`.
+        owner: String,
+    },
+    /// The directory could not be prepared.
+    #[error("cannot {action} {path}: {source}{}", in_parentheses(directory_hint(source)))]
+    Directory {
+        /// What was tried.
+        action: &'static str,
+        /// The directory or file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// A raw block device could not be used.
+    #[error(transparent)]
+    Device(Box<DeviceError>),
+    /// The volume holds a store that somebody asked to keep.
+    #[error("{path} holds a store that was kept (keep_store); {remedy}, or choose another place")]
+    Kept {
+        /// The directory or device.
+        path: PathBuf,
+        /// How to get rid of it.
+        remedy: String,
+    },
+    /// Nothing was kept where a kept store was to be opened.
+    #[error("{path} holds no store that was kept (keep_store, --keep-store)")]
+    NotKept {
+        /// The directory or device.
+        path: PathBuf,
+    },
     /// io_uring cannot be used here.
-    #[error("io_uring is not available: {source}")]
+    #[error("io_uring is not available: {source}{}", in_parentheses(ring_hint(source)))]
     RingUnavailable {
         /// What the operating system said.
         source: io::Error,
@@ -55,6 +97,12 @@ pub enum IoError {
     Closed,
 }
 
+impl From<DeviceError> for IoError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(Box::new(error))
+    }
+}
+
 impl IoError {
     /// The errno behind the error, where there is one.
     pub fn errno(&self) -> Option<i32> {
@@ -62,18 +110,80 @@ impl IoError {
             Self::Transfer { source, .. } | Self::File { source, .. } | Self::RingUnavailable { source } => {
                 source.raw_os_error()
             }
+            Self::Directory { source, .. } => source.raw_os_error(),
+            Self::Device(error) => error.errno(),
             Self::NoSpace { .. } => Some(libc::ENOSPC),
+            Self::InUse { .. } => Some(libc::EBUSY),
+            Self::Kept { .. } => Some(libc::EEXIST),
+            Self::NotKept { .. } => Some(libc::ENOENT),
             Self::Closed => None,
+        }
+    }
+
+    /// The file, directory or device, where the error is of one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Transfer { path, .. }
+            | Self::File { path, .. }
+            | Self::Directory { path, .. }
+            | Self::InUse { path, .. }
+            | Self::Kept { path, .. }
+            | Self::NotKept { path }
+            | Self::NoSpace { path, .. } => Some(path),
+            Self::Device(error) => error.path(),
+            Self::RingUnavailable { .. } | Self::Closed => None,
+        }
+    }
+
+    /// What to do about it; empty where nothing is known.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Transfer { hint, .. } => hint,
+            Self::File { source, .. } => errno_hint(source),
+            Self::Directory { source, .. } => directory_hint(source),
+            Self::RingUnavailable { source } => ring_hint(source),
+            Self::NoSpace { .. } => "free some space or add a second --store on another drive",
+            _ => "",
         }
     }
 }
 
-fn hint(source: &io::Error) -> &'static str {
+fn in_parentheses(hint: &str) -> String {
+    if hint.is_empty() { String::new() } else { format!(" ({hint})") }
+}
+
+fn directory_hint(source: &io::Error) -> &'static str {
     match source.raw_os_error() {
-        Some(libc::ENOSPC) => " (the filesystem is full: free some space)",
-        Some(libc::EIO) => " (the drive reports a hardware error: check dmesg and the drive's health)",
-        Some(libc::EACCES | libc::EPERM) => " (check the directory's owner and permissions)",
-        Some(libc::EROFS) => " (the filesystem is mounted read-only)",
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS | libc::EIO) => errno_hint(source),
+        _ => "a store needs a directory that you may write to, or a formatted device",
+    }
+}
+
+/// Remedies for what a file or a drive may answer.
+pub(crate) fn errno_hint(source: &io::Error) -> &'static str {
+    match source.raw_os_error() {
+        Some(libc::ENOSPC) => "the filesystem is full: free some space",
+        Some(libc::EDQUOT) => "the disk quota is used up: free some space or raise the quota",
+        Some(libc::EFBIG) => {
+            "larger than a file may be here: raise the limit with `ulimit -f`, or use a filesystem that holds larger files"
+        }
+        Some(libc::EIO) => "the drive reports an error: check dmesg and the drive's health",
+        Some(libc::ENODEV | libc::ENXIO) => "the drive is gone: check its connection and dmesg",
+        Some(libc::EINVAL) => "the file or device refuses transfers of this alignment",
+        Some(libc::EACCES | libc::EPERM) => "check the owner and the permissions",
+        Some(libc::EROFS) => "the filesystem is mounted read-only",
+        Some(libc::EBADF | libc::ESTALE) => "the file was closed or replaced underneath",
+        _ => "",
+    }
+}
+
+fn ring_hint(source: &io::Error) -> &'static str {
+    match source.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            "the sysctl kernel.io_uring_disabled or a seccomp profile such as Docker's forbids it"
+        }
+        Some(libc::ENOSYS) => "the kernel does not have it",
+        Some(libc::ENOMEM) => "RLIMIT_MEMLOCK is too low: raise `ulimit -l`",
         _ => "",
     }
 }

@@ -1,34 +1,42 @@
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
-use io_uring::{IoUring, opcode, squeue, types};
-use memascend_mem::Origin;
+use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
+use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squeue, types};
+use memascend_mem::{Origin, Pool};
 
-use crate::engine::run_callback;
-use crate::threads::resumable;
-use crate::{Completion, Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result};
+use crate::schedule::Schedule;
+use crate::{
+    Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
+};
 
-/// Submission queue entries: transfers in flight at once.
-const DEPTH: u32 = 64;
-/// Largest single transfer. Larger requests are split so that small ones are not stuck behind them.
-const PART_BYTES: usize = 1 << 20;
-/// How often a part is retried when the kernel says try again.
-const RETRIES: u32 = 1000;
+/// The most bytes in flight: more would only make small requests wait longer in the drive.
+const BYTES_IN_FLIGHT: usize = 32 << 20;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
+/// The kernel takes no larger registered buffer.
+const REGISTERED_BYTES_MAX: usize = 1 << 30;
+/// How long the kernel's submission thread looks for more before it sleeps, in milliseconds.
+const SQ_POLL_IDLE_MS: u32 = 2;
 
-/// io_uring: one ring owned by one thread, which keeps the queue full across requests.
+/// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across requests.
 pub struct RingEngine {
-    queue: Option<Sender<Request>>,
+    queue: Option<Sender<Message>>,
     wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
+    file: Arc<VolumeFile>,
     counters: Arc<Counters>,
+    features: Arc<Mutex<Vec<String>>>,
     origin: Origin,
+}
+
+enum Message {
+    Request(Request, Instant),
+    Register(Pool, Sender<()>),
 }
 
 /// Wakes the ring's thread when it sleeps in the kernel.
@@ -38,6 +46,16 @@ struct Wake {
 }
 
 impl Wake {
+    fn new() -> io::Result<Self> {
+        // SAFETY: eventfd takes no pointers.
+        let event = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if event < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor was just made and nobody else owns it.
+        Ok(Self { event: unsafe { OwnedFd::from_raw_fd(event) }, sleeping: AtomicBool::new(false) })
+    }
+
     fn notify(&self) {
         // SeqCst pairs with the ring thread's store-then-check: either it sees the new request or we see it sleeping.
         if self.sleeping.swap(false, Ordering::SeqCst) {
@@ -50,51 +68,77 @@ impl Wake {
         // SAFETY: eight bytes are read from a live u64.
         unsafe { libc::write(self.event.as_raw_fd(), (&raw const one).cast(), 8) };
     }
+
+    /// Sleeps until somebody rings.
+    fn wait(&self) {
+        let mut word = 0_u64;
+        // SAFETY: eight bytes are written to a live u64.
+        unsafe { libc::read(self.event.as_raw_fd(), (&raw mut word).cast(), 8) };
+    }
 }
 
 impl RingEngine {
-    /// Sets up the ring and starts its thread.
+    /// Sets up the ring and starts its thread. What the kernel does not know of the features that make it faster is
+    /// left out; [`Engine::features`] tells what is in use.
     ///
     /// # Errors
     /// [`IoError::RingUnavailable`] where the system refuses io_uring (an old kernel, the sysctl
     /// `kernel.io_uring_disabled`, Docker's seccomp profile).
-    pub fn new() -> Result<Self> {
+    pub fn new(file: &Arc<VolumeFile>, options: EngineOptions) -> Result<Self> {
         let unavailable = |source| IoError::RingUnavailable { source };
-        let modern =
-            IoUring::builder().setup_single_issuer().setup_coop_taskrun().setup_r_disabled().build(DEPTH);
-        // Kernels before 6.0 know neither single issuer nor cooperative task work.
-        let ring =
-            modern.or_else(|_| IoUring::builder().setup_r_disabled().build(DEPTH)).map_err(unavailable)?;
-        // SAFETY: eventfd takes no pointers.
-        let event = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if event < 0 {
-            return Err(unavailable(io::Error::last_os_error()));
-        }
-        // SAFETY: the descriptor was just made and nobody else owns it.
-        let event = unsafe { OwnedFd::from_raw_fd(event) };
-        let wake = Arc::new(Wake { event, sleeping: AtomicBool::new(false) });
+        let built = build(file, options).map_err(unavailable)?;
+        let wake = Arc::new(Wake::new().map_err(unavailable)?);
         let counters = Arc::new(Counters::default());
-        let (queue, requests) = unbounded();
+        let features = Arc::new(Mutex::new(Vec::new()));
+        let (queue, messages) = unbounded();
+        let (ready, started) = bounded(1);
         let driver = Driver {
-            requests,
+            messages,
             wake: Arc::clone(&wake),
             counters: Arc::clone(&counters),
+            schedule: Schedule::new(file),
+            file: Arc::clone(file),
+            features: Arc::clone(&features),
+            depth: options.depth.max(1),
+            polls: built.polls,
             open: true,
-            jobs: Slab::default(),
-            parts: Slab::default(),
-            waiting: VecDeque::new(),
+            in_flight: 0,
+            bytes_in_flight: 0,
             wake_word: Box::default(),
             wake_armed: false,
+            fixed_file: false,
+            arena: None,
         };
         let thread = std::thread::Builder::new()
             .name("memascend-ring".into())
-            .spawn(move || {
-                // A single-issuer ring belongs to the thread that enables it.
-                ring.submitter().register_enable_rings().expect("a disabled ring can be enabled once");
-                driver.run(ring);
-            })
+            .spawn(move || driver.start(built, &ready))
             .map_err(unavailable)?;
-        Ok(Self { queue: Some(queue), wake, thread: Some(thread), counters, origin: Origin::here() })
+        // The ring belongs to the thread that enables it, so the thread alone can tell.
+        started.recv().unwrap_or_else(|_| Err(io::Error::other("its thread ended"))).map_err(unavailable)?;
+        Ok(Self {
+            queue: Some(queue),
+            wake,
+            thread: Some(thread),
+            file: Arc::clone(file),
+            counters,
+            features,
+            origin: Origin::here(),
+        })
+    }
+
+    fn send(&self, message: Message) {
+        let queue = self.queue.as_ref().expect("the queue lives until drop");
+        match queue.send(message) {
+            Ok(()) => self.wake.notify(),
+            Err(refused) => {
+                // The thread is gone, which takes a bug: the request still ends.
+                if let Message::Request(request, started) = refused.0 {
+                    let Request { operation, buffer, on_complete, .. } = request;
+                    self.counters.ended(operation, buffer.bytes(), started, false);
+                    on_complete(crate::Completion { buffer, result: Err(IoError::Closed) });
+                }
+            }
+        }
     }
 }
 
@@ -104,18 +148,28 @@ impl Engine for RingEngine {
     }
 
     fn submit(&self, request: Request) {
-        let queue = self.queue.as_ref().expect("the queue lives until drop");
-        match queue.send(request) {
-            Ok(()) => self.wake.notify(),
-            Err(refused) => {
-                let Request { buffer, on_complete, .. } = refused.0;
-                on_complete(Completion { buffer, result: Err(IoError::Closed) });
-            }
-        }
+        let now = Instant::now();
+        self.counters.started(now);
+        self.send(Message::Request(request, now));
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.file.sync()
     }
 
     fn counters(&self) -> CountersSnapshot {
         self.counters.snapshot()
+    }
+
+    fn features(&self) -> Vec<String> {
+        self.features.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn register(&self, pool: &Pool) {
+        let (told, heard) = bounded(1);
+        self.send(Message::Register(pool.clone(), told));
+        // Nobody is left to tell where the thread has ended.
+        let _ = heard.recv();
     }
 }
 
@@ -136,104 +190,210 @@ impl Drop for RingEngine {
     }
 }
 
-/// A request being transferred.
-struct Job {
-    request: Request,
-    parts_left: usize,
-    error: Option<io::Error>,
+/// A ring that is not enabled yet.
+struct Built {
+    ring: IoUring,
+    features: Vec<String>,
+    /// Completions are polled for, so that nothing but direct transfers may be submitted.
+    polls: bool,
 }
 
-/// One submission: a piece of a job.
-struct Part {
-    job: usize,
-    start: usize,
-    bytes: usize,
-    retries: u32,
+/// The ring with as many features as the kernel has. Those asked for that it refuses are named among the features.
+fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
+    let mut refused = Vec::new();
+    let mut wanted = options;
+    if wanted.io_poll
+        && let Err(error) = probe_io_poll(file)
+    {
+        wanted.io_poll = false;
+        refused.push(format!("no io_poll: {error}"));
+    }
+    let set_up = |sq_poll: bool, single_issuer: bool, deferred: bool| {
+        let mut builder = IoUring::builder();
+        builder.dontfork().setup_r_disabled().setup_clamp();
+        if wanted.io_poll {
+            builder.setup_iopoll();
+        }
+        if sq_poll {
+            builder.setup_sqpoll(SQ_POLL_IDLE_MS);
+        } else if deferred {
+            builder.setup_defer_taskrun();
+        } else if single_issuer {
+            builder.setup_coop_taskrun();
+        }
+        if single_issuer {
+            builder.setup_single_issuer();
+        }
+        builder.build(u32::try_from(options.depth + 1).unwrap_or(u32::MAX).next_power_of_two())
+    };
+    let mut attempts = Vec::new();
+    if wanted.sq_poll {
+        attempts.extend([(true, true, false), (true, false, false)]);
+    }
+    // Deferred task work is of Linux 6.1, a single issuer of 6.0.
+    attempts.extend([(false, true, true), (false, true, false), (false, false, false)]);
+    let mut last = None;
+    for (sq_poll, single_issuer, deferred) in attempts {
+        match set_up(sq_poll, single_issuer, deferred) {
+            Ok(ring) => {
+                if wanted.sq_poll && !sq_poll {
+                    refused.push("no sq_poll: the kernel refuses it".to_owned());
+                }
+                let used = [
+                    (wanted.io_poll, "io_poll"),
+                    (sq_poll, "sq_poll"),
+                    (single_issuer, "single_issuer"),
+                    (deferred, "defer_taskrun"),
+                ];
+                let used = used.iter().filter(|(used, _)| *used).map(|(_, name)| (*name).to_owned());
+                let features = used.chain(refused).collect();
+                return Ok(Built { ring, features, polls: wanted.io_poll });
+            }
+            Err(error) => last = Some(error),
+        }
+    }
+    Err(last.expect("something was tried"))
+}
+
+/// Whether the device has queues to poll and answers polled reads: a block of the volume is read through a ring of its own.
+fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
+    if !file.polls() {
+        // A file that is empty yet would not tell.
+        return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+    }
+    let block = memascend_mem::PAGE_BYTES;
+    let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;
+    let pool = Pool::new(
+        &memascend_mem::PageableAllocator,
+        &[memascend_mem::SizeClass { consumer: "probe".into(), bytes: block, count: 1 }],
+    )
+    .map_err(io::Error::other)?;
+    let lease = pool.try_lease(block).map_err(io::Error::other)?.expect("a fresh pool has a buffer");
+    let read = opcode::Read::new(types::Fd(file.fd()), lease.address().as_ptr(), block as u32)
+        .offset(file.position(0))
+        .build();
+    // SAFETY: the lease outlives the read, which is waited for below.
+    unsafe { ring.submission().push(&read) }.map_err(|_| io::Error::other("the queue is full"))?;
+    ring.submit_and_wait(1)?;
+    match ring.completion().next().map(|entry: io_uring::cqueue::Entry| entry.result()) {
+        Some(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+        _ => Ok(()),
+    }
 }
 
 struct Driver {
-    requests: Receiver<Request>,
+    messages: Receiver<Message>,
     wake: Arc<Wake>,
     counters: Arc<Counters>,
+    file: Arc<VolumeFile>,
+    features: Arc<Mutex<Vec<String>>>,
+    schedule: Schedule,
+    depth: usize,
+    polls: bool,
     open: bool,
-    jobs: Slab<Job>,
-    parts: Slab<Part>,
-    /// Parts not yet submitted, oldest first.
-    waiting: VecDeque<usize>,
+    in_flight: usize,
+    bytes_in_flight: usize,
     wake_word: Box<u64>,
     wake_armed: bool,
+    fixed_file: bool,
+    arena: Option<Arena>,
+}
+
+/// The registered arena: held, so that no other memory can come to lie at its addresses while the kernel knows them.
+struct Arena {
+    _pool: Pool,
+    start: usize,
+    bytes: usize,
+}
+
+impl Arena {
+    /// The number of the registered buffer that holds the whole range, if one does.
+    fn buffer_of(&self, address: usize, bytes: usize) -> Option<u16> {
+        let offset = address.checked_sub(self.start)?;
+        let index = offset / REGISTERED_BYTES_MAX;
+        let inside = offset + bytes <= self.bytes && (offset + bytes - 1) / REGISTERED_BYTES_MAX == index;
+        inside.then(|| u16::try_from(index).ok()).flatten()
+    }
 }
 
 impl Driver {
-    fn run(mut self, mut ring: IoUring) {
-        let mut in_flight = 0_usize;
+    fn start(mut self, mut built: Built, ready: &Sender<io::Result<()>>) {
+        let Built { ring, features, .. } = &mut built;
+        // A single-issuer ring belongs to the thread that enables it.
+        if let Err(error) = ring.submitter().register_enable_rings() {
+            let _ = ready.send(Err(error));
+            return;
+        }
+        self.fixed_file = ring.submitter().register_files(&[self.file.fd()]).is_ok();
+        if self.fixed_file {
+            features.push("registered_file".into());
+        }
+        let (mut submitter, sq, cq) = ring.split();
+        if submitter.register_ring_fd().is_ok() {
+            features.push("registered_ring".into());
+        }
+        self.features.lock().unwrap_or_else(PoisonError::into_inner).append(features);
+        let _ = ready.send(Ok(()));
+        self.run(&mut Ring { submitter, sq, cq });
+    }
+
+    fn run(&mut self, ring: &mut Ring<'_>) {
         loop {
-            self.accept();
-            if !self.wake_armed && self.open {
-                let read = opcode::Read::new(
-                    types::Fd(self.wake.event.as_raw_fd()),
-                    (&raw mut *self.wake_word).cast(),
-                    8,
-                )
-                .build()
-                .user_data(WAKE);
-                // SAFETY: the word is boxed and lives until the ring is dropped at the end of `run`.
-                if unsafe { ring.submission().push(&read) }.is_ok() {
-                    self.wake_armed = true;
-                }
-            }
-            while let Some(&index) = self.waiting.front() {
-                if in_flight >= DEPTH as usize - 1 {
-                    break;
-                }
-                let entry = self.entry(index);
-                // SAFETY: the part's job owns its buffer until the part's completion is taken below.
-                if unsafe { ring.submission().push(&entry) }.is_err() {
-                    break;
-                }
-                self.waiting.pop_front();
-                in_flight += 1;
-            }
+            self.accept(ring);
+            self.arm_wake(ring);
+            self.fill(ring);
+            let idle = self.in_flight == 0;
             // The wake-up read too must have ended, or the kernel could still write to its word: dropping the engine
             // always rings.
-            if !self.open && in_flight == 0 && self.waiting.is_empty() && !self.wake_armed {
+            if !self.open && idle && self.schedule.is_empty() && !self.wake_armed {
+                // Now, and not when the kernel gets round to it: the device is to be free for others, and the next ring's
+                // buffers may have to fit under the same limit as these.
+                if self.fixed_file {
+                    let _ = ring.submitter.unregister_files();
+                }
+                if self.arena.is_some() {
+                    let _ = ring.submitter.unregister_buffers();
+                }
                 return;
             }
             if self.open {
                 self.wake.sleeping.store(true, Ordering::SeqCst);
                 // A request sent before the store above was seen would find nobody sleeping: look once more.
-                if self.has_room() && !self.requests.is_empty() {
+                if !self.messages.is_empty() {
                     self.wake.sleeping.store(false, Ordering::SeqCst);
-                    let _ = ring.submit();
-                    self.take_completions(&mut ring, &mut in_flight);
+                    let _ = ring.submitter.submit();
+                    self.take_completions(ring);
+                    continue;
+                }
+                if self.polls && idle {
+                    self.wake.wait();
+                    self.wake.sleeping.store(false, Ordering::SeqCst);
                     continue;
                 }
             }
-            match ring.submit_and_wait(1) {
+            match ring.submitter.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
                 Err(error) => panic!("io_uring_enter failed: {error}"),
             }
             self.wake.sleeping.store(false, Ordering::SeqCst);
-            self.take_completions(&mut ring, &mut in_flight);
+            self.take_completions(ring);
         }
     }
 
-    /// Moves new requests into the tables, bounded so that a flood cannot grow them without end.
-    fn accept(&mut self) {
-        while self.open && self.has_room() {
-            match self.requests.try_recv() {
-                Ok(request) => {
-                    let bytes = request.buffer.bytes();
-                    debug_assert!(bytes > 0, "a request moves something");
-                    let parts_left = bytes.div_ceil(PART_BYTES);
-                    let job = self.jobs.insert(Job { request, parts_left, error: None });
-                    for start in (0..bytes).step_by(PART_BYTES) {
-                        let part = Part { job, start, bytes: PART_BYTES.min(bytes - start), retries: 0 };
-                        let index = self.parts.insert(part);
-                        self.waiting.push_back(index);
+    /// Moves new requests into the schedule. What they hold is leased, so the arena bounds them.
+    fn accept(&mut self, ring: &Ring<'_>) {
+        while self.open {
+            match self.messages.try_recv() {
+                Ok(Message::Request(request, started)) => {
+                    if let Some(ended) = self.schedule.accept(&self.file, request, started) {
+                        ended.tell(&self.file, &self.counters);
                     }
+                }
+                Ok(Message::Register(pool, told)) => {
+                    self.register(ring, pool);
+                    let _ = told.send(());
                 }
                 Err(TryRecvError::Empty) => return,
                 Err(TryRecvError::Disconnected) => self.open = false,
@@ -241,140 +401,126 @@ impl Driver {
         }
     }
 
-    fn has_room(&self) -> bool {
-        self.waiting.len() < 4 * DEPTH as usize
-    }
-
-    fn entry(&self, index: usize) -> squeue::Entry {
-        let part = self.parts.get(index);
-        let request = &self.jobs.get(part.job).request;
-        let fd = types::Fd(request.file.fd());
-        let offset = request.offset + part.start as u64;
-        let length = u32::try_from(part.bytes).expect("a part is at most PART_BYTES");
-        // SAFETY: `start + bytes` is within the request's buffer.
-        let address = unsafe { request.buffer.address().as_ptr().add(part.start) };
-        match request.operation {
-            Operation::Read => opcode::Read::new(fd, address, length).offset(offset).build(),
-            Operation::Write => opcode::Write::new(fd, address, length).offset(offset).build(),
+    fn register(&mut self, ring: &Ring<'_>, pool: Pool) {
+        if self.arena.is_some() {
+            return;
         }
-        .user_data(index as u64)
+        let (start, bytes) = pool.arena();
+        let (start, mut left) = (start.as_ptr() as usize, bytes);
+        let mut vectors = Vec::new();
+        while left > 0 {
+            let iov_len = left.min(REGISTERED_BYTES_MAX);
+            let iov_base = (start + bytes - left) as *mut libc::c_void;
+            vectors.push(libc::iovec { iov_base, iov_len });
+            left -= iov_len;
+        }
+        // SAFETY: the arena is mapped, and stays so while `self.arena` holds its pool, which outlives the ring.
+        let registered = unsafe { ring.submitter.register_buffers(&vectors) };
+        self.features.lock().unwrap_or_else(PoisonError::into_inner).push(match registered {
+            Ok(()) => {
+                self.arena = Some(Arena { _pool: pool, start, bytes });
+                "registered_buffers".into()
+            }
+            Err(error) => format!("no registered_buffers: {error}"),
+        });
     }
 
-    fn take_completions(&mut self, ring: &mut IoUring, in_flight: &mut usize) {
-        loop {
-            let Some(entry) = ring.completion().next() else { return };
+    fn arm_wake(&mut self, ring: &mut Ring<'_>) {
+        if self.wake_armed || !self.open || self.polls {
+            return;
+        }
+        let event = types::Fd(self.wake.event.as_raw_fd());
+        let read = opcode::Read::new(event, (&raw mut *self.wake_word).cast(), 8).build().user_data(WAKE);
+        // SAFETY: the word is boxed and lives until the ring is dropped at the end of `run`.
+        if unsafe { ring.sq.push(&read) }.is_ok() {
+            self.wake_armed = true;
+        }
+        ring.sq.sync();
+    }
+
+    fn fill(&mut self, ring: &mut Ring<'_>) {
+        ring.sq.sync();
+        while self.in_flight < self.depth
+            && (self.bytes_in_flight < BYTES_IN_FLIGHT || self.in_flight == 0)
+            && !ring.sq.is_full()
+        {
+            let Some(part) = self.schedule.next() else { break };
+            let transfer = self.schedule.transfer(part);
+            if transfer.retries > 1 && self.in_flight == 0 {
+                std::thread::sleep(Duration::from_micros(50) * transfer.retries.min(100));
+            }
+            let entry = self.entry(&transfer).user_data(part as u64);
+            // SAFETY: the part's job owns its buffer until the part's completion is taken.
+            unsafe { ring.sq.push(&entry) }.expect("there is room");
+            self.in_flight += 1;
+            self.bytes_in_flight += transfer.bytes;
+        }
+        ring.sq.sync();
+    }
+
+    fn entry(&self, transfer: &crate::schedule::Transfer) -> squeue::Entry {
+        let length = u32::try_from(transfer.bytes).expect("a part is small");
+        let offset = self.file.position(transfer.offset);
+        let buffer =
+            self.arena.as_ref().and_then(|arena| arena.buffer_of(transfer.address as usize, transfer.bytes));
+        let address = transfer.address;
+        macro_rules! on {
+            ($target:expr) => {
+                match (transfer.operation, buffer) {
+                    (Operation::Read, Some(index)) => {
+                        opcode::ReadFixed::new($target, address, length, index).offset(offset).build()
+                    }
+                    (Operation::Write, Some(index)) => {
+                        opcode::WriteFixed::new($target, address, length, index).offset(offset).build()
+                    }
+                    (Operation::Read, None) => {
+                        opcode::Read::new($target, address, length).offset(offset).build()
+                    }
+                    (Operation::Write, None) => {
+                        opcode::Write::new($target, address, length).offset(offset).build()
+                    }
+                }
+            };
+        }
+        if self.fixed_file { on!(types::Fixed(0)) } else { on!(types::Fd(self.file.fd())) }
+    }
+
+    fn take_completions(&mut self, ring: &mut Ring<'_>) {
+        ring.cq.sync();
+        for entry in ring.cq.by_ref() {
             if entry.user_data() == WAKE {
                 self.wake_armed = false;
                 continue;
             }
-            *in_flight -= 1;
-            self.complete(entry.user_data() as usize, entry.result());
+            let part = entry.user_data() as usize;
+            self.in_flight -= 1;
+            self.bytes_in_flight -= self.schedule.transfer(part).bytes;
+            let moved = entry.result();
+            let result = usize::try_from(moved).map_err(|_| io::Error::from_raw_os_error(-moved));
+            if let Some(ended) = self.schedule.complete(part, result) {
+                ended.tell(&self.file, &self.counters);
+            }
         }
+        ring.cq.sync();
     }
+}
 
-    /// Handles the result of a part: finished, to be resumed, to be retried, or failed.
-    fn complete(&mut self, index: usize, result: i32) {
-        let part = self.parts.get_mut(index);
-        let outcome = match result {
-            0 => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
-            moved if moved > 0 => {
-                let moved = resumable(moved as usize, part.bytes);
-                part.start += moved;
-                part.bytes -= moved;
-                if moved == 0 {
-                    part.retries += 1
-                }
-                Ok(())
-            }
-            refused if matches!(-refused, libc::EINTR | libc::EAGAIN) => {
-                part.retries += 1;
-                Ok(())
-            }
-            failed => Err(io::Error::from_raw_os_error(-failed)),
-        };
-        let outcome = match outcome {
-            Ok(()) if part.retries > RETRIES => Err(io::Error::from_raw_os_error(libc::EAGAIN)),
-            other => other,
-        };
-        if outcome.is_ok() && part.bytes > 0 {
-            self.waiting.push_front(index);
-            return;
-        }
-        let part = self.parts.remove(index);
-        let job = self.jobs.get_mut(part.job);
-        job.parts_left -= 1;
-        if let Err(error) = outcome {
-            job.error.get_or_insert(error);
-        }
-        if job.parts_left > 0 {
-            return;
-        }
-        let Job { request: Request { operation, file, offset, buffer, on_complete }, error, .. } =
-            self.jobs.remove(part.job);
-        let bytes = buffer.bytes();
-        let result = match error {
-            None => {
-                self.counters.add(operation, bytes);
-                Ok(())
-            }
-            Some(source) => {
-                Err(IoError::Transfer { operation, path: file.path().to_owned(), offset, bytes, source })
-            }
-        };
-        run_callback(on_complete, Completion { buffer, result });
-    }
+/// The parts of an enabled ring.
+struct Ring<'a> {
+    submitter: Submitter<'a>,
+    sq: SubmissionQueue<'a>,
+    cq: CompletionQueue<'a>,
 }
 
 impl Drop for Driver {
     /// Nothing is left after an orderly end. After a panic the kernel may still be using what was submitted:
     /// that memory is given up rather than given back, while whoever waits learns of it as the callbacks die.
     fn drop(&mut self) {
-        for job in self.jobs.slots.drain(..).flatten() {
-            std::mem::forget(job.request.buffer);
+        for request in self.schedule.drain() {
+            std::mem::forget(request.buffer);
         }
         if self.wake_armed {
             std::mem::forget(std::mem::take(&mut self.wake_word));
         }
-    }
-}
-
-/// Slots with stable indices, reused.
-struct Slab<T> {
-    slots: Vec<Option<T>>,
-    free: Vec<usize>,
-}
-
-impl<T> Default for Slab<T> {
-    fn default() -> Self {
-        Self { slots: Vec::new(), free: Vec::new() }
-    }
-}
-
-impl<T> Slab<T> {
-    fn insert(&mut self, value: T) -> usize {
-        match self.free.pop() {
-            Some(index) => {
-                self.slots[index] = Some(value);
-                index
-            }
-            None => {
-                self.slots.push(Some(value));
-                self.slots.len() - 1
-            }
-        }
-    }
-
-    fn get(&self, index: usize) -> &T {
-        self.slots[index].as_ref().expect("the slot is taken")
-    }
-
-    fn get_mut(&mut self, index: usize) -> &mut T {
-        self.slots[index].as_mut().expect("the slot is taken")
-    }
-
-    fn remove(&mut self, index: usize) -> T {
-        let value = self.slots[index].take().expect("the slot is taken");
-        self.free.push(index);
-        value
     }
 }

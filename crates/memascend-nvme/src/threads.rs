@@ -1,140 +1,159 @@
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
 use memascend_mem::Origin;
 
-use crate::engine::run_callback;
-use crate::{Completion, Counters, CountersSnapshot, Engine, IoError, Operation, Request};
+use crate::schedule::{Schedule, Transfer};
+use crate::{Counters, CountersSnapshot, Engine, Operation, Request, Result, VolumeFile};
 
-/// pread and pwrite on a few threads, for systems that refuse io_uring.
+/// preadv2 and pwritev2 on a few threads, for systems that refuse io_uring.
 pub struct ThreadsEngine {
-    kind: &'static Kind,
-    queue: Option<Sender<Request>>,
+    shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    counters: Arc<Counters>,
     origin: Origin,
 }
+
+struct Shared {
+    kind: &'static Kind,
+    file: Arc<VolumeFile>,
+    counters: Counters,
+    state: Mutex<State>,
+    work: Condvar,
+}
+
+struct State {
+    schedule: Schedule,
+    open: bool,
+}
+
+/// What is done for a part, and whether room for it has to be found.
+struct Kind {
+    name: &'static str,
+    needs_room: bool,
+    carry_out: fn(&VolumeFile, &Transfer) -> io::Result<usize>,
+}
+
+static MOVING: Kind = Kind { name: "threads", needs_room: true, carry_out: move_bytes };
+static NULL: Kind = Kind { name: "null", needs_room: false, carry_out: |_, transfer| Ok(transfer.bytes) };
 
 impl ThreadsEngine {
     /// Threads used when nobody asks otherwise: enough to keep a SATA or NVMe drive's queue from emptying.
     pub const DEFAULT_THREADS: usize = 8;
 
     /// Starts `threads` I/O threads (at least one).
-    pub fn new(threads: usize) -> Self {
-        Self::of(&MOVING, threads)
+    pub fn new(file: &Arc<VolumeFile>, threads: usize) -> Self {
+        Self::of(&MOVING, file, threads)
     }
 
     /// Completes every request at once, on a thread of its own, and moves nothing: for replaying the schedule of a model
     /// that neither the volumes nor the host memory could hold. What was read is whatever the buffer held before, so
     /// nothing computed on it means anything.
-    pub fn null() -> Self {
-        Self::of(&NULL, 1)
+    pub fn null(file: &Arc<VolumeFile>) -> Self {
+        Self::of(&NULL, file, 1)
     }
 
-    fn of(kind: &'static Kind, threads: usize) -> Self {
-        let (queue, requests) = unbounded::<Request>();
-        let counters = Arc::new(Counters::default());
+    fn of(kind: &'static Kind, file: &Arc<VolumeFile>, threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            kind,
+            file: Arc::clone(file),
+            counters: Counters::default(),
+            state: Mutex::new(State { schedule: Schedule::new(file), open: true }),
+            work: Condvar::new(),
+        });
         let threads = (0..threads.max(1))
             .map(|index| {
-                let (requests, counters) = (requests.clone(), Arc::clone(&counters));
+                let shared = Arc::clone(&shared);
                 std::thread::Builder::new()
                     .name(format!("memascend-io-{index}"))
-                    .spawn(move || serve(kind.transfer, &requests, &counters))
+                    .spawn(move || shared.serve())
                     .expect("the system can start a thread")
             })
             .collect();
-        Self { kind, queue: Some(queue), threads, counters, origin: Origin::here() }
+        Self { shared, threads, origin: Origin::here() }
     }
 }
 
-/// What is done with a request, and whether room for it has to be found.
-struct Kind {
-    name: &'static str,
-    needs_room: bool,
-    transfer: Transfer,
-}
-
-type Transfer = fn(Operation, i32, u64, *mut u8, usize) -> io::Result<()>;
-
-static MOVING: Kind = Kind { name: "threads", needs_room: true, transfer: transfer_all };
-static NULL: Kind = Kind { name: "null", needs_room: false, transfer: |_, _, _, _, _| Ok(()) };
-
-fn serve(transfer: Transfer, requests: &Receiver<Request>, counters: &Counters) {
-    for request in requests {
-        let Request { operation, file, offset, buffer, on_complete } = request;
-        let result = transfer(operation, file.fd(), offset, buffer.address().as_ptr(), buffer.bytes())
-            .map_err(|source| IoError::Transfer {
-                operation,
-                path: file.path().to_owned(),
-                offset,
-                bytes: buffer.bytes(),
-                source,
-            });
-        if result.is_ok() {
-            counters.add(operation, buffer.bytes());
-        }
-        run_callback(on_complete, Completion { buffer, result });
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-fn transfer_all(
-    operation: Operation,
-    fd: i32,
-    offset: u64,
-    address: *mut u8,
-    bytes: usize,
-) -> io::Result<()> {
-    let mut done = 0;
-    while done < bytes {
-        let position = i64::try_from(offset).expect("offsets fit in i64") + done as i64;
-        // SAFETY: `done < bytes`, so the remaining range lies inside the request's buffer, which the request
-        // owns until this function returns.
-        let moved = unsafe {
-            match operation {
-                Operation::Read => libc::pread(fd, address.add(done).cast(), bytes - done, position),
-                Operation::Write => libc::pwrite(fd, address.add(done).cast(), bytes - done, position),
-            }
-        };
-        match moved {
-            0 => return Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
-            moved if moved > 0 => done += resumable(moved as usize, bytes - done),
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
+    fn serve(&self) {
+        let mut state = self.lock();
+        loop {
+            let Some(part) = state.schedule.next() else {
+                if !state.open && state.schedule.is_empty() {
+                    self.work.notify_all();
+                    return;
                 }
+                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let transfer = state.schedule.transfer(part);
+            drop(state);
+            if transfer.retries > 0 {
+                std::thread::sleep(Duration::from_micros(50) * transfer.retries.min(100));
             }
+            let result = (self.kind.carry_out)(&self.file, &transfer);
+            let mut locked = self.lock();
+            let ended = locked.schedule.complete(part, result);
+            if let Some(ended) = ended {
+                drop(locked);
+                ended.tell(&self.file, &self.counters);
+                locked = self.lock();
+            }
+            state = locked;
         }
     }
-    Ok(())
 }
 
-/// How far a transfer of `left` bytes that moved `moved` may be resumed from: the last whole block.
-pub(crate) fn resumable(moved: usize, left: usize) -> usize {
-    if moved >= left { left } else { moved / crate::BLOCK_BYTES * crate::BLOCK_BYTES }
+fn move_bytes(file: &VolumeFile, transfer: &Transfer) -> io::Result<usize> {
+    let offset = i64::try_from(file.position(transfer.offset)).expect("offsets fit in i64");
+    let vector = libc::iovec { iov_base: transfer.address.cast(), iov_len: transfer.bytes };
+    // SAFETY: the range lies inside the request's buffer, which the request owns until the part is complete.
+    let moved = unsafe {
+        match transfer.operation {
+            Operation::Read => libc::preadv2(file.fd(), &raw const vector, 1, offset, 0),
+            Operation::Write => libc::pwritev2(file.fd(), &raw const vector, 1, offset, 0),
+        }
+    };
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
 }
 
 impl Engine for ThreadsEngine {
     fn name(&self) -> &'static str {
-        self.kind.name
+        self.shared.kind.name
     }
 
     fn submit(&self, request: Request) {
-        let queue = self.queue.as_ref().expect("the queue lives until drop");
-        if let Err(refused) = queue.send(request) {
-            let Request { buffer, on_complete, .. } = refused.0;
-            on_complete(Completion { buffer, result: Err(IoError::Closed) });
+        let shared = &self.shared;
+        let now = Instant::now();
+        shared.counters.started(now);
+        let large = request.buffer.bytes() > shared.file.geometry().part_bytes;
+        let refused = shared.lock().schedule.accept(&shared.file, request, now);
+        match refused {
+            Some(ended) => ended.tell(&shared.file, &shared.counters),
+            None if large => shared.work.notify_all(),
+            None => shared.work.notify_one(),
         }
     }
 
+    fn flush(&self) -> Result<()> {
+        if self.shared.kind.needs_room { self.shared.file.sync() } else { Ok(()) }
+    }
+
     fn counters(&self) -> CountersSnapshot {
-        self.counters.snapshot()
+        self.shared.counters.snapshot()
+    }
+
+    fn features(&self) -> Vec<String> {
+        vec![format!("{} threads", self.threads.len())]
     }
 
     fn needs_room(&self) -> bool {
-        self.kind.needs_room
+        self.shared.kind.needs_room
     }
 }
 
@@ -144,55 +163,13 @@ impl Drop for ThreadsEngine {
         if !self.origin.is_here() {
             return;
         }
-        self.queue = None;
+        self.shared.lock().open = false;
+        self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
             // The engine may be dropped by a completion running on one of its own threads.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::mpsc;
-
-    use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
-
-    use super::*;
-    use crate::{Operation, Volume};
-
-    #[test]
-    fn requests_end_on_another_thread_and_are_counted_but_move_nothing() {
-        const BYTES: usize = 8192;
-        let directory = tempfile::tempdir().unwrap();
-        let volume = Volume::create(directory.path(), false).unwrap();
-        let class = SizeClass { consumer: "test".into(), bytes: BYTES, count: 1 };
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
-        let engine = ThreadsEngine::null();
-        for operation in [Operation::Write, Operation::Read] {
-            let buffer = LeaseSlice::new(Arc::new(pool.try_lease(BYTES).unwrap().unwrap()), 0, BYTES);
-            // SAFETY: the only handle to the buffer.
-            unsafe { buffer.as_mut_slice() }.fill(7);
-            let (sender, receiver) = mpsc::channel();
-            engine.submit(Request {
-                operation,
-                file: Arc::clone(volume.file()),
-                offset: 1 << 40,
-                buffer,
-                on_complete: Box::new(move |completion| {
-                    sender.send((std::thread::current().id(), completion)).unwrap();
-                }),
-            });
-            let (thread, Completion { buffer, result }) = receiver.recv().unwrap();
-            result.unwrap();
-            assert_ne!(thread, std::thread::current().id());
-            // SAFETY: the request has ended and gave the only handle back.
-            assert!(unsafe { buffer.as_slice() }.iter().all(|byte| *byte == 7));
-        }
-        let counted = CountersSnapshot { bytes_read: 8192, bytes_written: 8192, requests: 2 };
-        assert_eq!(engine.counters(), counted);
-        assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 0);
     }
 }

@@ -1,20 +1,30 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::{IoError, Result};
+use memascend_mem::{LeaseSlice, Origin};
 
-/// The open file of a volume, shared with the requests in flight on it.
+use crate::lock::DirectoryLock;
+use crate::{BLOCK_BYTES, Device, Geometry, IoError, Operation, Result};
+
+/// The open file or device of a volume, shared with the engine that transfers on it.
 #[derive(Debug)]
 pub struct VolumeFile {
     file: File,
     path: PathBuf,
+    geometry: Geometry,
+    /// Where the volume's data begins: behind the superblock of a device.
+    base: u64,
+    /// How many bytes of data a device has; None for a file, which grows.
+    data_bytes: Option<u64>,
+    /// How long a file is at least, unless somebody else makes it shorter.
+    least_bytes: AtomicU64,
 }
 
 impl VolumeFile {
@@ -27,70 +37,263 @@ impl VolumeFile {
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    /// What transfers have to look like.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Where byte `offset` of the volume's data lies in the file or device.
+    pub fn position(&self, offset: u64) -> u64 {
+        self.base + offset
+    }
+
+    /// Whether its drive can be polled for completions.
+    pub(crate) fn polls(&self) -> bool {
+        crate::geometry::has_poll_queues(&self.file)
+    }
+
+    /// Waits until everything written is on the medium.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|source| file_error("sync", &self.path, source))
+    }
+
+    /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno and why.
+    pub(crate) fn check(
+        &self,
+        operation: Operation,
+        offset: u64,
+        buffer: &LeaseSlice,
+    ) -> std::result::Result<(), (i32, &'static str)> {
+        let (bytes, address) = (buffer.bytes() as u64, buffer.address().as_ptr() as usize);
+        let Geometry { block_bytes, memory_bytes, .. } = self.geometry;
+        if bytes == 0 {
+            return Err((libc::EINVAL, "a transfer of nothing"));
+        }
+        if !(offset | bytes).is_multiple_of(block_bytes as u64) {
+            return Err((libc::EINVAL, "offset and length must be multiples of the drive's logical block"));
+        }
+        if !address.is_multiple_of(memory_bytes) {
+            return Err((libc::EINVAL, "the buffer is not aligned as the drive asks for"));
+        }
+        let end = offset.checked_add(bytes).and_then(|end| end.checked_add(self.base));
+        match (end, self.data_bytes) {
+            (Some(end), Some(data)) if end > self.base + data => {
+                return Err((libc::EINVAL, "it leaves the device's data area"));
+            }
+            (Some(end), _) if i64::try_from(end).is_ok() => {}
+            _ => return Err((libc::EFBIG, "the offset is beyond what files can have")),
+        }
+        // A read behind the end fails; but a write there would make the file long again, and what lies between would read
+        // as zeros from then on.
+        let least_bytes = self.least_bytes.load(Ordering::Acquire);
+        if operation == Operation::Write
+            && least_bytes > 0
+            && self.file.metadata().is_ok_and(|metadata| metadata.len() < least_bytes)
+        {
+            return Err((libc::EIO, MADE_SHORTER));
+        }
+        Ok(())
+    }
 }
 
-/// One directory with a preallocated file in it.
+/// What is wrong when a file ends before its time.
+pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by somebody else while in use";
+
+/// One directory with a preallocated file in it, or one raw block device formatted for memascend. It is held
+/// exclusively. A directory's file is removed on drop unless [`Volume::keep`] was called.
 #[derive(Debug)]
 pub struct Volume {
-    directory: PathBuf,
+    path: PathBuf,
+    place: Place,
     file: Arc<VolumeFile>,
     direct: bool,
     notice: Option<String>,
     reserved_bytes: Mutex<u64>,
+    keep: AtomicBool,
+    origin: Origin,
+}
+
+#[derive(Debug)]
+enum Place {
+    Directory {
+        directory: PathBuf,
+        lock: DirectoryLock,
+        /// Did not exist before: removed with the files when nothing else lies in it.
+        made: bool,
+    },
+    Device(Device),
+}
+
+/// Undoes what was made of a directory when its volume cannot be.
+struct Making {
+    directory: PathBuf,
+    made: bool,
+    lock: Option<DirectoryLock>,
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        if let Some(lock) = &self.lock {
+            lock.remove_file();
+        }
+        if self.made {
+            let _ = std::fs::remove_dir(&self.directory);
+        }
+    }
 }
 
 impl Volume {
-    /// Name of the preallocated file.
+    /// Name of the preallocated file in a directory.
     pub const FILE_NAME: &'static str = "memascend.volume";
+    /// Name of the file that marks a directory whose volume was kept.
+    pub const NOTE_NAME: &'static str = "memascend.json";
 
-    /// Creates (or empties) the volume's file in `directory`, which must exist. Transfers bypass the page
-    /// cache (O_DIRECT) where the filesystem allows it and `direct` is wanted; [`Volume::notice`] says when
-    /// it was refused.
-    pub fn create(directory: &Path, direct: bool) -> Result<Self> {
-        let path = directory.join(Self::FILE_NAME);
-        let open = |flags: i32| {
-            OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .mode(0o600)
-                .custom_flags(flags)
-                .open(&path)
-        };
-        let mut notice = None;
-        let (file, is_direct) = if direct {
-            match open(libc::O_DIRECT) {
-                Ok(file) => (file, true),
-                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                    notice = Some(format!(
-                        "the filesystem of {} refuses O_DIRECT: using buffered I/O, slower and with the page cache on top",
-                        directory.display()
-                    ));
-                    (open(0).map_err(|source| file_error("create", &path, source))?, false)
-                }
-                Err(source) => return Err(file_error("create", &path, source)),
-            }
-        } else {
-            (open(0).map_err(|source| file_error("create", &path, source))?, false)
-        };
-        Ok(Self {
-            directory: directory.to_owned(),
-            file: Arc::new(VolumeFile { file, path }),
-            direct: is_direct,
-            notice,
-            reserved_bytes: Mutex::new(0),
-        })
+    /// Makes an empty volume of `path`: a directory (made if missing), a block device or `UUID=…` of a device, which must
+    /// have been formatted. What a killed run left there is overwritten; a volume that was kept is refused.
+    ///
+    /// Transfers bypass the page cache (O_DIRECT) where that is possible and `direct` is wanted; [`Volume::notice`] says
+    /// when it was refused.
+    pub fn create(path: &Path, direct: bool) -> Result<Self> {
+        let volume = Self::open_place(path, direct, true)?;
+        if volume.read_note()?.is_some() {
+            // Somebody else's: not ours to remove.
+            volume.keep.store(true, Ordering::Release);
+            return Err(volume.kept_error());
+        }
+        if let Place::Directory { .. } = volume.place {
+            let file = &volume.file;
+            file.file.set_len(0).map_err(|source| file_error("empty", &file.path, source))?;
+            write_in_place(&file.file);
+        }
+        Ok(volume)
     }
 
-    /// The file to transfer on.
+    /// Opens a volume that was kept, for reading and writing; its note is [`Volume::read_note`]'s.
+    pub fn open(path: &Path, direct: bool) -> Result<Self> {
+        let volume = Self::open_place(path, direct, false)?;
+        volume.keep.store(true, Ordering::Release);
+        if volume.read_note()?.is_none() {
+            return Err(IoError::NotKept { path: path.to_owned() });
+        }
+        Ok(volume)
+    }
+
+    fn open_place(path: &Path, direct: bool, create: bool) -> Result<Self> {
+        let is_device = path.as_os_str().as_bytes().starts_with(b"UUID=")
+            || std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
+        if is_device { Self::open_device(path) } else { Self::open_directory(path, direct, create) }
+    }
+
+    fn open_directory(directory: &Path, direct: bool, create: bool) -> Result<Self> {
+        let failed = |action| move |source| IoError::Directory { action, path: directory.to_owned(), source };
+        let mut making = Making { directory: directory.to_owned(), made: false, lock: None };
+        if create && !directory.exists() {
+            // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
+            std::fs::create_dir(directory).map_err(failed("create"))?;
+            making.made = true;
+        }
+        if !create && !directory.join(Self::FILE_NAME).exists() {
+            return Err(IoError::NotKept { path: directory.to_owned() });
+        }
+        making.lock = Some(DirectoryLock::take(directory)?);
+        let path = directory.join(Self::FILE_NAME);
+        let open = |flags: i32| {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
+        };
+        let action = if create { "create" } else { "open" };
+        let mut found = None;
+        if direct {
+            match open(libc::O_DIRECT) {
+                Ok(file) => found = Geometry::direct(&file).map(|geometry| (file, geometry)),
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(source) => return Err(file_error(action, &path, source)),
+            }
+            // Extents are multiples of no more.
+            found = found.filter(|(_, geometry)| geometry.block_bytes <= BLOCK_BYTES);
+        }
+        let is_direct = found.is_some();
+        let (file, geometry) = match found {
+            Some(found) => found,
+            None => (open(0).map_err(|source| file_error(action, &path, source))?, Geometry::buffered()),
+        };
+        let notice = (direct && !is_direct).then(|| {
+            format!(
+                "the filesystem of {} refuses O_DIRECT: using buffered I/O, slower and with the page cache on top",
+                directory.display()
+            )
+        });
+        let reserved = if create { 0 } else { file.metadata().map_or(0, |metadata| metadata.len()) };
+        let place = Place::Directory {
+            directory: directory.to_owned(),
+            lock: making.lock.take().expect("taken above"),
+            made: std::mem::take(&mut making.made),
+        };
+        let least_bytes = AtomicU64::new(reserved);
+        let file = VolumeFile { file, path, geometry, base: 0, data_bytes: None, least_bytes };
+        Ok(Self::of(directory, place, file, is_direct, notice, reserved))
+    }
+
+    fn open_device(path: &Path) -> Result<Self> {
+        let device = Device::open(path)?;
+        let file = device.file().try_clone().map_err(|source| file_error("open", device.path(), source))?;
+        let block_bytes = device.logical_block_bytes() as usize;
+        let geometry = Geometry::direct(&file).unwrap_or(Geometry {
+            block_bytes,
+            memory_bytes: block_bytes,
+            ..Geometry::buffered()
+        });
+        let file = VolumeFile {
+            file,
+            path: device.path().to_owned(),
+            geometry,
+            base: device.data_offset(),
+            data_bytes: Some(device.data_bytes()),
+            least_bytes: AtomicU64::new(0),
+        };
+        let notice = device.notice().map(str::to_owned);
+        Ok(Self::of(path, Place::Device(device), file, true, notice, 0))
+    }
+
+    fn of(
+        path: &Path,
+        place: Place,
+        file: VolumeFile,
+        direct: bool,
+        notice: Option<String>,
+        reserved: u64,
+    ) -> Self {
+        Self {
+            path: path.to_owned(),
+            place,
+            file: Arc::new(file),
+            direct,
+            notice,
+            reserved_bytes: Mutex::new(reserved),
+            keep: AtomicBool::new(false),
+            origin: Origin::here(),
+        }
+    }
+
+    /// The file or device to transfer on.
     pub fn file(&self) -> &Arc<VolumeFile> {
         &self.file
     }
 
-    /// The directory given.
-    pub fn directory(&self) -> &Path {
-        &self.directory
+    /// The path given: a directory, a device, or `UUID=…`.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What finds the volume again: the UUID of a device (`UUID=…`), the absolute path of a directory.
+    pub fn identity(&self) -> String {
+        match &self.place {
+            Place::Device(device) => format!("UUID={}", device.id()),
+            Place::Directory { directory, .. } => {
+                directory.canonicalize().unwrap_or_else(|_| directory.clone()).display().to_string()
+            }
+        }
     }
 
     /// Whether transfers bypass the page cache.
@@ -103,25 +306,42 @@ impl Volume {
         self.notice.as_deref()
     }
 
-    /// Makes the file at least `bytes` long with every block allocated, so that no later write can run out of
-    /// space. Fails with [`IoError::NoSpace`] before anything is changed when the filesystem has not the room.
+    /// How many bytes of data it can ever hold: a device's size. None for a directory, whose filesystem has what it has.
+    pub fn capacity(&self) -> Option<u64> {
+        self.file.data_bytes
+    }
+
+    /// Has room for `bytes` bytes from the beginning, with every block allocated, so that no later write can run out of
+    /// space. Fails with [`IoError::NoSpace`] before anything is changed when there is not the room.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
-        let mut reserved = self.reserved_bytes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut reserved = self.reserved_bytes.lock().unwrap_or_else(PoisonError::into_inner);
         if bytes <= *reserved {
             return Ok(());
         }
         let needed_bytes = bytes - *reserved;
-        let free_bytes = self.free_bytes()?;
-        let no_space = || IoError::NoSpace { path: self.directory.clone(), needed_bytes, free_bytes };
+        let free_bytes = match self.file.data_bytes {
+            Some(data) => data - *reserved,
+            None => self.filesystem_free()?,
+        };
+        let no_space = || IoError::NoSpace { path: self.path.clone(), needed_bytes, free_bytes };
         if needed_bytes > free_bytes {
             return Err(no_space());
         }
-        let offset = i64::try_from(*reserved).expect("a volume is smaller than 8 EiB");
-        let length = i64::try_from(needed_bytes).expect("a volume is smaller than 8 EiB");
+        if self.file.data_bytes.is_none() {
+            self.preallocate(*reserved, needed_bytes, &no_space)?;
+            self.file.least_bytes.store(bytes, Ordering::Release);
+        }
+        *reserved = bytes;
+        Ok(())
+    }
+
+    fn preallocate(&self, offset: u64, bytes: u64, no_space: &dyn Fn() -> IoError) -> Result<()> {
+        let file = &self.file;
+        let signed = |value: u64| i64::try_from(value).expect("a volume is smaller than 8 EiB");
         loop {
             // SAFETY: a plain system call on a descriptor that self owns.
-            if unsafe { libc::fallocate(self.file.fd(), 0, offset, length) } == 0 {
-                break;
+            if unsafe { libc::fallocate(file.fd(), 0, signed(offset), signed(bytes)) } == 0 {
+                return Ok(());
             }
             let source = io::Error::last_os_error();
             match source.raw_os_error() {
@@ -129,26 +349,35 @@ impl Volume {
                 Some(libc::ENOSPC) => return Err(no_space()),
                 // A filesystem without fallocate: the size alone is set, space is found when written.
                 Some(libc::EOPNOTSUPP) => {
-                    self.file
+                    return file
                         .file
-                        .set_len(bytes)
-                        .map_err(|source| file_error("extend", &self.file.path, source))?;
-                    break;
+                        .set_len(offset + bytes)
+                        .map_err(|source| file_error("extend", &file.path, source));
                 }
-                _ => return Err(file_error("preallocate", &self.file.path, source)),
+                _ => return Err(file_error("preallocate", &file.path, source)),
             }
         }
-        *reserved = bytes;
-        Ok(())
     }
 
-    /// Bytes that the filesystem would still give to this user; `u64::MAX` where it does not tell.
+    /// Bytes reserved so far.
+    pub fn reserved_bytes(&self) -> u64 {
+        *self.reserved_bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes that could still be reserved; `u64::MAX` where nobody tells.
     pub fn free_bytes(&self) -> Result<u64> {
-        let path = CString::new(self.directory.as_os_str().as_bytes()).expect("an opened path holds no NUL");
+        match self.file.data_bytes {
+            Some(data) => Ok(data - self.reserved_bytes()),
+            None => self.filesystem_free(),
+        }
+    }
+
+    fn filesystem_free(&self) -> Result<u64> {
+        let path = CString::new(self.path.as_os_str().as_bytes()).expect("an opened path holds no NUL");
         let mut stat = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
         // SAFETY: `path` is NUL-terminated and `stat` is writable.
         if unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
-            return Err(file_error("measure the free space of", &self.directory, io::Error::last_os_error()));
+            return Err(file_error("measure the free space of", &self.path, io::Error::last_os_error()));
         }
         // SAFETY: statvfs succeeded and filled it.
         let stat = unsafe { stat.assume_init() };
@@ -156,10 +385,88 @@ impl Volume {
         Ok(if stat.f_blocks == 0 { u64::MAX } else { stat.f_bavail * stat.f_frsize })
     }
 
-    /// Waits until everything written is on the medium.
-    pub fn sync(&self) -> Result<()> {
-        self.file.file.sync_data().map_err(|source| file_error("sync", &self.file.path, source))
+    /// The note left with the data, durable and whole or not there at all.
+    pub fn read_note(&self) -> Result<Option<Vec<u8>>> {
+        match &self.place {
+            Place::Device(device) => Ok(device.read_note()?),
+            Place::Directory { directory, .. } => {
+                let path = directory.join(Self::NOTE_NAME);
+                match std::fs::read(&path) {
+                    Ok(note) => Ok(Some(note)),
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+                    Err(source) => Err(file_error("read", &path, source)),
+                }
+            }
+        }
     }
+
+    /// Leaves `note` with the data, and leaves the data in place on drop.
+    pub fn keep(&self, note: &[u8]) -> Result<()> {
+        match &self.place {
+            Place::Device(device) => device.write_note(note)?,
+            Place::Directory { directory, .. } => write_whole(directory, Self::NOTE_NAME, note)?,
+        }
+        self.keep.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn kept_error(&self) -> IoError {
+        let remedy = match &self.place {
+            Place::Directory { .. } => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
+            Place::Device(device) => {
+                let path = device.path().display();
+                format!("empty it with `memascend format {path} --destroy {path}`")
+            }
+        };
+        IoError::Kept { path: self.path.clone(), remedy }
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        // The files belong to the process that made them, not to a forked DataLoader worker.
+        if !self.origin.is_here() {
+            return;
+        }
+        let Place::Directory { directory, lock, made } = &self.place else { return };
+        if !self.keep.load(Ordering::Acquire) {
+            let _ = std::fs::remove_file(&self.file.path);
+        }
+        lock.remove_file();
+        if *made {
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
+}
+
+/// Has a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file where they are: else room for them that was
+/// allocated beforehand does not help when the drive is full. Others refuse it, and need not be asked.
+fn write_in_place(file: &File) {
+    const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
+    let mut flags: libc::c_int = 0;
+    // SAFETY: the first request writes an int, the second reads one; both get a live one.
+    unsafe {
+        if libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS, &raw mut flags) == 0 {
+            flags |= FS_NOCOW_FL;
+            libc::ioctl(file.as_raw_fd(), libc::FS_IOC_SETFLAGS, &raw const flags);
+        }
+    }
+}
+
+/// Writes a file that appears whole and durably, or not at all.
+fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+    let (path, unfinished) = (directory.join(name), directory.join(format!("{name}.new")));
+    let write = || {
+        let mut file = File::create(&unfinished)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&unfinished, &path)?;
+        File::open(directory)?.sync_all()
+    };
+    write().map_err(|source| {
+        let _ = std::fs::remove_file(&unfinished);
+        file_error("write", &path, source)
+    })
 }
 
 fn file_error(action: &'static str, path: &Path, source: io::Error) -> IoError {
@@ -185,5 +492,41 @@ mod tests {
     fn a_missing_directory_is_named() {
         let error = Volume::create(Path::new("/nonexistent/memascend"), true).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/memascend"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_in_use_is_refused_and_free_again_after() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("volume");
+        let first = Volume::create(&directory, true).unwrap();
+        let error = Volume::create(&directory, true).unwrap_err();
+        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
+        assert_eq!(error.errno(), Some(libc::EBUSY));
+        drop(first);
+        assert!(!directory.exists(), "nothing is left behind");
+        Volume::create(&directory, true).unwrap();
+    }
+
+    #[test]
+    fn what_was_kept_is_opened_again_and_not_overwritten() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("volume");
+        assert!(matches!(Volume::open(&directory, true).unwrap_err(), IoError::NotKept { .. }));
+        let first = Volume::create(&directory, true).unwrap();
+        first.reserve(8192).unwrap();
+        first.keep(b"note").unwrap();
+        drop(first);
+        for _ in 0..2 {
+            let error = Volume::create(&directory, true).unwrap_err();
+            assert!(matches!(error, IoError::Kept { .. }), "{error}");
+        }
+        for _ in 0..2 {
+            let again = Volume::open(&directory, true).unwrap();
+            assert_eq!(again.read_note().unwrap().unwrap(), b"note");
+            assert_eq!(std::fs::metadata(again.file().path()).unwrap().len(), 8192);
+        }
+        let left: Vec<_> =
+            std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 2, "{left:?}");
     }
 }

@@ -249,7 +249,8 @@ fn scattered_errors_surface_and_leave_nothing_behind() {
     let model = Arc::new(Model::new(mixed_shapes(), 9));
     let mut failed = 0;
     for seed in 0..12 {
-        let faults = Faults { seed, read_error_one_in: 60, write_error_one_in: 90, reorder: 6 };
+        let faults =
+            Faults { seed, read_error_one_in: 60, write_error_one_in: 90, reorder: 6, ..Faults::default() };
         let setup = Setup { compute_threads: 2, staging_chunks: 9, ..Setup::plain(Kind::Sim(faults)) };
         let model = Arc::clone(&model);
         let (sender, receiver) = std::sync::mpsc::channel();

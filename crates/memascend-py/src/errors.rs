@@ -1,12 +1,32 @@
+use std::path::Path;
+
 use memascend_mem::MemError;
+use memascend_nvme::IoError;
 use memascend_optim::OptimError;
 use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// Raises `memascend.errors.StoreError(errno, message)`.
+/// Raises `memascend.errors.StoreError` with all that is known.
 pub(crate) fn store_error(error: &StoreError) -> PyErr {
-    raise("StoreError", (error.errno(), error.to_string()))
+    raise_store(error.errno(), error.to_string(), error.io())
+}
+
+/// As [`store_error`], for a volume without a store.
+pub(crate) fn io_error(error: &IoError) -> PyErr {
+    raise_store(error.errno(), error.to_string(), Some(error))
+}
+
+fn raise_store(errno: Option<i32>, message: String, error: Option<&IoError>) -> PyErr {
+    let path = error.and_then(IoError::path).map(Path::to_path_buf);
+    let (operation, offset, bytes) = match error {
+        Some(IoError::Transfer { operation, offset, bytes, .. }) => {
+            (Some(operation.to_string()), Some(*offset), Some(*bytes))
+        }
+        _ => (None, None, None),
+    };
+    let hint = error.map(IoError::hint).unwrap_or_default();
+    raise("StoreError", (errno, message, path, operation, offset, bytes, hint))
 }
 
 /// Raises `memascend.errors.HostMemoryError(message)`, or ValueError for a name that no allocator has.

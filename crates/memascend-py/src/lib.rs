@@ -4,6 +4,7 @@ mod errors;
 mod host;
 mod lease;
 mod runtime;
+mod volume;
 
 use pyo3::prelude::*;
 
@@ -16,4 +17,6 @@ mod _memascend {
     use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]
     use crate::runtime::{Extent, Runtime, Stash, Ticket};
+    #[pymodule_export]
+    use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
 }

@@ -2,19 +2,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{EngineChoice, Operation};
+use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_optim::{
     Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging,
     UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{memory_error, optim_error, store_error};
 use crate::host::{self, ScalarsTuple, parse_dtype, scalars};
 use crate::lease::LeaseBuffer;
+use crate::volume::{engine_options, set_counters};
 
 /// A tensor's place in the store.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
@@ -107,7 +108,8 @@ impl Runtime {
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_count, *,
-        engine = "auto", direct = true, allocator = "auto", huge_pages = false, compute_threads = 1
+        engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
+        allocator = "auto", huge_pages = false, compute_threads = 1
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -121,22 +123,16 @@ impl Runtime {
         slot_count: usize,
         engine: &str,
         direct: bool,
+        rates: Vec<f64>,
+        depth: usize,
+        io_poll: bool,
+        sq_poll: bool,
         allocator: &str,
         huge_pages: bool,
         compute_threads: usize,
     ) -> PyResult<Self> {
-        let engine = match engine {
-            "auto" => EngineChoice::Auto,
-            "ring" => EngineChoice::Ring,
-            "threads" => EngineChoice::Threads,
-            // Replays schedules in benchmarks; not among the choices offered, for it loses every byte.
-            "null" if std::env::var_os("MEMASCEND_NULL_ENGINE").is_some() => EngineChoice::Null,
-            other => {
-                return Err(PyValueError::new_err(format!(
-                    "unknown engine {other:?}: auto, ring or threads"
-                )));
-            }
-        };
+        let engine = engine_options(engine, depth, io_poll, sq_poll)?;
+        let options = StoreOptions { engine, direct, rates };
         // Nothing here runs on a device yet, so that pages locked by the system are as good as CUDA's, and cheaper.
         let fall_back = allocator == "auto";
         let source = memascend_mem::allocator(if fall_back { "locked" } else { allocator }, huge_pages)
@@ -149,8 +145,7 @@ impl Runtime {
             vec![line(("update slots".into(), chunk_elements * UPDATE_BYTES_PER_ELEMENT, slot_count))],
         ];
         let (store, pools, notices) = py.detach(|| {
-            let store =
-                Store::create(&store, StoreOptions { engine, direct }).map_err(|e| store_error(&e))?;
+            let store = Store::create(&store, &options).map_err(|e| store_error(&e))?;
             let mut notices = store.notices().to_vec();
             let pools = match Pool::carve(&*source, &groups) {
                 Err(refused @ memascend_mem::MemError::Lock { .. }) if fall_back => {
@@ -159,7 +154,10 @@ impl Runtime {
                 }
                 other => other,
             };
-            PyResult::Ok((Arc::new(store), pools.map_err(|e| memory_error(&e))?, notices))
+            let pools = pools.map_err(|e| memory_error(&e))?;
+            // The pools are parts of one arena.
+            store.register(&pools[0]);
+            PyResult::Ok((Arc::new(store), pools, notices))
         })?;
         let [units, packs, chunks, slots] =
             <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
@@ -373,12 +371,14 @@ impl Runtime {
     /// Counters: bytes moved, host bytes in use, reserved and at most, store bytes, engine.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let parts = self.parts()?;
-        let io = parts.store.counters();
+        let volumes = parts.store.volumes();
         let pools: Vec<_> = parts.pools.iter().map(Pool::counters).collect();
         let stats = PyDict::new(py);
-        stats.set_item("ssd_bytes_read", io.bytes_read)?;
-        stats.set_item("ssd_bytes_written", io.bytes_written)?;
-        stats.set_item("ssd_requests", io.requests)?;
+        let io =
+            |of: fn(&CountersSnapshot) -> u64| volumes.iter().map(|volume| of(&volume.counters)).sum::<u64>();
+        stats.set_item("ssd_bytes_read", io(|counters| counters.reads.bytes))?;
+        stats.set_item("ssd_bytes_written", io(|counters| counters.writes.bytes))?;
+        stats.set_item("ssd_requests", io(|counters| counters.reads.requests + counters.writes.requests))?;
         stats.set_item("store_bytes_used", parts.store.used_bytes())?;
         stats.set_item("host_bytes_in_use", pools.iter().map(|pool| pool.live_bytes).sum::<usize>())?;
         let (peak_bytes, classes) = parts.units.joint_peak();
@@ -391,8 +391,19 @@ impl Runtime {
         stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
         stats.set_item("pool_refusals", pools.iter().map(|pool| pool.refusals).sum::<u64>())?;
         stats.set_item("host_allocator", parts.units.allocator())?;
-        stats.set_item("engine", parts.store.engine_name())?;
-        stats.set_item("direct_io", parts.store.is_direct())?;
+        stats.set_item("engine", volumes[0].engine)?;
+        stats.set_item("direct_io", volumes.iter().all(|volume| volume.direct))?;
+        let volumes = volumes.iter().map(|volume| {
+            let report = PyDict::new(py);
+            report.set_item("path", volume.path.to_string_lossy())?;
+            report.set_item("engine", volume.engine)?;
+            report.set_item("features", &volume.features)?;
+            report.set_item("direct_io", volume.direct)?;
+            report.set_item("share", volume.share)?;
+            set_counters(&report, &volume.counters)?;
+            Ok(report)
+        });
+        stats.set_item("volumes", volumes.collect::<PyResult<Vec<_>>>()?)?;
         Ok(stats)
     }
 

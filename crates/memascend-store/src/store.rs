@@ -1,171 +1,314 @@
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
-use memascend_mem::{LeaseSlice, Origin};
+use memascend_mem::{LeaseSlice, Pool};
 use memascend_nvme::{
-    BLOCK_BYTES, Completion, CountersSnapshot, Engine, EngineChoice, IoError, Operation, Request, Volume,
-    open_engine,
+    BLOCK_BYTES, Completion, CountersSnapshot, DeviceId, Engine, EngineOptions, IoError, OpenedEngine,
+    Operation, Request, Volume, VolumeFile, open_engine,
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::lock::DirectoryLock;
-use crate::{Extent, ExtentAllocator, Result, StoreError};
-
-/// File that marks a directory whose store was kept.
-pub(crate) const MANIFEST_NAME: &str = "memascend.json";
-
-/// Consecutive bytes that lie on one volume before the next takes over.
-const STRIPE_BYTES: u64 = 1 << 20;
+use crate::layout::Piece;
+use crate::{Extent, ExtentAllocator, Layout, Result, StoreError};
 
 /// Called once when a transfer has ended.
 pub type Transferred = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// How to open a store.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// Which engine.
-    pub engine: EngineChoice,
+    /// Which engine, and how.
+    pub engine: EngineOptions,
     /// Bypass the page cache where the filesystem allows it.
     pub direct: bool,
+    /// Bytes per second of each volume, which decide on its share of every tensor; empty for equal shares.
+    pub rates: Vec<f64>,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { engine: EngineChoice::Auto, direct: true }
+        Self { engine: EngineOptions::default(), direct: true, rates: Vec::new() }
     }
 }
 
 /// The tensors of one run on one or more volumes. Files are removed on drop unless [`Store::keep`] was called.
 pub struct Store {
-    // Declared before the locks: the engine drains and the files close while the directories are still ours.
-    engine: Arc<dyn Engine>,
-    volumes: Vec<Volume>,
-    locks: Vec<DirectoryLock>,
-    /// Directories that did not exist before: removed with the files when nothing else lies in them.
-    made: Vec<PathBuf>,
+    members: Vec<Member>,
+    layout: Layout,
+    id: DeviceId,
     table: Mutex<Table>,
     notices: Vec<String>,
-    keep: AtomicBool,
-    origin: Origin,
+}
+
+/// A volume of the store with its engine.
+struct Member {
+    // Declared first: the engine drains before the volume closes and others may have it.
+    engine: Arc<dyn Engine>,
+    volume: Volume,
 }
 
 #[derive(Default)]
 struct Table {
     allocator: ExtentAllocator,
-    names: BTreeMap<u64, (String, Extent)>,
+    /// By the offset of a tensor's first range, which is its handle's.
+    tensors: BTreeMap<u64, Tensor>,
 }
 
-#[derive(Serialize)]
-struct Manifest<'a> {
+/// A tensor's name and the ranges of the address space in which its bytes lie, in order.
+#[derive(Clone)]
+struct Tensor {
+    name: Arc<str>,
+    ranges: Arc<[Extent]>,
+}
+
+/// What a kept store leaves with each of its volumes.
+#[derive(Serialize, Deserialize)]
+struct Manifest {
     format: u32,
+    /// The same on every volume of a store, and on no other.
+    store: String,
+    /// Which of the volumes this one is.
     volume: usize,
-    volumes: Vec<&'a Path>,
-    stripe_bytes: u64,
-    tensors: BTreeMap<&'a str, Extent>,
+    /// What finds each of them again.
+    volumes: Vec<String>,
+    /// Stripes of each volume in every pattern of the layout.
+    stripes: Vec<u32>,
+    tensors: Vec<ManifestTensor>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct ManifestTensor {
+    name: String,
+    ranges: Vec<(u64, u64)>,
+}
+
+/// One volume of a store, as it works here.
+#[derive(Debug, Clone)]
+pub struct VolumeReport {
+    /// The path given.
+    pub path: PathBuf,
+    /// Name of its engine.
+    pub engine: &'static str,
+    /// What of the system's optional features the engine uses.
+    pub features: Vec<String>,
+    /// Whether transfers bypass the page cache.
+    pub direct: bool,
+    /// Its part of the stripes.
+    pub share: f64,
+    /// What was moved so far.
+    pub counters: CountersSnapshot,
 }
 
 impl Store {
-    /// Creates an empty store on `directories`, which are made if missing. What a killed run left there is
-    /// overwritten; a store that was kept is refused.
-    pub fn create(directories: &[PathBuf], options: StoreOptions) -> Result<Self> {
-        let (engine, notice) = open_engine(options.engine)?;
-        Self::create_with(directories, engine, options.direct, notice.into_iter().collect())
+    /// The format of the manifest.
+    const FORMAT: u32 = 2;
+
+    /// Creates an empty store on `paths`: directories, which are made if missing, and formatted devices. What a killed run
+    /// left there is overwritten; a store that was kept is refused.
+    pub fn create(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
+        Self::create_with(paths, options, &|file| open_engine(file, options.engine))
     }
 
-    /// As [`Store::create`], on a given engine.
+    /// As [`Store::create`], with engines of the caller's.
     pub fn create_with(
-        directories: &[PathBuf],
-        engine: Arc<dyn Engine>,
-        direct: bool,
-        mut notices: Vec<String>,
+        paths: &[PathBuf],
+        options: &StoreOptions,
+        open: &dyn Fn(&Arc<VolumeFile>) -> memascend_nvme::Result<OpenedEngine>,
     ) -> Result<Self> {
-        if directories.is_empty() {
-            return Err(StoreError::NoVolume);
-        }
-        // Built up step by step, so that a failure half-way drops, and so removes, what was made.
-        let mut store = Self {
-            engine,
-            volumes: Vec::new(),
-            locks: Vec::new(),
-            made: Vec::new(),
-            table: Mutex::default(),
-            notices: Vec::new(),
-            keep: AtomicBool::new(false),
-            origin: Origin::here(),
-        };
         let mut seen = Vec::new();
-        for directory in directories {
-            let failed =
-                |action| move |source| StoreError::Directory { action, path: directory.clone(), source };
-            if !directory.exists() {
-                // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
-                std::fs::create_dir(directory).map_err(failed("create"))?;
-                store.made.push(directory.clone());
-            }
-            let canonical = directory.canonicalize().map_err(failed("resolve"))?;
-            if seen.contains(&canonical) {
-                return Err(StoreError::Duplicate { path: directory.clone() });
-            }
-            seen.push(canonical);
-            store.locks.push(DirectoryLock::take(directory)?);
-            if directory.join(MANIFEST_NAME).exists() {
-                return Err(StoreError::Kept { path: directory.clone() });
-            }
-            let volume = Volume::create(directory, direct)?;
-            notices.extend(volume.notice().map(str::to_owned));
-            store.volumes.push(volume);
+        let mut volumes = Vec::new();
+        for path in paths {
+            volumes.push(Volume::create(path, options.direct).map_err(|error| {
+                // Held by ourselves: say what is wrong rather than who is at fault.
+                let twice = path.canonicalize().is_ok_and(|path| seen.contains(&path));
+                if twice { StoreError::Duplicate { path: path.clone() } } else { error.into() }
+            })?);
+            seen.extend(path.canonicalize().ok());
         }
-        store.notices = notices;
+        let layout = if options.rates.is_empty() {
+            Layout::even(volumes.len().max(1))
+        } else {
+            Layout::by_rates(&options.rates)
+        };
+        let id = DeviceId::random().map_err(|source| IoError::File {
+            action: "read random numbers from",
+            path: "/dev/urandom".into(),
+            source,
+        })?;
+        Self::of(volumes, layout, id, open)
+    }
+
+    /// Opens a store that was kept, whole: `paths` has one of its volumes at least, the others are found by what the
+    /// manifest says of them.
+    pub fn open(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
+        let mut found: BTreeMap<usize, Volume> = BTreeMap::new();
+        let mut first: Option<Manifest> = None;
+        let mut to_open = paths.to_vec();
+        while let Some(path) = to_open.pop() {
+            let failed = |reason: String| StoreError::Manifest { path: path.clone(), reason };
+            let volume = Volume::open(&path, options.direct)?;
+            let note = volume.read_note()?.unwrap_or_default();
+            let manifest: Manifest = serde_json::from_slice(&note)
+                .map_err(|error| failed(format!("its manifest is damaged: {error}")))?;
+            if manifest.format != Self::FORMAT {
+                return Err(failed(format!(
+                    "its manifest has format {}, this version reads format {}",
+                    manifest.format,
+                    Self::FORMAT
+                )));
+            }
+            if first.as_ref().is_some_and(|first| first.store != manifest.store) {
+                return Err(failed("it belongs to another store than the volumes beside it".into()));
+            }
+            if found.insert(manifest.volume, volume).is_some() {
+                return Err(StoreError::Duplicate { path });
+            }
+            let first = first.get_or_insert(manifest);
+            if to_open.is_empty()
+                && let Some(missing) = (0..first.volumes.len()).find(|index| !found.contains_key(index))
+            {
+                to_open.push(PathBuf::from(&first.volumes[missing]));
+            }
+        }
+        let manifest = first.ok_or(StoreError::NoVolume)?;
+        let broken =
+            || StoreError::Manifest { path: paths[0].clone(), reason: "its manifest makes no sense".into() };
+        let layout = Layout::from_counts(&manifest.stripes).ok_or_else(broken)?;
+        let id = manifest.store.parse().map_err(|_| broken())?;
+        if found.len() != manifest.stripes.len() || !found.keys().copied().eq(0..found.len()) {
+            return Err(broken());
+        }
+        let volumes = found.into_values().collect();
+        let store = Self::of(volumes, layout, id, &|file| open_engine(file, options.engine))?;
+        store.restore(&manifest.tensors).ok_or_else(broken)?;
         Ok(store)
     }
 
-    /// Room for a tensor of `bytes` bytes, preallocated on every volume (on none if the engine moves nothing).
-    pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
-        let mut table = self.table();
-        let extent = table.allocator.preview(bytes);
-        let end = extent.end().max(table.allocator.end());
-        if self.engine.needs_room() {
-            for (index, volume) in self.volumes.iter().enumerate() {
-                volume.reserve(self.share_bytes(index, end))?;
+    /// Fills the table from a manifest, if the volumes hold what it says and no byte of them twice.
+    fn restore(&self, tensors: &[ManifestTensor]) -> Option<()> {
+        let mut all: Vec<(u64, u64)> =
+            tensors.iter().flat_map(|tensor| tensor.ranges.iter().copied()).collect();
+        all.sort_unstable();
+        let mut end = 0;
+        for (offset, bytes) in all {
+            let whole = (offset | bytes).is_multiple_of(BLOCK_BYTES as u64) && bytes > 0;
+            if !whole || offset < end {
+                return None;
+            }
+            end = offset.checked_add(bytes)?;
+        }
+        for (index, Member { volume, .. }) in self.members.iter().enumerate() {
+            if self.layout.share_bytes(index, end)
+                > volume.capacity().unwrap_or_else(|| volume.reserved_bytes())
+            {
+                return None;
             }
         }
-        table.allocator.take(extent);
-        table.names.insert(extent.offset, (name.to_owned(), extent));
+        let mut table = self.table();
+        for ManifestTensor { name, ranges } in tensors {
+            let ranges: Arc<[Extent]> =
+                ranges.iter().map(|&(offset, bytes)| Extent { offset, bytes }).collect();
+            table.allocator.take(&ranges);
+            table.tensors.insert(ranges.first()?.offset, Tensor { name: name.as_str().into(), ranges });
+        }
+        Some(())
+    }
+
+    fn of(
+        volumes: Vec<Volume>,
+        layout: Layout,
+        id: DeviceId,
+        open: &dyn Fn(&Arc<VolumeFile>) -> memascend_nvme::Result<OpenedEngine>,
+    ) -> Result<Self> {
+        if volumes.is_empty() {
+            return Err(StoreError::NoVolume);
+        }
+        assert_eq!(layout.counts().len(), volumes.len(), "one share for each volume");
+        let mut notices: Vec<String> =
+            volumes.iter().filter_map(|volume| volume.notice().map(str::to_owned)).collect();
+        let mut members = Vec::new();
+        for volume in volumes {
+            let OpenedEngine { engine, notice } = open(volume.file())?;
+            // Once is enough: what refuses io_uring refuses it for every volume.
+            notices.extend(notice.filter(|notice| !notices.contains(notice)));
+            members.push(Member { engine, volume });
+        }
+        Ok(Self { members, layout, id, table: Mutex::default(), notices })
+    }
+
+    /// Makes an arena known to the engines: transfers of its buffers cost less then.
+    pub fn register(&self, pool: &Pool) {
+        self.members.iter().for_each(|member| member.engine.register(pool));
+    }
+
+    /// Room for a tensor of `bytes` bytes, preallocated on every volume (on none if the engine moves nothing). Only if free
+    /// space and what the volumes can grow are too little together does it fail: no space is lost to fragmentation.
+    pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
+        let mut table = self.table();
+        let limit = self.layout.capacity(&self.room()?);
+        let Some(ranges) = table.allocator.find(bytes, limit) else {
+            let needed = bytes.next_multiple_of(BLOCK_BYTES as u64);
+            return Err(self.no_room(&table, needed)?.unwrap_or(IoError::Closed).into());
+        };
+        let last = ranges.last().expect("a tensor has a range");
+        let end = last.end().max(table.allocator.end());
+        for (index, member) in self.members.iter().enumerate() {
+            if member.engine.needs_room() {
+                member.volume.reserve(self.layout.share_bytes(index, end))?;
+            }
+        }
+        table.allocator.take(&ranges);
+        let extent = Extent { offset: ranges[0].offset, bytes: ranges.iter().map(|range| range.bytes).sum() };
+        table.tensors.insert(extent.offset, Tensor { name: name.into(), ranges: ranges.into() });
         Ok(extent)
     }
 
     /// Gives a tensor's room back.
+    ///
+    /// # Panics
+    /// If it was given back before.
     pub fn free(&self, extent: Extent) {
         let mut table = self.table();
-        table.names.remove(&extent.offset);
-        table.allocator.free(extent);
+        let tensor = table.tensors.remove(&extent.offset).expect("a tensor is freed once");
+        table.allocator.free(&tensor.ranges);
     }
 
     /// Fails with the volume that lacks the room if `bytes` more bytes could not be allocated now.
     pub fn check_room(&self, bytes: u64) -> Result<()> {
-        if !self.engine.needs_room() {
-            return Ok(());
-        }
-        let table = self.table();
-        let end = table.allocator.end() + bytes.saturating_sub(table.allocator.free_bytes());
-        for (index, volume) in self.volumes.iter().enumerate() {
-            let needed_bytes = self.share_bytes(index, end) - self.share_bytes(index, table.allocator.end());
-            let free_bytes = volume.free_bytes()?;
+        self.no_room(&self.table(), bytes)?.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Which volume lacks how much for `bytes` more bytes, if one does.
+    fn no_room(&self, table: &Table, bytes: u64) -> Result<Option<IoError>> {
+        let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
+        for (index, room) in self.room()?.into_iter().enumerate() {
+            let used_bytes = self.layout.share_bytes(index, table.allocator.end());
+            let needed_bytes = self.layout.share_bytes(index, end) - used_bytes;
+            let free_bytes = room.saturating_sub(used_bytes);
             if needed_bytes > free_bytes {
-                let path = volume.directory().to_owned();
-                return Err(IoError::NoSpace { path, needed_bytes, free_bytes }.into());
+                let path = self.members[index].volume.path().to_owned();
+                return Ok(Some(IoError::NoSpace { path, needed_bytes, free_bytes }));
             }
         }
-        Ok(())
+        Ok(None)
+    }
+
+    /// How many bytes each volume can have, with those it has.
+    fn room(&self) -> Result<Vec<u64>> {
+        let room = |member: &Member| match member.engine.needs_room() {
+            true => Ok(member.volume.free_bytes()?.saturating_add(member.volume.reserved_bytes())),
+            false => Ok(u64::MAX),
+        };
+        self.members.iter().map(room).collect()
     }
 
     /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done`
     /// on an engine thread.
     ///
     /// # Panics
-    /// If the range leaves the extent or is not aligned to blocks.
+    /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
     pub fn transfer(
         &self,
         operation: Operation,
@@ -183,21 +326,21 @@ impl Store {
         if bytes == 0 {
             return done(Ok(()));
         }
-        let parts = self.parts(extent.offset + offset, bytes);
+        let Tensor { name, ranges } = self.tensor(extent);
+        let pieces = self.pieces(&ranges, offset, bytes);
         let join = Arc::new(Join {
-            left: AtomicUsize::new(parts.len()),
+            left: AtomicUsize::new(pieces.len()),
             outcome: Mutex::new((None, Some(done))),
-            tensor: self.name_of(extent),
+            tensor: name,
         });
         // Cut before the first is submitted: from then on only the requests hold the buffer.
-        let slices: Vec<_> = parts.iter().map(|part| buffer.narrow(part.start, part.bytes)).collect();
+        let slices: Vec<_> = pieces.iter().map(|piece| buffer.narrow(piece.start, piece.bytes)).collect();
         drop(buffer);
-        for (part, slice) in parts.into_iter().zip(slices) {
+        for (piece, slice) in pieces.into_iter().zip(slices) {
             let join = Arc::clone(&join);
-            self.engine.submit(Request {
+            self.members[piece.volume].engine.submit(Request {
                 operation,
-                file: Arc::clone(self.volumes[part.volume].file()),
-                offset: part.offset,
+                offset: piece.offset,
                 buffer: slice,
                 on_complete: Box::new(move |Completion { buffer, result }| {
                     // Returned before anybody hears of the end, so that who waited finds the buffer free.
@@ -221,31 +364,42 @@ impl Store {
         receiver.recv().unwrap_or(Err(StoreError::Volume(IoError::Closed)))
     }
 
-    /// Waits until everything written is on the media.
+    /// Waits until every write that has ended is on the media.
     pub fn sync(&self) -> Result<()> {
-        self.volumes.iter().try_for_each(|volume| volume.sync().map_err(StoreError::from))
+        self.members.iter().try_for_each(|member| member.engine.flush().map_err(StoreError::from))
     }
 
-    /// Leaves the files in place on drop, with a manifest of the tensors beside each.
+    /// Leaves the data in place on drop, with a manifest on every volume by which [`Store::open`] finds it.
     pub fn keep(&self) -> Result<()> {
         self.sync()?;
         let table = self.table();
-        let volumes: Vec<&Path> = self.volumes.iter().map(Volume::directory).collect();
-        let tensors: BTreeMap<&str, Extent> =
-            table.names.values().map(|(name, extent)| (name.as_str(), *extent)).collect();
-        let mut manifest = Manifest { format: 1, volume: 0, volumes, stripe_bytes: STRIPE_BYTES, tensors };
-        for (index, volume) in self.volumes.iter().enumerate() {
+        let tensors = table.tensors.values().map(|tensor| ManifestTensor {
+            name: tensor.name.to_string(),
+            ranges: tensor.ranges.iter().map(|range| (range.offset, range.bytes)).collect(),
+        });
+        let mut manifest = Manifest {
+            format: Self::FORMAT,
+            store: self.id.to_string(),
+            volume: 0,
+            volumes: self.members.iter().map(|member| member.volume.identity()).collect(),
+            stripes: self.layout.counts().to_vec(),
+            tensors: tensors.collect(),
+        };
+        drop(table);
+        for (index, member) in self.members.iter().enumerate() {
             manifest.volume = index;
-            let path = volume.directory().join(MANIFEST_NAME);
-            let text = serde_json::to_vec_pretty(&manifest).expect("a manifest is plain data");
-            std::fs::write(&path, text).map_err(|source| StoreError::Directory {
-                action: "write",
-                path,
-                source,
-            })?;
+            member.volume.keep(&serde_json::to_vec(&manifest).expect("a manifest is plain data"))?;
         }
-        self.keep.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// The names and handles of all tensors, in the order of their places.
+    pub fn tensors(&self) -> Vec<(String, Extent)> {
+        let bytes = |tensor: &Tensor| tensor.ranges.iter().map(|range| range.bytes).sum();
+        let handle = |(offset, tensor): (&u64, &Tensor)| {
+            (tensor.name.to_string(), Extent { offset: *offset, bytes: bytes(tensor) })
+        };
+        self.table().tensors.iter().map(handle).collect()
     }
 
     /// What the user should know: a refused O_DIRECT, a refused io_uring.
@@ -253,19 +407,18 @@ impl Store {
         &self.notices
     }
 
-    /// Name of the engine in use.
-    pub fn engine_name(&self) -> &'static str {
-        self.engine.name()
-    }
-
-    /// Whether every volume bypasses the page cache.
-    pub fn is_direct(&self) -> bool {
-        self.volumes.iter().all(Volume::is_direct)
-    }
-
-    /// Bytes moved so far.
-    pub fn counters(&self) -> CountersSnapshot {
-        self.engine.counters()
+    /// How each volume works here, and what it has done.
+    pub fn volumes(&self) -> Vec<VolumeReport> {
+        let stripes: u32 = self.layout.counts().iter().sum();
+        let report = |(member, count): (&Member, &u32)| VolumeReport {
+            path: member.volume.path().to_owned(),
+            engine: member.engine.name(),
+            features: member.engine.features(),
+            direct: member.volume.is_direct(),
+            share: f64::from(*count) / f64::from(stripes),
+            counters: member.engine.counters(),
+        };
+        self.members.iter().zip(self.layout.counts()).map(report).collect()
     }
 
     /// Bytes in use by tensors.
@@ -278,79 +431,39 @@ impl Store {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn name_of(&self, extent: Extent) -> String {
+    fn tensor(&self, extent: Extent) -> Tensor {
         self.table()
-            .names
+            .tensors
             .get(&extent.offset)
-            .map_or_else(|| "unnamed tensor".to_owned(), |(name, _)| name.clone())
+            .cloned()
+            .expect("the handle is of a tensor that was not freed")
     }
 
-    /// Bytes of volume `index` that an address space of `end` bytes needs.
-    fn share_bytes(&self, index: usize, end: u64) -> u64 {
-        let count = self.volumes.len() as u64;
-        let (whole, rest) = (end / STRIPE_BYTES, end % STRIPE_BYTES);
-        let index = index as u64;
-        let full = whole / count + u64::from(whole % count > index);
-        let partial = if whole % count == index { rest } else { 0 };
-        full * STRIPE_BYTES + partial
-    }
-
-    /// The volume ranges behind `bytes` bytes at address `address`.
-    fn parts(&self, address: u64, bytes: u64) -> Vec<VolumePart> {
-        let count = self.volumes.len() as u64;
-        if count == 1 {
-            return vec![VolumePart { volume: 0, offset: address, start: 0, bytes: bytes as usize }];
-        }
-        let mut parts = Vec::new();
-        let mut done = 0;
-        while done < bytes {
-            let position = address + done;
-            let (stripe, inside) = (position / STRIPE_BYTES, position % STRIPE_BYTES);
-            let length = (STRIPE_BYTES - inside).min(bytes - done);
-            parts.push(VolumePart {
-                volume: (stripe % count) as usize,
-                offset: stripe / count * STRIPE_BYTES + inside,
-                start: done as usize,
-                bytes: length as usize,
-            });
-            done += length;
-        }
-        parts
-    }
-}
-
-impl Drop for Store {
-    fn drop(&mut self) {
-        // The files belong to the process that made them, not to a forked DataLoader worker.
-        if !self.origin.is_here() {
-            return;
-        }
-        if !self.keep.load(Ordering::Acquire) {
-            for volume in &self.volumes {
-                let _ = std::fs::remove_file(volume.file().path());
+    /// The volume ranges behind `bytes` bytes at `offset` of a tensor in `ranges`.
+    fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let (mut skipped, mut done) = (0, 0);
+        for range in ranges {
+            let from = offset.saturating_sub(skipped);
+            if from < range.bytes && done < bytes {
+                let length = (range.bytes - from).min(bytes - done);
+                let found = self.layout.pieces(range.offset + from, length);
+                let shifted =
+                    found.into_iter().map(|piece| Piece { start: piece.start + done as usize, ..piece });
+                pieces.extend(shifted);
+                done += length;
             }
+            skipped += range.bytes;
         }
-        for lock in &self.locks {
-            lock.remove_file();
-        }
-        for directory in &self.made {
-            let _ = std::fs::remove_dir(directory);
-        }
+        pieces
     }
-}
-
-struct VolumePart {
-    volume: usize,
-    offset: u64,
-    start: usize,
-    bytes: usize,
 }
 
 /// Collects the parts of one transfer.
 struct Join {
     left: AtomicUsize,
     outcome: Mutex<(Option<IoError>, Option<Transferred>)>,
-    tensor: String,
+    tensor: Arc<str>,
 }
 
 impl Join {
@@ -368,15 +481,18 @@ impl Join {
         let done = done.expect("the last part finishes once");
         done(match error {
             None => Ok(()),
-            Some(source) => Err(StoreError::Tensor { tensor: self.tensor.clone(), source }),
+            Some(source) => Err(StoreError::Tensor { tensor: self.tensor.to_string(), source }),
         });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
-    use memascend_mem::{PageableAllocator, Pool, SizeClass};
+    use memascend_mem::{PageableAllocator, SizeClass};
+    use memascend_nvme::EngineChoice;
 
     fn buffer(bytes: usize) -> LeaseSlice {
         let class = SizeClass { consumer: "test".into(), bytes, count: 1 };
@@ -386,7 +502,27 @@ mod tests {
 
     fn store(root: &Path, volumes: usize) -> Store {
         let directories: Vec<PathBuf> = (0..volumes).map(|index| root.join(index.to_string())).collect();
-        Store::create(&directories, StoreOptions::default()).unwrap()
+        Store::create(&directories, &StoreOptions::default()).unwrap()
+    }
+
+    fn pattern(index: usize, seed: usize) -> u8 {
+        (index / 5 + index / 4096 + seed) as u8
+    }
+
+    fn fill(store: &Store, extent: Extent, seed: usize) {
+        let source = buffer(extent.bytes as usize);
+        // SAFETY: the only handle to the buffer.
+        let bytes = unsafe { source.as_mut_slice() };
+        bytes.iter_mut().enumerate().for_each(|(index, byte)| *byte = pattern(index, seed));
+        store.transfer_wait(Operation::Write, extent, 0, source).unwrap();
+    }
+
+    fn holds(store: &Store, extent: Extent, seed: usize) -> bool {
+        let target = buffer(extent.bytes as usize);
+        store.transfer_wait(Operation::Read, extent, 0, target.clone()).unwrap();
+        // SAFETY: the transfer has ended.
+        let bytes = unsafe { target.as_slice() };
+        bytes.iter().enumerate().all(|(index, byte)| *byte == pattern(index, seed))
     }
 
     #[test]
@@ -396,24 +532,9 @@ mod tests {
             let store = store(root.path(), volumes);
             let sizes = [4096, 5 << 20, (1 << 20) + 4096, 12_288];
             let extents: Vec<_> = sizes.iter().map(|bytes| store.allocate("t", *bytes).unwrap()).collect();
+            extents.iter().enumerate().for_each(|(seed, extent)| fill(&store, *extent, seed));
             for (seed, extent) in extents.iter().enumerate() {
-                let source = buffer(extent.bytes as usize);
-                // SAFETY: the only handle to the buffer.
-                unsafe { source.as_mut_slice() }
-                    .iter_mut()
-                    .enumerate()
-                    .for_each(|(i, b)| *b = (i / 5 + seed) as u8);
-                store.transfer_wait(Operation::Write, *extent, 0, source).unwrap();
-            }
-            for (seed, extent) in extents.iter().enumerate() {
-                let target = buffer(extent.bytes as usize);
-                store.transfer_wait(Operation::Read, *extent, 0, target.clone()).unwrap();
-                // SAFETY: the transfer has ended.
-                let bytes = unsafe { target.as_slice() };
-                assert!(
-                    bytes.iter().enumerate().all(|(i, b)| *b == (i / 5 + seed) as u8),
-                    "{volumes} volumes"
-                );
+                assert!(holds(&store, *extent, seed), "{volumes} volumes");
             }
         }
     }
@@ -421,8 +542,9 @@ mod tests {
     #[test]
     fn an_engine_that_moves_nothing_takes_no_room() {
         let root = tempfile::tempdir().unwrap();
-        let options = StoreOptions { engine: EngineChoice::Null, direct: true };
-        let store = Store::create(&[root.path().to_owned()], options).unwrap();
+        let engine = EngineOptions { choice: EngineChoice::Null, ..EngineOptions::default() };
+        let options = StoreOptions { engine, ..StoreOptions::default() };
+        let store = Store::create(&[root.path().to_owned()], &options).unwrap();
         store.check_room(1 << 60).unwrap();
         let extent = store.allocate("more than any disk holds", 1 << 60).unwrap();
         store.transfer_wait(Operation::Write, extent, 1 << 59, buffer(8192)).unwrap();
@@ -447,41 +569,75 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_of_the_address_space_has_one_place() {
+    fn a_kept_store_is_opened_again_whole_from_any_of_its_volumes() {
         let root = tempfile::tempdir().unwrap();
-        let store = store(root.path(), 3);
-        let end = 10 * STRIPE_BYTES + 8192;
-        let mut used = [0_u64; 3];
-        for part in store.parts(0, end) {
-            assert_eq!(part.offset, used[part.volume], "stripes of a volume follow one another");
-            used[part.volume] += part.bytes as u64;
+        let directories: Vec<PathBuf> = (0..3).map(|index| root.path().join(index.to_string())).collect();
+        let options = StoreOptions { rates: vec![1e9, 3e9, 2e9], ..StoreOptions::default() };
+        let first = Store::create(&directories, &options).unwrap();
+        let shares: Vec<f64> = first.volumes().iter().map(|volume| (volume.share * 6.0).round()).collect();
+        assert_eq!(shares, [1.0, 3.0, 2.0]);
+        for (seed, bytes) in [(1, 9 << 20), (2, 4096), (3, 5 << 20)] {
+            let extent = first.allocate(&format!("tensor {seed}"), bytes).unwrap();
+            fill(&first, extent, seed);
         }
-        for (index, bytes) in used.iter().enumerate() {
-            assert_eq!(store.share_bytes(index, end), *bytes);
-        }
-    }
-
-    #[test]
-    fn a_directory_in_use_is_refused_and_free_again_after() {
-        let root = tempfile::tempdir().unwrap();
-        let first = store(root.path(), 1);
-        let error = Store::create(&[root.path().join("0")], StoreOptions::default()).err().unwrap();
-        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
-        drop(first);
-        assert!(!root.path().join("0").exists(), "nothing is left behind");
-        store(root.path(), 1);
-    }
-
-    #[test]
-    fn a_kept_store_is_not_overwritten() {
-        let root = tempfile::tempdir().unwrap();
-        let first = store(root.path(), 1);
-        first.allocate("weight", 8192).unwrap();
         first.keep().unwrap();
         drop(first);
-        assert!(root.path().join("0").join(Volume::FILE_NAME).exists());
-        let error = Store::create(&[root.path().join("0")], StoreOptions::default()).err().unwrap();
-        assert!(matches!(error, StoreError::Kept { .. }));
+        let error = Store::create(&directories[1..2], &StoreOptions::default()).err().unwrap();
+        assert!(error.to_string().contains("keep_store"), "{error}");
+        for given in &directories {
+            let store = Store::open(std::slice::from_ref(given), &StoreOptions::default()).unwrap();
+            assert_eq!(store.tensors().len(), 3);
+            for (name, extent) in store.tensors() {
+                let seed = name.strip_prefix("tensor ").unwrap().parse().unwrap();
+                assert!(holds(&store, extent, seed), "{name}");
+            }
+        }
+        let store = Store::open(&directories, &StoreOptions::default()).unwrap();
+        let fourth = store.allocate("tensor 4", 8192).unwrap();
+        assert!(
+            store.tensors().iter().all(|(name, extent)| name == "tensor 4" || extent.offset != fourth.offset)
+        );
+        drop(store);
+        // A volume of another store in its place is noticed.
+        let other = Store::create(&[root.path().join("other")], &StoreOptions::default()).unwrap();
+        other.keep().unwrap();
+        drop(other);
+        std::fs::remove_dir_all(&directories[2]).unwrap();
+        std::fs::rename(root.path().join("other"), &directories[2]).unwrap();
+        let error = Store::open(&directories[..1], &StoreOptions::default()).err().unwrap();
+        assert!(error.to_string().contains("another store"), "{error}");
+    }
+
+    #[test]
+    fn a_tensor_may_lie_in_several_ranges_when_only_they_have_the_room() {
+        let root = tempfile::tempdir().unwrap();
+        // A volume that cannot grow: what its limit would be on a device.
+        let store = store(root.path(), 2);
+        let extents: Vec<_> = (0..8).map(|_| store.allocate("small", 3 << 20).unwrap()).collect();
+        extents.iter().step_by(2).for_each(|extent| store.free(*extent));
+        let ranges = store.table().allocator.find(12 << 20, 0).unwrap();
+        assert_eq!(ranges.len(), 4);
+        let scattered = Extent { offset: ranges[0].offset, bytes: 12 << 20 };
+        {
+            let mut table = store.table();
+            table.allocator.take(&ranges);
+            table
+                .tensors
+                .insert(scattered.offset, Tensor { name: "scattered".into(), ranges: ranges.into() });
+        }
+        extents.iter().skip(1).step_by(2).for_each(|extent| fill(&store, *extent, 7));
+        fill(&store, scattered, 9);
+        assert!(holds(&store, scattered, 9));
+        // From the middle of one range into the next but one.
+        let part = buffer(7 << 20);
+        store.transfer_wait(Operation::Read, scattered, (2 << 20) + 4096, part.clone()).unwrap();
+        // SAFETY: the transfer has ended.
+        let bytes = unsafe { part.as_slice() };
+        assert!((0..bytes.len()).all(|index| bytes[index] == pattern(index + (2 << 20) + 4096, 9)));
+        extents.iter().skip(1).step_by(2).for_each(|extent| assert!(holds(&store, *extent, 7)));
+        store.free(scattered);
+        extents.iter().skip(1).step_by(2).for_each(|extent| store.free(*extent));
+        assert_eq!(store.used_bytes(), 0);
     }
 
     #[test]
@@ -499,7 +655,7 @@ mod tests {
     fn a_directory_given_twice_is_refused() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().to_owned();
-        let error = Store::create(&[directory.clone(), directory], StoreOptions::default()).err().unwrap();
+        let error = Store::create(&[directory.clone(), directory], &StoreOptions::default()).err().unwrap();
         assert!(matches!(error, StoreError::Duplicate { .. }), "{error}");
     }
 }

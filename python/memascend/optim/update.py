@@ -88,10 +88,12 @@ def allocate_states(runtime: Runtime, tensor: StoreTensor) -> None:
     """Make room for the states of a tensor; they begin as zeros without being written."""
     if tensor.exp_avg is not None:
         return
-    tensor.exp_avg = runtime.allocate(f"{tensor.name}.exp_avg", tensor.numel * MOMENT_BYTES)
-    tensor.exp_avg_sq = runtime.allocate(f"{tensor.name}.exp_avg_sq", tensor.numel * MOMENT_BYTES)
-    if tensor.dtype.itemsize == 2:
+    if tensor.exp_avg_sq is None:
+        tensor.exp_avg_sq = runtime.allocate(f"{tensor.name}.exp_avg_sq", tensor.numel * MOMENT_BYTES)
+    if tensor.low is None and tensor.dtype.itemsize == 2:
         tensor.low = runtime.allocate(f"{tensor.name}.master_low", tensor.numel * 2)
+    # Last, since it is what says that the others are there: each of them may find no room, and be tried again later.
+    tensor.exp_avg = runtime.allocate(f"{tensor.name}.exp_avg", tensor.numel * MOMENT_BYTES)
 
 
 def add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:

@@ -2,19 +2,17 @@
 #![allow(dead_code)] // every test binary uses its part
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{Engine, Faults, RingEngine, SimEngine, ThreadsEngine};
+use memascend_nvme::{EngineChoice, EngineOptions, Faults};
 use memascend_optim::kernels::{AdamwScalars, GRADIENT_BLOCK};
 use memascend_optim::{
     Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, MOMENT_BYTES, Pending,
     Segment, Staging, Ticket, UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor, adamw_host,
 };
-use memascend_store::{Extent, Store};
+use memascend_store::{Extent, Store, StoreOptions};
 
 /// How long anything in a test may take before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -31,7 +29,12 @@ impl Kind {
     /// Every engine this machine has, the simulated one reordering from `seed`.
     pub fn all(seed: u64) -> Vec<Self> {
         let mut kinds = vec![Self::Threads, Self::Sim(Faults { seed, reorder: 7, ..Faults::default() })];
-        match RingEngine::new() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = StoreOptions {
+            engine: EngineOptions { choice: EngineChoice::Ring, ..EngineOptions::default() },
+            ..StoreOptions::default()
+        };
+        match Store::create(&[directory.path().to_owned()], &options) {
             Ok(_) => kinds.push(Self::Ring),
             Err(error) => eprintln!("ring engine not tested: {error}"),
         }
@@ -39,10 +42,9 @@ impl Kind {
     }
 }
 
-/// A store in temporary directories. A simulated engine gets a thread that completes what it holds back.
+/// A store in temporary directories.
 pub struct Bench {
     pub store: Arc<Store>,
-    pump: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     _root: tempfile::TempDir,
 }
 
@@ -51,29 +53,14 @@ impl Bench {
         let root = tempfile::tempdir().unwrap();
         let directories: Vec<PathBuf> =
             (0..volumes).map(|index| root.path().join(index.to_string())).collect();
-        let mut pump = None;
-        let engine: Arc<dyn Engine> = match kind {
-            Kind::Ring => Arc::new(RingEngine::new().unwrap()),
-            Kind::Threads => Arc::new(ThreadsEngine::new(3)),
-            Kind::Sim(faults) => {
-                let sim = Arc::new(SimEngine::new(faults));
-                let stop = Arc::new(AtomicBool::new(false));
-                let thread = std::thread::spawn({
-                    let (sim, stop) = (Arc::clone(&sim), Arc::clone(&stop));
-                    move || {
-                        while !stop.load(Ordering::Acquire) {
-                            std::thread::sleep(Duration::from_micros(300));
-                            sim.drain();
-                        }
-                        sim.drain();
-                    }
-                });
-                pump = Some((stop, thread));
-                sim
-            }
+        let choice = match kind {
+            Kind::Ring => EngineChoice::Ring,
+            Kind::Threads => EngineChoice::Threads,
+            Kind::Sim(faults) => EngineChoice::Sim(faults),
         };
-        let store = Arc::new(Store::create_with(&directories, engine, true, Vec::new()).unwrap());
-        Self { store, pump, _root: root }
+        let engine = EngineOptions { choice, ..EngineOptions::default() };
+        let options = StoreOptions { engine, ..StoreOptions::default() };
+        Self { store: Arc::new(Store::create(&directories, &options).unwrap()), _root: root }
     }
 
     /// Writes `bytes` to a new tensor.
@@ -94,15 +81,6 @@ impl Bench {
 
     fn staging(&self) -> Staging {
         Staging::new(Arc::clone(&self.store), pool(1 << 20, 3), 1 << 20)
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        if let Some((stop, thread)) = self.pump.take() {
-            stop.store(true, Ordering::Release);
-            thread.join().unwrap();
-        }
     }
 }
 

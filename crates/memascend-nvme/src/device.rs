@@ -1,0 +1,246 @@
+//! Opens a formatted device, by its path or by its UUID, for one owner at a time.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::block::{self, Node};
+use crate::format::{Standing, described};
+use crate::notes::Notes;
+use crate::signatures::Blkid;
+use crate::superblock::{Superblock, VERSION};
+use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult};
+
+/// What a path begins with that names a device by its UUID.
+const BY_UUID: &str = "UUID=";
+
+/// A formatted block device, open for this owner alone: nobody can mount it, format it or open it as a store
+/// meanwhile. The kernel ends that when the process ends, however it ends.
+#[derive(Debug)]
+pub struct Device {
+    file: File,
+    path: PathBuf,
+    superblock: Superblock,
+    logical_block_bytes: u32,
+    notice: Option<String>,
+    /// Writing a note reads the slots first.
+    notes: Mutex<Notes>,
+}
+
+impl Device {
+    /// Opens the device at `path`, or the one that `path` names by its UUID: `UUID=01234567-89ab-…`. Transfers bypass
+    /// the page cache.
+    ///
+    /// # Errors
+    /// If the device is not there, in use, not formatted, or not as it was when it was formatted.
+    pub fn open(path: impl AsRef<Path>) -> DeviceResult<Self> {
+        let path = path.as_ref();
+        let Some(uuid) = path.as_os_str().as_bytes().strip_prefix(BY_UUID.as_bytes()) else {
+            return Self::open_node(&Node::of(path)?);
+        };
+        let id: DeviceId = String::from_utf8_lossy(uuid).parse()?;
+        let device = Self::open_node(&Node::of(&find_device(id)?)?)?;
+        // It may have been formatted again in between.
+        if device.id() == id {
+            Ok(device)
+        } else {
+            Err(DeviceError::NotFound { id, looked_at: 1, denied: Vec::new() })
+        }
+    }
+
+    fn open_node(node: &Node) -> DeviceResult<Self> {
+        let path = node.path.clone();
+        let failed = |source| DeviceError::io("read", &node.path, source);
+        let file = node.claim(libc::O_DIRECT)?;
+        let logical_block_bytes = block::logical_block_bytes(&file, &path)?;
+        let device_bytes = block::sufficient_bytes(&file, &path)?;
+        // libblkid cannot read with O_DIRECT.
+        let cached = node.open(libc::O_RDONLY).map_err(failed)?;
+        block::forget_cached(&cached);
+        let superblock = match Standing::read(&file, device_bytes).map_err(failed)? {
+            Standing::Whole(superblock) => superblock,
+            Standing::FirstBlockLost(superblock) => {
+                let found = described(&cached, &path);
+                return Err(first_block_lost(path, &superblock, found));
+            }
+            Standing::Foreign => {
+                return Err(DeviceError::Unformatted { found: described(&cached, &path), path });
+            }
+            Standing::Damaged => return Err(DeviceError::Damaged { path }),
+            Standing::Newer(version) => {
+                return Err(DeviceError::NewerVersion { path, version, supported: VERSION });
+            }
+        };
+        if superblock.device_bytes > device_bytes {
+            let formatted_bytes = superblock.device_bytes;
+            return Err(DeviceError::Shrunk { path, bytes: device_bytes, formatted_bytes });
+        }
+        // Some write their signature behind the first block and leave that as it was. Where libblkid is missing, this
+        // is not noticed.
+        let found = Blkid::load().map_or(Ok(Vec::new()), |blkid| blkid.signatures(&cached, &path))?;
+        if !found.is_empty() {
+            return Err(DeviceError::Overwritten { path, id: superblock.id, found });
+        }
+        let notice = (superblock.device_bytes < device_bytes).then(|| {
+            format!(
+                "{} has grown from {} bytes to {device_bytes} since it was formatted; format it again to use all of it",
+                path.display(),
+                superblock.device_bytes
+            )
+        });
+        let notes = Mutex::new(Notes::of(&superblock));
+        Ok(Self { file, path, superblock, logical_block_bytes, notice, notes })
+    }
+
+    /// The file to transfer on, open with O_DIRECT.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The device's path: the one given, or that at which its UUID was found.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The UUID.
+    pub fn id(&self) -> DeviceId {
+        self.superblock.id
+    }
+
+    /// Where a store's data begins.
+    pub fn data_offset(&self) -> u64 {
+        self.superblock.data_offset
+    }
+
+    /// How many bytes a store can use from there on.
+    pub fn data_bytes(&self) -> u64 {
+        self.superblock.data_bytes
+    }
+
+    /// The device's logical block size, of which every offset and length has to be a multiple.
+    pub fn logical_block_bytes(&self) -> u32 {
+        self.logical_block_bytes
+    }
+
+    /// What the user should know about this device.
+    pub fn notice(&self) -> Option<&str> {
+        self.notice.as_deref()
+    }
+
+    /// The longest note that fits.
+    pub fn note_limit_bytes(&self) -> u64 {
+        self.notes().limit_bytes()
+    }
+
+    /// The note that was written last, unless it was cleared.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    pub fn read_note(&self) -> DeviceResult<Option<Vec<u8>>> {
+        self.notes()
+            .read(&self.file)
+            .map_err(|source| DeviceError::io("read the note of", &self.path, source))
+    }
+
+    /// Keeps a note instead of the one before, which stays if this one does not arrive whole. Returns once it is on
+    /// the medium.
+    ///
+    /// # Errors
+    /// If the note is too long or cannot be written.
+    pub fn write_note(&self, note: &[u8]) -> DeviceResult<()> {
+        let notes = self.notes();
+        let (bytes, limit_bytes) = (note.len() as u64, notes.limit_bytes());
+        if bytes > limit_bytes {
+            return Err(DeviceError::NoteTooLong { path: self.path.clone(), bytes, limit_bytes });
+        }
+        notes
+            .write(&self.file, note)
+            .map_err(|source| DeviceError::io("write the note of", &self.path, source))
+    }
+
+    /// Makes the device have no note. Returns once that is on the medium.
+    ///
+    /// # Errors
+    /// If that cannot be written.
+    pub fn clear_note(&self) -> DeviceResult<()> {
+        self.notes()
+            .clear(&self.file)
+            .map_err(|source| DeviceError::io("clear the note of", &self.path, source))
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The UUID of the formatted device at `path`, without opening it for use. None if it is not formatted, or no block device.
+///
+/// # Errors
+/// If there is nothing at the path, or it cannot be read.
+pub fn device_id(path: &Path) -> DeviceResult<Option<DeviceId>> {
+    let node = match Node::of(path) {
+        Err(DeviceError::NotBlockDevice { .. }) => return Ok(None),
+        node => node?,
+    };
+    let standing = standing_of(&node).map_err(|source| DeviceError::io("read", path, source))?;
+    Ok(if let Standing::Whole(superblock) = standing { Some(superblock.id) } else { None })
+}
+
+/// Path of the device with that UUID, whatever its name is by now.
+///
+/// # Errors
+/// If there is none, or more than one: a clone has the UUID of its original.
+pub fn find_device(id: DeviceId) -> DeviceResult<PathBuf> {
+    let mut whole = Vec::new();
+    let mut lost = None;
+    let mut looked_at = 0;
+    let mut denied = Vec::new();
+    for node in block::all_devices() {
+        match standing_of(&node) {
+            Ok(standing) => {
+                looked_at += 1;
+                match standing {
+                    // Under RAID or multipath the device on top of it is meant.
+                    Standing::Whole(superblock) if superblock.id == id && node.holders().is_empty() => {
+                        whole.push(node.path);
+                    }
+                    Standing::FirstBlockLost(superblock) if superblock.id == id => {
+                        lost = Some((node, superblock));
+                    }
+                    _ => {}
+                }
+            }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {
+                denied.push(node.path)
+            }
+            // A drive without a medium, a device that is just going away.
+            Err(_) => {}
+        }
+    }
+    let mut whole = whole.into_iter();
+    match (whole.next(), whole.next(), lost) {
+        (Some(first), Some(second), _) => Err(DeviceError::Clone { id, first, second }),
+        (Some(path), None, _) => Ok(path),
+        (None, _, Some((node, superblock))) => {
+            let found =
+                node.open(libc::O_RDONLY).map(|file| described(&file, &node.path)).unwrap_or_default();
+            Err(first_block_lost(node.path, &superblock, found))
+        }
+        (None, _, None) => Err(DeviceError::NotFound { id, looked_at, denied }),
+    }
+}
+
+/// Reads the superblocks from the medium: what the kernel keeps of a device in memory can be older.
+fn standing_of(node: &Node) -> io::Result<Standing> {
+    // O_NONBLOCK: a drive without a medium is not waited for.
+    let file = node.open(libc::O_RDONLY | libc::O_DIRECT | libc::O_NONBLOCK)?;
+    let bytes = block::size_bytes(&file, &node.path).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
+    if bytes < BLOCK_BYTES as u64 { Ok(Standing::Foreign) } else { Standing::read(&file, bytes) }
+}
+
+fn first_block_lost(path: PathBuf, superblock: &Superblock, found: String) -> DeviceError {
+    let copy_block = Superblock::copy_offset(superblock.device_bytes) / BLOCK_BYTES as u64;
+    DeviceError::FirstBlockLost { path, id: superblock.id, copy_block, found }
+}

@@ -1,0 +1,236 @@
+//! Makes a raw device memascend's, and refuses whatever somebody could miss afterwards.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::block::{self, Blocks, Node};
+use crate::device_error::list;
+use crate::notes::Notes;
+use crate::signatures::Blkid;
+use crate::superblock::{MIB, NotSuperblock, Superblock};
+use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult, Signature};
+
+/// What was on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Content {
+    /// Partitions that the kernel knows, by name.
+    Partitions(Vec<String>),
+    /// Something that libblkid knows.
+    Signature(Signature),
+    /// A memascend store.
+    Store {
+        /// The device's UUID.
+        id: DeviceId,
+        /// Length of the note that a kept store leaves.
+        note_bytes: Option<u64>,
+    },
+    /// A memascend superblock that nobody can read any more.
+    DamagedStore,
+    /// A store of a later version.
+    NewerStore {
+        /// The format's version.
+        version: u32,
+    },
+}
+
+impl fmt::Display for Content {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Partitions(names) => write!(out, "partitions {}", names.join(", ")),
+            Self::Signature(signature) => signature.fmt(out),
+            Self::Store { id, note_bytes: Some(bytes) } => {
+                write!(out, "a kept memascend store (UUID {id}, with a note of {bytes} bytes)")
+            }
+            Self::Store { id, note_bytes: None } => {
+                write!(out, "a memascend store (UUID {id}) that is not kept")
+            }
+            Self::DamagedStore => out.write_str("a damaged memascend superblock"),
+            Self::NewerStore { version } => {
+                write!(out, "a store of a newer memascend (format version {version})")
+            }
+        }
+    }
+}
+
+/// A device that was formatted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Formatted {
+    /// The device, by the path given.
+    pub path: PathBuf,
+    /// Its new UUID.
+    pub id: DeviceId,
+    /// Bytes that a store can use.
+    pub data_bytes: u64,
+    /// What was on it and is no more.
+    pub destroyed: Vec<Content>,
+}
+
+/// Writes a superblock with a new UUID onto a block device. A device that holds anything is refused unless
+/// `destroy` names the same device; one that is in use is refused in any case. Nothing is written before all
+/// of that is known.
+///
+/// # Errors
+/// Each reason to refuse is a variant of [`DeviceError`].
+pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Formatted> {
+    let node = Node::of(path)?;
+    if let Some(destroy) = destroy
+        && Node::of(destroy)?.number != node.number
+    {
+        return Err(DeviceError::OtherDevice { path: path.to_owned(), destroy: destroy.to_owned() });
+    }
+    // Not O_DIRECT: libblkid reads through this file too, and a second one could not be had.
+    let file = node.claim(0)?;
+    let device_bytes = block::sufficient_bytes(&file, path)?;
+    let logical_block_bytes = block::logical_block_bytes(&file, path)?;
+    block::forget_cached(&file);
+    let failed = |action| move |source| DeviceError::io(action, path, source);
+
+    let id = DeviceId::random().map_err(failed("choose a UUID for"))?;
+    let superblock = Superblock::plan(id, device_bytes, logical_block_bytes);
+    let partitions = node.partitions();
+    let found = if destroy.is_some() {
+        contents(&node, &file, device_bytes)?
+    } else {
+        refuse_contents(&node, &file, device_bytes)?;
+        Vec::new()
+    };
+    if !partitions.is_empty() {
+        // A partition that is open is noticed here, while everything is still there.
+        block::reread_partitions(&file, &node)?;
+    }
+
+    empty(&file, &superblock).map_err(failed("overwrite"))?;
+    if destroy.is_some() {
+        wipe_rest(&file, path)?;
+    }
+    let encoded = Blocks::from(superblock.encode());
+    encoded
+        .write(&file, 0)
+        .and_then(|()| encoded.write(&file, Superblock::copy_offset(device_bytes)))
+        .and_then(|()| file.sync_all())
+        .map_err(failed("write the superblock of"))?;
+    if !partitions.is_empty() {
+        block::reread_partitions(&file, &node)?;
+    }
+    Ok(Formatted { path: path.to_owned(), id, data_bytes: superblock.data_bytes, destroyed: found })
+}
+
+/// Refuses a device that is not empty.
+fn refuse_contents(node: &Node, file: &File, device_bytes: u64) -> DeviceResult<()> {
+    let path = node.path.clone();
+    let partitions = node.partitions();
+    if !partitions.is_empty() {
+        return Err(DeviceError::Partitioned { path, partitions });
+    }
+    if let Some(content) = store_content(file, &path, device_bytes)? {
+        return Err(DeviceError::BelongsToStore { path, content });
+    }
+    let blkid = Blkid::load().map_err(|reason| DeviceError::NoLibblkid { path: path.clone(), reason })?;
+    let found = blkid.signatures(file, &path)?;
+    if found.is_empty() { Ok(()) } else { Err(DeviceError::NotEmpty { path, found }) }
+}
+
+/// Everything known that is on a device. Without libblkid that is less.
+fn contents(node: &Node, file: &File, device_bytes: u64) -> DeviceResult<Vec<Content>> {
+    let mut contents = Vec::new();
+    let partitions = node.partitions();
+    if !partitions.is_empty() {
+        contents.push(Content::Partitions(partitions));
+    }
+    contents.extend(store_content(file, &node.path, device_bytes)?);
+    if let Ok(blkid) = Blkid::load() {
+        contents.extend(blkid.signatures(file, &node.path)?.into_iter().map(Content::Signature));
+    }
+    Ok(contents)
+}
+
+fn store_content(file: &File, path: &Path, device_bytes: u64) -> DeviceResult<Option<Content>> {
+    let failed = |source| DeviceError::io("read", path, source);
+    Ok(match Standing::read(file, device_bytes).map_err(failed)? {
+        Standing::Foreign => None,
+        Standing::Whole(superblock) | Standing::FirstBlockLost(superblock) => {
+            // A device that was made shorter may have lost a part of the area.
+            let note = Notes::of(&superblock).read(file).unwrap_or_default();
+            Some(Content::Store { id: superblock.id, note_bytes: note.map(|note| note.len() as u64) })
+        }
+        Standing::Damaged => Some(Content::DamagedStore),
+        Standing::Newer(version) => Some(Content::NewerStore { version }),
+    })
+}
+
+/// Zeroes what can hold a signature: the first MiB, the headers of the notes, and the last MiB.
+fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
+    let zeros = Blocks::zeroed(MIB as usize);
+    let end = superblock.device_bytes - MIB;
+    file.write_all_at(zeros.bytes(), 0)?;
+    for slot in Notes::of(superblock).slot_offsets() {
+        file.write_all_at(&zeros.bytes()[..BLOCK_BYTES], slot)?;
+    }
+    file.write_all_at(zeros.bytes(), end)?;
+    file.sync_all()
+}
+
+/// Removes the signatures that lie elsewhere, and makes sure that none is left.
+fn wipe_rest(file: &File, path: &Path) -> DeviceResult<()> {
+    // Without libblkid nobody can look; the user was told, and named the device to be destroyed.
+    let Ok(blkid) = Blkid::load() else { return Ok(()) };
+    if blkid.signatures(file, path)?.is_empty() {
+        return Ok(());
+    }
+    blkid.wipe(file, path)?;
+    file.sync_all().map_err(|source| DeviceError::io("overwrite", path, source))?;
+    let found = blkid.signatures(file, path)?;
+    if found.is_empty() { Ok(()) } else { Err(DeviceError::NotDestroyed { path: path.to_owned(), found }) }
+}
+
+/// What the superblocks of a device say.
+#[derive(Debug)]
+pub(crate) enum Standing {
+    /// It is not memascend's.
+    Foreign,
+    /// The first superblock is whole.
+    Whole(Superblock),
+    /// Only the copy is whole.
+    FirstBlockLost(Superblock),
+    /// There was a superblock.
+    Damaged,
+    /// There is one of a later version.
+    Newer(u32),
+}
+
+impl Standing {
+    pub(crate) fn read(file: &File, device_bytes: u64) -> io::Result<Self> {
+        let primary = Superblock::decode(Blocks::read(file, 0, BLOCK_BYTES)?.first());
+        if let Ok(superblock) = primary {
+            return Ok(Self::Whole(superblock));
+        }
+        let copy = Superblock::decode(
+            Blocks::read(file, Superblock::copy_offset(device_bytes), BLOCK_BYTES)?.first(),
+        );
+        Ok(match (primary, copy) {
+            (Err(NotSuperblock::Newer(version)), _) | (_, Err(NotSuperblock::Newer(version))) => {
+                Self::Newer(version)
+            }
+            // The end of a disk can be the end of its last partition, whose copy says another size.
+            (_, Ok(superblock)) if superblock.device_bytes == device_bytes => {
+                Self::FirstBlockLost(superblock)
+            }
+            (Err(NotSuperblock::Damaged), _) | (_, Err(NotSuperblock::Damaged)) => Self::Damaged,
+            _ => Self::Foreign,
+        })
+    }
+}
+
+/// What else is on a device, in words.
+pub(crate) fn described(file: &File, path: &Path) -> String {
+    let found = Blkid::load().map(|blkid| blkid.signatures(file, path));
+    match found {
+        Ok(Ok(found)) if found.is_empty() => "nothing that libblkid knows".to_owned(),
+        Ok(Ok(found)) => list(&found),
+        Ok(Err(_)) | Err(_) => "content that could not be told (is libblkid installed?)".to_owned(),
+    }
+}

@@ -1,0 +1,69 @@
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::{IoError, Result};
+
+/// Exclusive hold on a directory. The kernel releases it when the process ends, however it ends, so
+/// a lock file left by a killed process locks nobody out.
+#[derive(Debug)]
+pub(crate) struct DirectoryLock {
+    _file: File,
+    path: PathBuf,
+}
+
+impl DirectoryLock {
+    const FILE_NAME: &'static str = "memascend.lock";
+
+    pub(crate) fn take(directory: &Path) -> Result<Self> {
+        let path = directory.join(Self::FILE_NAME);
+        let failed = |action| {
+            let path = path.clone();
+            move |source| IoError::Directory { action, path, source }
+        };
+        loop {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)
+                .map_err(failed("create"))?;
+            // SAFETY: a plain system call on a descriptor that lives.
+            if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } != 0 {
+                let source = std::io::Error::last_os_error();
+                if source.raw_os_error() != Some(libc::EWOULDBLOCK) {
+                    return Err(failed("lock")(source));
+                }
+                let mut owner = String::new();
+                let _ = file.read_to_string(&mut owner);
+                let owner = if owner.trim().is_empty() { "unknown".into() } else { owner.trim().to_owned() };
+                return Err(IoError::InUse { path: directory.to_owned(), owner });
+            }
+            // Between opening and locking its last owner may have removed the file: then the lock is on nothing.
+            let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+            if file.metadata().map(inode).ok() != std::fs::metadata(&path).map(inode).ok() {
+                continue;
+            }
+            let written = file
+                .set_len(0)
+                .and_then(|()| file.rewind())
+                .and_then(|()| write!(file, "{}", std::process::id()));
+            let lock = Self { _file: file, path: path.clone() };
+            return match written {
+                Ok(()) => Ok(lock),
+                Err(source) => {
+                    lock.remove_file();
+                    Err(failed("write")(source))
+                }
+            };
+        }
+    }
+
+    /// Removes the lock file; the lock itself goes with the value.
+    pub(crate) fn remove_file(&self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,238 @@
+//! A note of its owner that a device keeps: the store's manifest. Two slots take it by turns, so that a write that
+//! is cut short leaves the note before it.
+//!
+//! A slot begins with a block of 4096 bytes, numbers little-endian, the rest zero; the note follows.
+//!
+//! | bytes | |
+//! | --- | --- |
+//! | 0..16 | `memascend-note`, two zeros |
+//! | 16..20 | kind: 1 a note, 2 there is none any more |
+//! | 20..24 | CRC-32 of the note |
+//! | 24..40 | UUID of the device |
+//! | 40..48 | sequence number: the valid slot with the higher one counts |
+//! | 48..56 | length of the note |
+//! | 4092..4096 | CRC-32 of the 4092 bytes before |
+
+use std::fs::File;
+use std::io;
+
+use crate::block::Blocks;
+use crate::superblock::Superblock;
+use crate::{BLOCK_BYTES, DeviceId};
+
+const MAGIC: &[u8; 16] = b"memascend-note\0\0";
+const CRC_AT: usize = BLOCK_BYTES - 4;
+const KEPT: u32 = 1;
+const CLEARED: u32 = 2;
+
+/// The two slots of a device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Notes {
+    id: DeviceId,
+    offset: u64,
+    slot_bytes: u64,
+}
+
+/// A slot whose checksums are right.
+struct Slot {
+    index: u64,
+    sequence: u64,
+    kind: u32,
+    note: Vec<u8>,
+}
+
+impl Notes {
+    pub(crate) fn of(superblock: &Superblock) -> Self {
+        let slot_bytes = superblock.note_bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+        Self { id: superblock.id, offset: superblock.note_offset, slot_bytes }
+    }
+
+    /// The longest note.
+    pub(crate) fn limit_bytes(&self) -> u64 {
+        self.slot_bytes - BLOCK_BYTES as u64
+    }
+
+    /// Where the slots begin.
+    pub(crate) fn slot_offsets(&self) -> [u64; 2] {
+        [self.offset, self.offset + self.slot_bytes]
+    }
+
+    /// The note that was written last and is whole.
+    pub(crate) fn read(&self, file: &File) -> io::Result<Option<Vec<u8>>> {
+        Ok(self.newest(file)?.filter(|slot| slot.kind == KEPT).map(|slot| slot.note))
+    }
+
+    /// Keeps a note of at most [`limit_bytes`](Self::limit_bytes); returns once the device has it.
+    pub(crate) fn write(&self, file: &File, note: &[u8]) -> io::Result<()> {
+        self.put(file, KEPT, note)
+    }
+
+    /// Says that there is no note any more.
+    pub(crate) fn clear(&self, file: &File) -> io::Result<()> {
+        self.put(file, CLEARED, &[])
+    }
+
+    fn put(&self, file: &File, kind: u32, note: &[u8]) -> io::Result<()> {
+        assert!(note.len() as u64 <= self.limit_bytes(), "the note's length was checked before");
+        let (index, sequence) = match self.newest(file)? {
+            Some(newest) => (1 - newest.index, newest.sequence + 1),
+            None => (0, 1),
+        };
+        let mut blocks = Blocks::zeroed(BLOCK_BYTES + note.len());
+        let bytes = blocks.bytes_mut();
+        bytes[..16].copy_from_slice(MAGIC);
+        bytes[16..20].copy_from_slice(&kind.to_le_bytes());
+        bytes[20..24].copy_from_slice(&crc32fast::hash(note).to_le_bytes());
+        bytes[24..40].copy_from_slice(self.id.as_bytes());
+        bytes[40..48].copy_from_slice(&sequence.to_le_bytes());
+        bytes[48..56].copy_from_slice(&(note.len() as u64).to_le_bytes());
+        let crc = crc32fast::hash(&bytes[..CRC_AT]);
+        bytes[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
+        bytes[BLOCK_BYTES..BLOCK_BYTES + note.len()].copy_from_slice(note);
+        blocks.write(file, self.slot_offsets()[index as usize])?;
+        file.sync_data()
+    }
+
+    /// The valid slot with the highest sequence number. A slot that cannot be read is an error: what it holds may
+    /// be newer than the other.
+    fn newest(&self, file: &File) -> io::Result<Option<Slot>> {
+        let slots = [self.slot(file, 0)?, self.slot(file, 1)?];
+        Ok(slots.into_iter().flatten().max_by_key(|slot| slot.sequence))
+    }
+
+    fn slot(&self, file: &File, index: u64) -> io::Result<Option<Slot>> {
+        let offset = self.slot_offsets()[index as usize];
+        let header = Blocks::read(file, offset, BLOCK_BYTES)?;
+        let header = header.first();
+        let u32_at = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+        let (kind, note_crc, sequence, length) = (u32_at(16), u32_at(20), u64_at(40), u64_at(48));
+        let is_header = header[..16] == *MAGIC
+            && header[24..40] == *self.id.as_bytes()
+            && u32_at(CRC_AT) == crc32fast::hash(&header[..CRC_AT]);
+        if !is_header || !matches!(kind, KEPT | CLEARED) || length > self.limit_bytes() {
+            return Ok(None);
+        }
+        let length = usize::try_from(length).expect("a slot fits into memory");
+        let note = Blocks::read(file, offset + BLOCK_BYTES as u64, length)?;
+        let note = &note.bytes()[..length];
+        let is_whole = crc32fast::hash(note) == note_crc;
+        Ok(is_whole.then(|| Slot { index, sequence, kind, note: note.to_vec() }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DEVICE_BYTES: u64 = 16 << 20;
+
+    fn area() -> (File, Notes) {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(DEVICE_BYTES).unwrap();
+        let superblock = Superblock::plan(DeviceId::random().unwrap(), DEVICE_BYTES, 512);
+        (file, Notes::of(&superblock))
+    }
+
+    fn slot_of(file: &File, notes: &Notes, index: usize) -> Vec<u8> {
+        let mut bytes = vec![0; notes.slot_bytes as usize];
+        file.read_exact_at(&mut bytes, notes.slot_offsets()[index]).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn the_last_note_is_read() {
+        let (file, notes) = area();
+        assert_eq!(notes.read(&file).unwrap(), None);
+        for length in [0, 1, 4096, 5000, notes.limit_bytes() as usize, 3] {
+            let note = vec![length as u8; length];
+            notes.write(&file, &note).unwrap();
+            assert_eq!(notes.read(&file).unwrap(), Some(note));
+        }
+        notes.clear(&file).unwrap();
+        assert_eq!(notes.read(&file).unwrap(), None);
+        notes.write(&file, b"again").unwrap();
+        assert_eq!(notes.read(&file).unwrap(), Some(b"again".to_vec()));
+    }
+
+    #[test]
+    fn slots_stay_within_the_area() {
+        let (file, notes) = area();
+        let superblock = Superblock::plan(notes.id, DEVICE_BYTES, 512);
+        let note = vec![0xff; notes.limit_bytes() as usize];
+        notes.write(&file, &note).unwrap();
+        notes.write(&file, &note).unwrap();
+        let mut bytes = vec![0; DEVICE_BYTES as usize];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        let (start, end) = (superblock.note_offset as usize, superblock.data_offset as usize);
+        assert!(bytes[..start].iter().chain(&bytes[end..]).all(|&byte| byte == 0));
+        assert_eq!(bytes[end - 1], 0xff);
+    }
+
+    #[test]
+    fn a_note_of_another_device_is_none() {
+        let (file, notes) = area();
+        notes.write(&file, b"mine").unwrap();
+        let other = Notes { id: DeviceId::random().unwrap(), ..notes };
+        assert_eq!(other.read(&file).unwrap(), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// A crash leaves any mixture of the old sectors of the slot and the new ones: the note before is read then,
+        /// or the new one if all of it arrived.
+        #[test]
+        fn a_write_that_is_cut_short_leaves_the_note_before(
+            lengths in prop::collection::vec(0_usize..20_000, 1..5),
+            cleared in any::<bool>(),
+            last in prop::collection::vec(any::<u8>(), 1..20_000),
+            arrived in prop::collection::vec(any::<bool>(), 64),
+        ) {
+            let (file, notes) = area();
+            for (number, &length) in lengths.iter().enumerate() {
+                notes.write(&file, &vec![number as u8 + 1; length]).unwrap();
+            }
+            if cleared {
+                notes.clear(&file).unwrap();
+            }
+            let before = notes.read(&file).unwrap();
+            let target = (lengths.len() + usize::from(cleared)) % 2;
+            let old = slot_of(&file, &notes, target);
+            notes.write(&file, &last).unwrap();
+            let new = slot_of(&file, &notes, target);
+            prop_assert_ne!(&old, &new);
+            let mut torn = old.clone();
+            for (sector, arrived) in arrived.iter().enumerate() {
+                let range = sector * 512..(sector + 1) * 512;
+                if *arrived {
+                    torn[range.clone()].copy_from_slice(&new[range]);
+                }
+            }
+            file.write_all_at(&torn, notes.slot_offsets()[target]).unwrap();
+            let expected = if torn == new { Some(last) } else { before };
+            prop_assert_eq!(notes.read(&file).unwrap(), expected);
+            // The next write goes through whatever the crash left.
+            notes.write(&file, b"after").unwrap();
+            prop_assert_eq!(notes.read(&file).unwrap(), Some(b"after".to_vec()));
+        }
+
+        #[test]
+        fn a_garbled_note_is_not_read(
+            note in prop::collection::vec(any::<u8>(), 1..5_000), place in any::<prop::sample::Index>(), change in 1_u8..
+        ) {
+            let (file, notes) = area();
+            notes.write(&file, b"older").unwrap();
+            notes.write(&file, &note).unwrap();
+            let at = place.index(BLOCK_BYTES + note.len());
+            let mut slot = slot_of(&file, &notes, 1);
+            slot[at] ^= change;
+            file.write_all_at(&slot, notes.slot_offsets()[1]).unwrap();
+            prop_assert_eq!(notes.read(&file).unwrap(), Some(b"older".to_vec()));
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! What others left on a device, as libblkid knows it. The library is loaded at run time: nothing is linked, and
+//! where it is missing nothing is formatted unless the user said what may be destroyed.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::{env, fmt, mem};
+
+use crate::{DeviceError, DeviceResult};
+
+/// The variable that names the library to use instead of the system's.
+const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
+const USUAL_NAME: &CStr = c"libblkid.so.1";
+
+/// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: also what has a wrong checksum is found
+/// and can be wiped.
+const SUPERBLOCK_FLAGS: c_int = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10;
+/// `BLKID_PARTS_` `FORCE_GPT | MAGIC`: also a GPT whose protective MBR is gone.
+const PARTITION_FLAGS: c_int = 1 << 1 | 1 << 3;
+/// Answers of `blkid_do_probe` and `blkid_do_safeprobe`.
+const FOUND: c_int = 0;
+const NOTHING: c_int = 1;
+const AMBIVALENT: c_int = -2;
+/// More signatures than any device has: ZFS writes 4 times 128 of them.
+const SIGNATURES_MAX: usize = 1024;
+
+/// A filesystem, RAID, LVM, swap or partition table on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Signature {
+    /// Name of the kind, as `blkid` and `wipefs` show it: `ext4`, `linux_raid_member`, `gpt`.
+    pub kind: String,
+    /// The label, if there is one.
+    pub label: Option<String>,
+    /// The UUID, if there is one.
+    pub uuid: Option<String>,
+    /// What sort of thing the kind is: `a filesystem`, `a partition table`.
+    pub sort: &'static str,
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} ({}", self.sort, self.kind)?;
+        if let Some(label) = &self.label {
+            write!(out, ", label {label:?}")?;
+        }
+        if let Some(uuid) = &self.uuid {
+            write!(out, ", UUID {uuid}")?;
+        }
+        out.write_str(")")
+    }
+}
+
+/// The functions, with the signatures of `blkid.h`; a `blkid_probe` is a pointer, a `blkid_loff_t` an `int64_t`.
+struct Functions {
+    new_probe: unsafe extern "C" fn() -> *mut c_void,
+    free_probe: unsafe extern "C" fn(*mut c_void),
+    set_device: unsafe extern "C" fn(*mut c_void, c_int, i64, i64) -> c_int,
+    enable_superblocks: unsafe extern "C" fn(*mut c_void, c_int) -> c_int,
+    set_superblocks_flags: unsafe extern "C" fn(*mut c_void, c_int) -> c_int,
+    enable_partitions: unsafe extern "C" fn(*mut c_void, c_int) -> c_int,
+    set_partitions_flags: unsafe extern "C" fn(*mut c_void, c_int) -> c_int,
+    do_probe: unsafe extern "C" fn(*mut c_void) -> c_int,
+    do_safeprobe: unsafe extern "C" fn(*mut c_void) -> c_int,
+    do_wipe: unsafe extern "C" fn(*mut c_void, c_int) -> c_int,
+    lookup_value: unsafe extern "C" fn(*mut c_void, *const c_char, *mut *const c_char, *mut usize) -> c_int,
+}
+
+/// libblkid, loaded. It is never unloaded.
+pub(crate) struct Blkid {
+    functions: Functions,
+}
+
+impl Blkid {
+    /// Loads the library.
+    ///
+    /// # Errors
+    /// What the dynamic loader said.
+    pub(crate) fn load() -> Result<Self, String> {
+        let name = match env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()) {
+            Some(name) => CString::new(name.as_bytes()).expect("a variable has no zero byte"),
+            None => USUAL_NAME.to_owned(),
+        };
+        // SAFETY: the name is a C string. Loading runs the library's initialisers, which is what is asked for.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let library = NonNull::new(library).ok_or_else(loader_error)?;
+        // SAFETY: each field is declared with the signature that blkid.h gives its function.
+        let functions = unsafe {
+            Functions {
+                new_probe: function(library, c"blkid_new_probe")?,
+                free_probe: function(library, c"blkid_free_probe")?,
+                set_device: function(library, c"blkid_probe_set_device")?,
+                enable_superblocks: function(library, c"blkid_probe_enable_superblocks")?,
+                set_superblocks_flags: function(library, c"blkid_probe_set_superblocks_flags")?,
+                enable_partitions: function(library, c"blkid_probe_enable_partitions")?,
+                set_partitions_flags: function(library, c"blkid_probe_set_partitions_flags")?,
+                do_probe: function(library, c"blkid_do_probe")?,
+                do_safeprobe: function(library, c"blkid_do_safeprobe")?,
+                do_wipe: function(library, c"blkid_do_wipe")?,
+                lookup_value: function(library, c"blkid_probe_lookup_value")?,
+            }
+        };
+        Ok(Self { functions })
+    }
+
+    /// Everything that is found on the device. `file` reads through the page cache: the library's buffers are not
+    /// aligned for direct transfers.
+    pub(crate) fn signatures(&self, file: &File, path: &Path) -> DeviceResult<Vec<Signature>> {
+        let found = self.each(file, path, |_| Ok(()))?;
+        if !found.is_empty() {
+            return Ok(found);
+        }
+        // The careful search fails where signatures contradict each other: something is there all the same.
+        let probe = self.probe(file, path)?;
+        // SAFETY: the probe is live.
+        match unsafe { (self.functions.do_safeprobe)(probe.handle.as_ptr()) } {
+            NOTHING => Ok(Vec::new()),
+            FOUND => Ok(probe.signature().into_iter().collect()),
+            AMBIVALENT => Ok(vec![Signature {
+                kind: "ambivalent".to_owned(),
+                label: None,
+                uuid: None,
+                sort: "signatures that contradict each other",
+            }]),
+            _ => Err(failed("blkid_do_safeprobe", path)),
+        }
+    }
+
+    /// Overwrites the magic numbers of everything that is found; `file` is open for writing.
+    pub(crate) fn wipe(&self, file: &File, path: &Path) -> DeviceResult<()> {
+        self.each(file, path, |probe| {
+            // SAFETY: the probe is live, and its file is open for writing.
+            match unsafe { (self.functions.do_wipe)(probe.handle.as_ptr(), 0) } {
+                0 => Ok(()),
+                _ => Err(failed("blkid_do_wipe", path)),
+            }
+        })
+        .map(drop)
+    }
+
+    fn each(
+        &self,
+        file: &File,
+        path: &Path,
+        mut then: impl FnMut(&Probe<'_>) -> DeviceResult<()>,
+    ) -> DeviceResult<Vec<Signature>> {
+        let probe = self.probe(file, path)?;
+        let mut found: Vec<Signature> = Vec::new();
+        for _ in 0..SIGNATURES_MAX {
+            // SAFETY: the probe is live.
+            match unsafe { (self.functions.do_probe)(probe.handle.as_ptr()) } {
+                FOUND => {
+                    // A partition table has a second header at the end of the device, and is named once.
+                    found.extend(probe.signature().filter(|signature| !found.contains(signature)));
+                    then(&probe)?;
+                }
+                NOTHING => return Ok(found),
+                _ => return Err(failed("blkid_do_probe", path)),
+            }
+        }
+        Ok(found)
+    }
+
+    fn probe(&self, file: &File, path: &Path) -> DeviceResult<Probe<'_>> {
+        let functions = &self.functions;
+        // SAFETY: the function takes nothing.
+        let handle = NonNull::new(unsafe { (functions.new_probe)() })
+            .ok_or_else(|| failed("blkid_new_probe", path))?;
+        let probe = Probe { functions, handle };
+        let handle = handle.as_ptr();
+        // SAFETY: the probe is live; the file outlives it, since it is dropped within the caller's call.
+        let codes = unsafe {
+            [
+                (functions.set_device)(handle, file.as_raw_fd(), 0, 0),
+                (functions.enable_superblocks)(handle, 1),
+                (functions.set_superblocks_flags)(handle, SUPERBLOCK_FLAGS),
+                (functions.enable_partitions)(handle, 1),
+                (functions.set_partitions_flags)(handle, PARTITION_FLAGS),
+            ]
+        };
+        if codes == [0; 5] { Ok(probe) } else { Err(failed("blkid_probe_set_device", path)) }
+    }
+}
+
+/// A search on one device.
+struct Probe<'a> {
+    functions: &'a Functions,
+    handle: NonNull<c_void>,
+}
+
+impl Probe<'_> {
+    /// What was found last; nothing where only the device's properties were.
+    fn signature(&self) -> Option<Signature> {
+        if let Some(kind) = self.value(c"TYPE") {
+            let sort = match self.value(c"USAGE").as_deref() {
+                Some("filesystem") => "a filesystem",
+                Some("raid") => "a member of a RAID or of LVM",
+                Some("crypto") => "an encrypted volume",
+                _ if kind == "swap" => "swap space",
+                _ => "a signature",
+            };
+            return Some(Signature { kind, label: self.value(c"LABEL"), uuid: self.value(c"UUID"), sort });
+        }
+        let kind = self.value(c"PTTYPE")?;
+        Some(Signature { kind, label: None, uuid: self.value(c"PTUUID"), sort: "a partition table" })
+    }
+
+    fn value(&self, name: &CStr) -> Option<String> {
+        let mut data = ptr::null();
+        let mut bytes = 0;
+        // SAFETY: the probe is live, the name a C string, and the function writes a pointer and a length.
+        let code = unsafe {
+            (self.functions.lookup_value)(self.handle.as_ptr(), name.as_ptr(), &mut data, &mut bytes)
+        };
+        if code != 0 || data.is_null() {
+            return None;
+        }
+        // SAFETY: the library's values are C strings that live until the next search.
+        let text = unsafe { CStr::from_ptr(data) }.to_string_lossy().trim().to_owned();
+        (!text.is_empty()).then_some(text)
+    }
+}
+
+impl Drop for Probe<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the probe is live and never used again. It does not close the file, which it did not open.
+        unsafe { (self.functions.free_probe)(self.handle.as_ptr()) };
+    }
+}
+
+/// A function of a library.
+///
+/// # Safety
+/// `F` is a function pointer with the C signature of the function.
+unsafe fn function<F: Copy>(library: NonNull<c_void>, name: &'static CStr) -> Result<F, String> {
+    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
+    // SAFETY: the handle came from dlopen and is never closed.
+    let address =
+        NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) }).ok_or_else(loader_error)?;
+    // SAFETY: on Linux a function pointer has the size and the representation of a data pointer; its signature is
+    // the caller's promise.
+    Ok(unsafe { mem::transmute_copy(&address) })
+}
+
+fn loader_error() -> String {
+    // SAFETY: the string belongs to this thread until its next call of the loader.
+    let reason = unsafe { libc::dlerror() };
+    if reason.is_null() {
+        return "the dynamic loader gave no reason".to_owned();
+    }
+    // SAFETY: it is a C string.
+    unsafe { CStr::from_ptr(reason) }.to_string_lossy().into_owned()
+}
+
+fn failed(call: &str, path: &Path) -> DeviceError {
+    DeviceError::Probe { path: path.to_owned(), reason: format!("{call}: {}", io::Error::last_os_error()) }
+}

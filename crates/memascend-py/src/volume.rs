@@ -1,0 +1,354 @@
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
+use memascend_nvme::{
+    Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, Faults, IoError,
+    Operation, Request, Workload, open_engine,
+};
+use memascend_store::{Store, StoreOptions};
+use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::{io_error, memory_error, store_error};
+use crate::host;
+use crate::lease::LeaseBuffer;
+
+/// Transfers in flight at once, unless somebody asks otherwise.
+pub(crate) const DEPTH: usize = 128;
+
+/// The engine of that name: `auto`, `ring` or `threads`.
+pub(crate) fn engine_options(
+    name: &str,
+    depth: usize,
+    io_poll: bool,
+    sq_poll: bool,
+) -> PyResult<EngineOptions> {
+    // Not among the choices offered: one loses every byte (for replaying schedules in benchmarks), the other keeps them in
+    // memory and fails on purpose (for tests).
+    let choice =
+        match (name, std::env::var_os("MEMASCEND_NULL_ENGINE"), std::env::var("MEMASCEND_SIM_FAULTS")) {
+            ("auto", ..) => EngineChoice::Auto,
+            ("ring", ..) => EngineChoice::Ring,
+            ("threads", ..) => EngineChoice::Threads,
+            ("null", Some(_), _) => EngineChoice::Null,
+            ("sim", _, Ok(faults)) => {
+                EngineChoice::Sim(faults.parse::<Faults>().map_err(PyValueError::new_err)?)
+            }
+            (other, ..) => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown engine {other:?}: auto, ring or threads"
+                )));
+            }
+        };
+    Ok(EngineOptions { choice, depth, io_poll, sq_poll })
+}
+
+/// Adds what an engine has counted to `report`.
+pub(crate) fn set_counters(report: &Bound<'_, PyDict>, counters: &CountersSnapshot) -> PyResult<()> {
+    let direction = |name: &str, of: &DirectionSnapshot| {
+        report.set_item(format!("bytes_{name}"), of.bytes)?;
+        report.set_item(format!("requests_{name}"), of.requests)?;
+        report.set_item(format!("failures_{name}"), of.failures)?;
+        for (quantile, latency) in [("p50", of.latency_p50), ("p99", of.latency_p99), ("max", of.latency_max)]
+        {
+            report.set_item(format!("latency_{quantile}_{name}"), latency.as_secs_f64())?;
+        }
+        PyResult::Ok(())
+    };
+    direction("read", &counters.reads)?;
+    direction("written", &counters.writes)?;
+    report.set_item("queue_depth_mean", counters.in_flight_mean())?;
+    report.set_item("queue_depth_max", counters.in_flight_max)?;
+    report.set_item("busy_seconds", counters.busy.as_secs_f64())?;
+    report.set_item("bytes_per_busy_second", counters.bytes_per_busy_second())
+}
+
+/// One directory or raw block device with an engine and buffers of its own: what `memascend bench` measures with.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Volume(Mutex<Option<Arc<Open>>>);
+
+struct Open {
+    // Declared first: the engine drains before the volume closes.
+    engine: Arc<dyn Engine>,
+    volume: memascend_nvme::Volume,
+    pool: Pool,
+    notices: Vec<String>,
+}
+
+impl Volume {
+    fn open(&self) -> PyResult<Arc<Open>> {
+        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        open.clone().ok_or_else(|| PyRuntimeError::new_err("the volume was closed"))
+    }
+}
+
+#[pymethods]
+impl Volume {
+    /// Makes an empty volume of a directory, a formatted device or `UUID=…`, with `buffer_count` buffers of `buffer_bytes`
+    /// bytes for transfers. A directory's file is removed on close.
+    #[new]
+    #[pyo3(signature = (
+        path, *, buffer_bytes = 1_048_576, buffer_count = 64, engine = "auto", direct = true, depth = 128,
+        io_poll = false, sq_poll = false, register = true
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        buffer_bytes: usize,
+        buffer_count: usize,
+        engine: &str,
+        direct: bool,
+        depth: usize,
+        io_poll: bool,
+        sq_poll: bool,
+        register: bool,
+    ) -> PyResult<Self> {
+        let options = engine_options(engine, depth, io_poll, sq_poll)?;
+        let class = SizeClass { consumer: "volume".into(), bytes: buffer_bytes, count: buffer_count };
+        py.detach(|| {
+            let volume = memascend_nvme::Volume::create(&path, direct).map_err(|e| io_error(&e))?;
+            let opened = open_engine(volume.file(), options).map_err(|e| io_error(&e))?;
+            let pool = Pool::new(&PageableAllocator, &[class]).map_err(|e| memory_error(&e))?;
+            if register {
+                opened.engine.register(&pool);
+            }
+            let notices = volume.notice().map(str::to_owned).into_iter().chain(opened.notice).collect();
+            Ok(Self(Mutex::new(Some(Arc::new(Open { engine: opened.engine, volume, pool, notices })))))
+        })
+    }
+
+    /// Has the first `bytes` bytes of the volume's data allocated.
+    fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
+        let open = self.open()?;
+        py.detach(|| open.volume.reserve(bytes)).map_err(|error| io_error(&error))
+    }
+
+    /// A free buffer, or None.
+    fn lease(&self, bytes: usize) -> PyResult<Option<LeaseBuffer>> {
+        let lease = self.open()?.pool.try_lease(bytes).map_err(|error| memory_error(&error))?;
+        Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
+    }
+
+    /// Starts one request for each of `offsets`: `bytes` bytes between there and the next `bytes` bytes of `lease`.
+    fn start(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        offsets: Vec<u64>,
+        lease: &Bound<'_, LeaseBuffer>,
+        bytes: usize,
+    ) -> PyResult<Transfers> {
+        let open = self.open()?;
+        let operation = match operation {
+            "read" => Operation::Read,
+            "write" => Operation::Write,
+            other => {
+                return Err(PyValueError::new_err(format!("unknown operation {other:?}: read or write")));
+            }
+        };
+        let lease = Arc::clone(&lease.get().lease);
+        let needed = offsets.len().checked_mul(bytes);
+        if needed.is_none_or(|needed| needed > lease.capacity()) {
+            return Err(PyValueError::new_err(format!(
+                "{} requests of {bytes} bytes are more than a buffer of {} holds",
+                offsets.len(),
+                lease.capacity()
+            )));
+        }
+        let batch = Arc::new(Batch { state: Mutex::new((offsets.len(), None)), ended: Condvar::new() });
+        py.detach(|| {
+            for (index, offset) in offsets.into_iter().enumerate() {
+                let batch = Arc::clone(&batch);
+                open.engine.submit(Request {
+                    operation,
+                    offset,
+                    buffer: LeaseSlice::new(Arc::clone(&lease), index * bytes, bytes),
+                    on_complete: Box::new(move |Completion { buffer, result }| {
+                        drop(buffer);
+                        batch.end(result.err());
+                    }),
+                });
+            }
+        });
+        Ok(Transfers(batch))
+    }
+
+    /// Keeps `depth` requests in flight for `seconds` and returns bytes_read, bytes_written, requests, seconds, latency_p50,
+    /// latency_p99 and latency_max (seconds).
+    #[pyo3(signature = (*, read_percent, random, request_bytes, depth, span_bytes, seconds))]
+    #[allow(clippy::too_many_arguments)]
+    fn measure<'py>(
+        &self,
+        py: Python<'py>,
+        read_percent: u32,
+        random: bool,
+        request_bytes: usize,
+        depth: usize,
+        span_bytes: u64,
+        seconds: f64,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let open = self.open()?;
+        let duration =
+            Duration::try_from_secs_f64(seconds).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        if request_bytes == 0 || depth == 0 || depth > open.pool.free_buffers(request_bytes) {
+            return Err(PyValueError::new_err(format!(
+                "no buffers for {depth} requests of {request_bytes} bytes"
+            )));
+        }
+        let workload = Workload { read_percent, random, request_bytes, depth, span_bytes, duration };
+        let measured =
+            py.detach(|| workload.run(&open.engine, &open.pool)).map_err(|error| io_error(&error))?;
+        let report = PyDict::new(py);
+        report.set_item("bytes_read", measured.bytes_read)?;
+        report.set_item("bytes_written", measured.bytes_written)?;
+        report.set_item("requests", measured.requests)?;
+        report.set_item("seconds", measured.seconds)?;
+        report.set_item("latency_p50", measured.latency_p50.as_secs_f64())?;
+        report.set_item("latency_p99", measured.latency_p99.as_secs_f64())?;
+        report.set_item("latency_max", measured.latency_max.as_secs_f64())?;
+        Ok(report)
+    }
+
+    /// Waits until everything written is on the medium.
+    fn flush(&self, py: Python<'_>) -> PyResult<()> {
+        let open = self.open()?;
+        py.detach(|| open.engine.flush()).map_err(|error| io_error(&error))
+    }
+
+    /// How it works here and what it has done: the same as a volume's entry in `memascend.stats`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let open = self.open()?;
+        let report = PyDict::new(py);
+        report.set_item("path", open.volume.path().to_string_lossy())?;
+        report.set_item("identity", open.volume.identity())?;
+        report.set_item("engine", open.engine.name())?;
+        report.set_item("features", open.engine.features())?;
+        report.set_item("direct_io", open.volume.is_direct())?;
+        let geometry = open.volume.file().geometry();
+        report.set_item("block_bytes", geometry.block_bytes)?;
+        report.set_item("part_bytes", geometry.part_bytes)?;
+        report.set_item("notices", open.notices.clone())?;
+        set_counters(&report, &open.engine.counters())?;
+        Ok(report)
+    }
+
+    /// Waits for everything under way and removes the file. Closing twice is fine.
+    fn close(&self, py: Python<'_>) {
+        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(open));
+    }
+}
+
+/// Requests started together.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Transfers(Arc<Batch>);
+
+struct Batch {
+    /// Requests that have not ended, and the first error.
+    state: Mutex<(usize, Option<IoError>)>,
+    ended: Condvar,
+}
+
+impl Batch {
+    fn end(&self, error: Option<IoError>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0 -= 1;
+        if let Some(error) = error {
+            state.1.get_or_insert(error);
+        }
+        if state.0 == 0 {
+            self.ended.notify_all();
+        }
+    }
+}
+
+#[pymethods]
+impl Transfers {
+    /// Waits until all have ended; raises the first error, once.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        let error = py.detach(|| {
+            let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+            while state.0 > 0 {
+                state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            state.1.take()
+        });
+        error.map_or(Ok(()), |error| Err(io_error(&error)))
+    }
+}
+
+/// A store that was kept, opened again.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct KeptStore(Store);
+
+#[pymethods]
+impl KeptStore {
+    /// Opens the store of which `paths` has at least one volume.
+    #[new]
+    #[pyo3(signature = (paths, *, engine = "auto", direct = true))]
+    fn new(py: Python<'_>, paths: Vec<PathBuf>, engine: &str, direct: bool) -> PyResult<Self> {
+        let engine = engine_options(engine, DEPTH, false, false)?;
+        let options = StoreOptions { engine, direct, rates: Vec::new() };
+        py.detach(|| Store::open(&paths, &options)).map(Self).map_err(|error| store_error(&error))
+    }
+
+    /// Names of the tensors and their lengths in bytes, in whole blocks.
+    fn tensors(&self) -> Vec<(String, u64)> {
+        self.0.tensors().into_iter().map(|(name, extent)| (name, extent.bytes)).collect()
+    }
+
+    /// Reads the first `bytes` bytes of a tensor to address `target`.
+    fn read(&self, py: Python<'_>, name: &str, target: usize, bytes: usize) -> PyResult<()> {
+        let found = self.0.tensors().into_iter().find(|(found, _)| found == name);
+        let (_, extent) = found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        if bytes as u64 > extent.bytes {
+            return Err(PyValueError::new_err(format!("{name} has {} bytes", extent.bytes)));
+        }
+        py.detach(|| {
+            const CHUNK: usize = 8 << 20;
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            let target = unsafe { host::bytes_mut(target, bytes) };
+            let class = SizeClass { consumer: "reading a kept store".into(), bytes: CHUNK, count: 1 };
+            let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| memory_error(&error))?;
+            for (index, part) in target.chunks_mut(CHUNK).enumerate() {
+                let lease = pool.try_lease(CHUNK).map_err(|error| memory_error(&error))?;
+                let lease = Arc::new(lease.expect("the only buffer is free again"));
+                let buffer = LeaseSlice::new(lease, 0, round_up_to_page(part.len()));
+                self.0
+                    .transfer_wait(Operation::Read, extent, (index * CHUNK) as u64, buffer.clone())
+                    .map_err(|error| store_error(&error))?;
+                // SAFETY: the transfer has ended.
+                part.copy_from_slice(&unsafe { buffer.as_slice() }[..part.len()]);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The UUID of a formatted block device, or None: for a device that is not formatted, and for what is no device.
+#[pyfunction]
+pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
+    let found =
+        py.detach(|| memascend_nvme::device_id(&path)).map_err(|error| io_error(&IoError::from(error)))?;
+    Ok(found.map(|id| id.to_string()))
+}
+
+/// Writes memascend's superblock to a block device and returns its UUID, the bytes it has for data and what was there
+/// before. `destroy` names the same device when what is on it may go.
+#[pyfunction]
+#[pyo3(signature = (path, destroy = None))]
+pub(crate) fn format_device(
+    py: Python<'_>,
+    path: PathBuf,
+    destroy: Option<PathBuf>,
+) -> PyResult<(String, u64, Vec<String>)> {
+    let formatted = py
+        .detach(|| memascend_nvme::format_device(&path, destroy.as_deref()))
+        .map_err(|error| io_error(&IoError::from(error)))?;
+    let destroyed = formatted.destroyed.iter().map(ToString::to_string).collect();
+    Ok((formatted.id.to_string(), formatted.data_bytes, destroyed))
+}

@@ -1,0 +1,768 @@
+"""Drives, directories and systems that fail for real: what the user sees, and what is left.
+
+Everything that could hang or be killed by a signal runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lab
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+MIB = 1 << 20
+FILESYSTEMS = ["ext4", "xfs", "btrfs"]
+VOLUME = "memascend.volume"
+NOBODY = 65534
+#: A journal that cannot be written makes the filesystem read-only, and that is what the next write would say.
+NO_JOURNAL = "^has_journal"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama over bytes with 0.8M parameters: 12 MB of store."""
+    return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=128, layers=4, positions=64)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[..., lab.Mounted]]:
+    """Mount small filesystems; they go after the processes that use them."""
+    with contextlib.ExitStack() as cleanup:
+
+        def mount(kind: str, size: int | None = None, **options: Any) -> lab.Mounted:
+            size = size or lab.LEAST_BYTES.get(kind, 48 * MIB)
+            return cleanup.enter_context(lab.mounted(kind, size, tmp_path / f"{kind} drive", **options))
+
+        yield mount
+
+
+def words_of(model_dir: Path, out: Path, store: Path, **changed: Any) -> list[str]:
+    """Arguments of a small run; `changed` replaces a flag's value."""
+    flags = {
+        "data": model_dir.parent / "text.txt",
+        "store": store,
+        "out": out,
+        "host_memory": "64MiB",
+        "steps": 2,
+        "seq_len": 32,
+    } | changed
+    words = ["finetune", str(model_dir)]
+    for name, value in flags.items():
+        words += ["--" + name.replace("_", "-"), str(value)]
+    return words
+
+
+def in_memory(words: list[str]) -> list[str]:
+    """The same run without a store."""
+    words = words.copy()
+    for flag in ("--store", "--host-memory"):
+        del words[words.index(flag) : words.index(flag) + 2]
+    return [*words, "--in-memory"]
+
+
+def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
+    """The command line, in its process; `before` changes the process first."""
+    from memascend import cli, finetune  # noqa: F401  (read while it may)
+
+    if before is not None:
+        before()
+    sys.argv = ["memascend", *words]
+    # As the installed command does; run() looks at the arguments of the process.
+    cli.run()
+
+
+def listing(room: Path) -> dict[str, bytes | None]:
+    """Every path under `room` with what it holds; what the lab itself keeps there aside."""
+    return {
+        str(path.relative_to(room)): path.read_bytes() if path.is_file() else None
+        for path in sorted(room.rglob("*"))
+        if not path.name.startswith((".stdout-", ".stderr-")) and path.name != "lost+found"
+    }
+
+
+def the_error(ended: lab.Ended, *codes: int) -> str:
+    """The one line in which a command said what was wrong."""
+    assert ended.code in codes, f"{ended.code}: {ended.err}"
+    assert "Traceback" not in ended.err + ended.out, ended.err
+    assert "panicked" not in ended.err, ended.err
+    told = [line for line in ended.err.splitlines() if line.startswith("memascend: error: ")]
+    assert len(told) == 1, ended.err
+    assert ended.err.splitlines()[-1] == told[0], f"the error must come last: {ended.err}"
+    return told[0]
+
+
+def refused(tmp_path: Path, words: list[str], before: Callable[[], None] | None = None) -> str:
+    """What a run says that must not begin; it has to leave nothing."""
+    seen = listing(tmp_path)
+    with lab.Child(tmp_path, command, words, before) as child:
+        told = the_error(child.wait(), 2)
+    assert listing(tmp_path) == seen
+    return told
+
+
+@contextlib.contextmanager
+def training(tmp_path: Path, words: list[str]) -> Iterator[lab.Child]:
+    """A run of the command in the middle of its training."""
+    metrics = tmp_path / "metrics.jsonl"
+    with lab.Child(tmp_path, command, [*words, "--metrics", str(metrics), "--steps", "1000000"]) as child:
+        end = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
+            assert child.alive(), child.told()
+            assert time.monotonic() < end, f"the run did not begin: {child.told()}"
+            time.sleep(0.01)
+        yield child
+
+
+def smallest(model_dir: Path) -> int:
+    """The least budget, with which little stays in memory."""
+    return tiny.smallest_budget(LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)) + MIB
+
+
+# ---- a model in a process of its own, a step at a time -------------------------------------------------------
+
+
+def step(model: nn.Module, optimizer: memascend.AdamW, number: int) -> None:
+    model(**tiny.batch("llama", number)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def expected_weights(steps: int) -> dict[str, torch.Tensor]:
+    model = tiny.build("llama")
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return dict(memascend.parameters_of(model))
+
+
+def weights_equal(model: nn.Module, steps: int) -> bool:
+    expected = expected_weights(steps)
+    actual = dict(memascend.parameters_of(model))
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
+
+
+def by_steps(pipe: Any, store: Path, engine: str = "auto", host_memory: str | None = None) -> None:
+    """Do what the pipe asks for with an offloaded model, and answer (errno or None, message) of each."""
+    model = tiny.build("llama")
+    options = {"engine": engine, "allocator": "pageable"}
+    state: dict[str, Any] = {"step": 0}
+
+    def offload() -> None:
+        budget = host_memory or tiny.smallest_budget(model)
+        memascend.offload(model, store=store, host_memory=budget, **options)
+
+    def optimizer() -> None:
+        state["optimizer"] = memascend.AdamW(model.parameters(), lr=1e-2)
+
+    def forward(rows: int = 2) -> None:
+        columns = 16 if rows == 2 else 64
+        state["loss"] = model(**tiny.batch("llama", state["step"], rows=rows, columns=columns)).loss
+
+    def backward() -> None:
+        state["loss"].backward()
+
+    def step() -> None:
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+    def update() -> None:
+        step()
+        state["optimizer"].flush()
+        state["step"] += 1
+
+    def forget() -> None:
+        state["loss"] = None
+        model.zero_grad()
+
+    def a_step(rows: int = 2) -> None:
+        forward(rows)
+        backward()
+        update()
+
+    def weights(steps: int) -> None:
+        assert weights_equal(model, steps)
+
+    def close() -> None:
+        memascend.close(model)
+
+    known = locals()
+    for name, *words in iter(pipe.recv, None):
+        try:
+            known[name](*words)
+            pipe.send((None, ""))
+        except memascend.StoreError as error:
+            pipe.send((error.errno or 0, str(error)))
+        except memascend.MemascendError as error:
+            pipe.send((0, f"{type(error).__name__}: {error}"))
+
+
+#: Rows of a batch whose layers' inputs are too large for the staging buffers.
+LARGE = 16
+
+
+class Stepper(lab.Child):
+    """A process that runs `by_steps`."""
+
+    def does(self, *asked: Any) -> tuple[int | None, str]:
+        self.pipe.send(asked)
+        return self.receive()
+
+    def must(self, *asked: Any) -> None:
+        assert self.does(*asked) == (None, "")
+
+    def ends(self) -> None:
+        """Close the model and end the process, in peace."""
+        self.must("close")
+        self.pipe.send(None)
+        ended = self.wait()
+        assert ended.code == 0, ended.err
+        assert ended.err == "", ended.err
+
+
+# ---- a full filesystem --------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("room", ["for the weights", "for nothing"])
+@pytest.mark.parametrize("kind", FILESYSTEMS)
+def test_a_drive_too_small_from_the_start(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path, kind: str, room: str
+) -> None:
+    place = drive(kind)
+    place.fill(leave=4 * MIB if room == "for the weights" else MIB)
+    told = refused(tmp_path, words_of(model_dir, tmp_path / "out", place.path / "store"))
+    assert f"not enough space in {place.path}/store" in told
+    assert "bytes needed" in told and " free" in told
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", FILESYSTEMS)
+def test_a_drive_without_room_for_a_directory(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path, kind: str
+) -> None:
+    place = drive(kind)
+    place.fill()
+    told = refused(tmp_path, words_of(model_dir, tmp_path / "out", place.path / "store"))
+    assert str(place.path) in told
+    assert "space" in told
+    assert "may write to" not in told, "it is the space that is missing, not the permission"
+
+
+#: What needs room on the drive after the weights, by what is done next.
+LATER = {"the states": "optimizer", "a gradient": "backward", "the input of a layer": "forward"}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("what", LATER)
+@pytest.mark.parametrize("kind", FILESYSTEMS)
+def test_a_drive_that_another_process_fills(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, kind: str, what: str
+) -> None:
+    place = drive(kind, lab.LEAST_BYTES[kind] + 96 * MIB)
+    store = place.path / "store"
+    with Stepper(tmp_path, by_steps, store) as child:
+        child.must("offload")
+        if what == "a gradient":
+            child.must("forward")
+        if what == "the input of a layer":
+            child.must("optimizer")
+        ballast = place.fill()
+        number, told = child.does(LATER[what], *([LARGE] if what == "the input of a layer" else []))
+        assert number == errno.ENOSPC, told
+        assert str(place.path) in told
+        assert "space" in told
+        child.must("weights", 0)
+        # Once there is room again, the same process goes on where it was.
+        ballast.unlink()
+        os.sync()
+        if what != "the input of a layer":
+            child.must("optimizer")
+        child.must("forget")
+        child.must("a_step")
+        child.must("weights", 1)
+        child.ends()
+    assert not store.exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", FILESYSTEMS)
+def test_a_drive_that_fills_up_in_training(drive: Callable[..., lab.Mounted], tmp_path: Path, kind: str) -> None:
+    # Everything was preallocated before the first step, so the others need nothing more.
+    place = drive(kind, lab.LEAST_BYTES[kind] + 96 * MIB)
+    store = place.path / "store"
+    with Stepper(tmp_path, by_steps, store) as child:
+        child.must("offload")
+        child.must("optimizer")
+        child.must("a_step")
+        child.must("a_step")
+        place.fill()
+        number, told = child.does("a_step")
+        if kind == "btrfs" and number is not None:
+            # It may write every block to a new place, and then find none: that is told, and ends well.
+            assert number == errno.ENOSPC, told
+            assert f"{store}/{VOLUME}" in told
+            assert child.does("weights", 3)[0] == errno.ENOSPC, "half an update was passed off as the weights"
+        else:
+            assert number is None, told
+            child.must("a_step")
+            child.must("weights", 4)
+        child.ends()
+    assert not store.exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", FILESYSTEMS)
+def test_a_command_whose_drive_fills_up_ends_by_itself(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path, kind: str
+) -> None:
+    place = drive(kind)
+    mine = place.path / "mine.txt"
+    mine.write_text("mine")
+    words = words_of(model_dir, tmp_path / "out", place.path / "store", host_memory=smallest(model_dir))
+    with training(tmp_path, words) as child:
+        place.fill()
+        steps = len((tmp_path / "metrics.jsonl").read_bytes().splitlines())
+        end = time.monotonic() + 60
+        while child.alive() and len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) < steps + 5:
+            assert time.monotonic() < end, f"neither steps nor an end: {child.told()}"
+            time.sleep(0.01)
+        if child.alive():
+            # It goes on: then it writes its model when asked to end.
+            os.kill(child.pid, signal.SIGINT)
+        ended = child.wait()
+    if ended.code == 130:
+        assert load_file(tmp_path / "out" / "model.safetensors")
+    else:
+        told = the_error(ended, 1, 2)
+        assert kind == "btrfs", f"what was preallocated did not do: {told}"
+        assert f"{place.path}/store/{VOLUME}" in told and "No space left on device" in told
+        assert not (tmp_path / "out").exists()
+    assert mine.read_text() == "mine"
+    assert not (place.path / "store").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("what", ["out", "out, in memory", "metrics"])
+def test_an_output_without_room_is_named(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path, what: str
+) -> None:
+    place = drive("ext4")
+    words = words_of(model_dir, tmp_path / "out", tmp_path / "store")
+    if what == "out, in memory":
+        words = in_memory(words)
+    if what != "metrics":
+        words[words.index("--out") + 1] = str(place.path / "out")
+        words += ["--metrics", str(tmp_path / "metrics.jsonl")]
+        place.fill(leave=512 << 10)
+    else:
+        words += ["--metrics", str(place.path / "metrics.jsonl")]
+        place.fill()
+    before = listing(place.path)
+    with lab.Child(tmp_path, command, words) as child:
+        told = the_error(child.wait(), 1, 2)
+    assert str(place.path) in told
+    assert "No space left on device" in told
+    after = listing(place.path)
+    after.pop("metrics.jsonl", None)
+    assert after == before
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.root
+def test_a_model_that_finds_no_room_can_be_saved_elsewhere(
+    drive: Callable[..., lab.Mounted], offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    place = drive("ext4")
+    place.fill(leave=MIB)
+    model = offloaded(tiny.build("llama"))
+    with pytest.raises(OSError, match=r"model\.safetensors") as caught:
+        memascend.save_pretrained(model, place.path / "out")
+    assert caught.value.errno == errno.ENOSPC
+    assert list((place.path / "out").iterdir()) == []
+    memascend.save_pretrained(model, tmp_path / "out")
+    tiny.assert_same_weights(
+        load_file(tmp_path / "out" / "model.safetensors"), dict(tiny.build("llama").named_parameters())
+    )
+
+
+# ---- a drive that fails -------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_a_device_that_reports_errors(drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path) -> None:
+    place = drive("ext4", features=NO_JOURNAL)
+    words = words_of(model_dir, tmp_path / "out", place.path / "store", host_memory=smallest(model_dir))
+    with training(tmp_path, words) as child:
+        place.device.shrink(MIB)
+        told = the_error(child.wait(), 1, 2)
+    assert f"{place.path}/store/{VOLUME}" in told
+    assert " at offset " in told
+    assert "os error 5)" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("sector", [512, 4096])
+@pytest.mark.parametrize("engine", ["ring", "threads"])
+def test_a_device_error_reaches_python(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, engine: str, sector: int
+) -> None:
+    place = drive("ext4", 96 * MIB, sector=sector, features=NO_JOURNAL)
+    with Stepper(tmp_path, by_steps, place.path / "store", engine) as child:
+        child.must("offload")
+        child.must("optimizer")
+        child.must("a_step")
+        place.device.shrink(MIB)
+        number, told = child.does("a_step")
+        assert number == errno.EIO, told
+        assert f"{place.path}/store/{VOLUME}" in told and " at offset " in told
+        # It stays failed, and ends.
+        assert child.does("a_step")[0] is not None
+        child.ends()
+
+
+def test_a_store_truncated_while_training(tmp_path: Path, model_dir: Path) -> None:
+    store = tmp_path / "store"
+    words = words_of(model_dir, tmp_path / "out", store, host_memory=smallest(model_dir))
+    with training(tmp_path, words) as child:
+        os.truncate(store / VOLUME, 4096)
+        told = the_error(child.wait(), 1, 2)
+    assert f"{store}/{VOLUME}" in told
+    assert "truncated" in told or "end of file" in told or "shorter" in told, told
+    assert not (tmp_path / "out").exists()
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "moment", "lost"),
+    [
+        ("ring", "between steps", "everything"),
+        ("ring", "before the backward pass", "the states"),
+        ("threads", "between steps", "the states"),
+        ("threads", "before the backward pass", "everything"),
+    ],
+)
+def test_what_a_truncated_store_lost_is_never_trained_on(tmp_path: Path, engine: str, moment: str, lost: str) -> None:
+    # A write beyond the end makes the file long again, with zeros where the states were.
+    store = tmp_path / "store"
+    with Stepper(tmp_path, by_steps, store, engine) as child:
+        child.must("offload")
+        child.must("optimizer")
+        child.must("a_step")
+        if moment == "before the backward pass":
+            child.must("forward")
+        weights = sum(parameter.nbytes for parameter in tiny.build("llama").parameters())
+        os.truncate(store / VOLUME, 4096 if lost == "everything" else weights + MIB)
+        asked = [("a_step",)] if moment == "between steps" else [("backward",), ("update",)]
+        answers = [child.does(*words) for words in asked]
+        failed = [told for number, told in answers if number is not None]
+        assert failed, "zeros were taken for weights or states"
+        assert f"{store}/{VOLUME}" in failed[0]
+        child.ends()
+    assert not store.exists()
+
+
+def test_a_write_does_not_hide_that_a_store_was_truncated(tmp_path: Path) -> None:
+    # Inputs of layers lie behind everything else: putting them aside makes the file as long as it was.
+    store = tmp_path / "store"
+    with Stepper(tmp_path, by_steps, store) as child:
+        child.must("offload")
+        child.must("optimizer")
+        child.must("a_step", LARGE)
+        weights = sum(parameter.nbytes for parameter in tiny.build("llama").parameters())
+        os.truncate(store / VOLUME, weights + MIB)
+        _, told = child.does("a_step", LARGE)
+        assert f"{store}/{VOLUME}" in told, "zeros were taken for states"
+        child.ends()
+
+
+@pytest.mark.parametrize("engine", ["ring", "threads"])
+def test_a_failed_prefetch_does_not_keep_a_store_open(tmp_path: Path, engine: str) -> None:
+    # With room for several units, what the next pass needs first is on its way when the model is closed.
+    store = tmp_path / "store"
+    with Stepper(tmp_path, by_steps, store, engine, "40MiB") as child:
+        child.must("offload")
+        child.must("optimizer")
+        child.must("a_step")
+        child.must("forward")
+        os.truncate(store / VOLUME, 4096)
+        child.does("backward")
+        child.must("step")
+        child.ends()
+    assert not store.exists()
+
+
+# ---- a directory that cannot be written ---------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_drive_mounted_read_only(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path, exists: bool
+) -> None:
+    place = drive("ext4")
+    store = place.path / "store"
+    if exists:
+        store.mkdir()
+    lab.must(["mount", "-o", "remount,ro", str(place.path)])
+    told = refused(tmp_path, words_of(model_dir, tmp_path / "out", store))
+    assert str(store) in told
+    assert "Read-only file system" in told
+
+
+@pytest.mark.root
+def test_a_directory_that_became_immutable(drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path) -> None:
+    store = drive("ext4").path / "store"
+    store.mkdir()
+    lab.must(["chattr", "+i", str(store)])
+    try:
+        told = refused(tmp_path, words_of(model_dir, tmp_path / "out", store))
+    finally:
+        lab.must(["chattr", "-i", str(store)])
+    assert str(store) in told
+    assert "Operation not permitted" in told
+
+
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("what", ["store", "out", "model"])
+def test_a_directory_of_somebody_else(model_dir: Path, what: str) -> None:
+    # In a temporary directory of pytest nobody else may even look.
+    with tempfile.TemporaryDirectory() as found:
+        top = Path(found)
+        top.chmod(0o755)
+        shutil.copytree(model_dir.parent, top / "given")
+        (top / "given").chmod(0o755)
+        (top / "given" / "llama" / "model.safetensors").chmod(0o600 if what == "model" else 0o644)
+        mine, theirs = top / "mine", top / "theirs"
+        theirs.mkdir(mode=0o755)
+        mine.mkdir()
+        os.chown(mine, NOBODY, NOBODY)
+        if what == "store":
+            (theirs / "store").mkdir(mode=0o755)
+        store = (theirs if what == "store" else mine) / "store"
+        out = (theirs if what == "out" else mine) / "out"
+        told = refused(top, words_of(top / "given" / "llama", out, store), become_nobody)
+    assert str(top / "given" / "llama" / "model.safetensors" if what == "model" else theirs) in told
+    assert "ermission denied" in told
+
+
+# ---- limits of the process ----------------------------------------------------------------------------------
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize("size", [MIB, 4 * MIB])
+def test_a_limit_on_the_size_of_files(tmp_path: Path, model_dir: Path, size: int) -> None:
+    # One limit below the weights, one between them and the states.
+    store = tmp_path / "store"
+    told = refused(tmp_path, words_of(model_dir, tmp_path / "out", store), partial(limit_files, size))
+    assert f"{store}/{VOLUME}" in told
+    assert "File too large" in told
+    assert "ulimit -f" in told
+
+
+def test_a_limit_on_the_size_of_files_that_the_data_does_not_fit(tmp_path: Path, model_dir: Path) -> None:
+    words = in_memory(words_of(model_dir, tmp_path / "out", tmp_path))
+    told = refused(tmp_path, words, partial(limit_files, 4 << 10))
+    assert f"cannot write {tmp_path}" in told
+    assert "File too large" in told
+    assert "ulimit -f" in told
+
+
+def small_files(pipe: Any, store: Path) -> None:
+    limit_files(MIB)
+    try:
+        memascend.offload(tiny.build("llama"), store=store, host_memory="64MiB", allocator="pageable")
+    except memascend.StoreError as error:
+        pipe.send((error.errno, str(error)))
+
+
+def test_a_limit_on_the_size_of_files_reaches_python(tmp_path: Path) -> None:
+    with lab.Child(tmp_path, small_files, tmp_path / "store") as child:
+        number, told = child.receive()
+        assert child.wait().code == 0
+    assert number == errno.EFBIG
+    assert "ulimit -f" in told
+    assert not (tmp_path / "store").exists()
+
+
+def raised_limit(pipe: Any, store: Path) -> None:
+    model = tiny.build("llama")
+    memascend.offload(model, store=store, host_memory="64MiB", allocator="pageable")
+    used = (store / VOLUME).stat().st_size
+    room = used + 4 * (4 << 10)
+    failures = 0
+    # Each attempt gets a little further: every place where the states can find no room is the last once.
+    while True:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        try:
+            optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+            break
+        except memascend.StoreError as error:
+            assert error.errno == errno.EFBIG, error
+            failures += 1
+            room += 700 << 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    pipe.send((failures, weights_equal(model, 2)))
+    memascend.close(model)
+
+
+def test_states_that_found_no_room_at_first(tmp_path: Path) -> None:
+    with lab.Child(tmp_path, raised_limit, tmp_path / "store") as child:
+        failures, equal = child.receive()
+        assert failures > 20
+        assert equal
+        assert child.wait().code == 0
+
+
+# ---- io_uring -----------------------------------------------------------------------------------------------
+
+
+def io_uring_works(room: Path) -> bool:
+    options: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "engine": "ring"}
+    try:
+        memascend.close(memascend.offload(torch.nn.Linear(8, 8), store=room / "probe", **options))
+    except memascend.StoreError:
+        return False
+    return True
+
+
+def test_without_io_uring_the_same_weights_come_out(tmp_path: Path, model_dir: Path) -> None:
+    ended = {}
+    words = words_of(model_dir, tmp_path / "allowed", tmp_path / "store", steps=3, lr=1e-3)
+    with lab.Child(tmp_path, command, words) as child:
+        done = child.wait()
+        assert done.code == 0, done.err
+        ended["allowed"] = done.err
+    words = words_of(model_dir, tmp_path / "refused", tmp_path / "store", steps=3, lr=1e-3)
+    argv = lab.seccomp_without_io_uring([sys.executable, "-P", "-m", "memascend", *words])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    ended["refused"] = ran.stderr
+    said = [line for line in ended["refused"].splitlines() if "io_uring" in line]
+    assert len(said) == 1, ended["refused"]
+    assert said[0].startswith("memascend: note: io_uring is not available: Operation not permitted")
+    assert "threads instead" in said[0]
+    starts = {
+        name: json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])["store"] for name in ended
+    }
+    assert starts["refused"]["engine"] == "threads"
+    if io_uring_works(tmp_path):
+        assert starts["allowed"]["engine"] == "ring"
+        assert "io_uring" not in ended["allowed"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("allowed", "refused"))
+    tiny.assert_same_weights(one, other)
+    begin = load_file(model_dir / "model.safetensors")
+    assert any(not torch.equal(one[name], begin[name]) for name in begin), "nothing was trained"
+
+
+def engines_without_io_uring(pipe: Any, store: Path) -> None:
+    lab.refuse_io_uring()
+    model = memascend.offload(tiny.build("llama"), store=store, host_memory="64MiB", allocator="pageable")
+    stats = memascend.stats(model)
+    pipe.send((stats["engine"], stats["notices"]))
+    memascend.close(model)
+    try:
+        memascend.offload(tiny.build("llama"), store=store, host_memory="64MiB", allocator="pageable", engine="ring")
+    except memascend.StoreError as error:
+        pipe.send((error.errno, str(error)))
+
+
+def test_a_refused_io_uring_is_told_in_python(tmp_path: Path) -> None:
+    with lab.Child(tmp_path, engines_without_io_uring, tmp_path / "store") as child:
+        engine, notices = child.receive()
+        assert engine == "threads"
+        assert len([notice for notice in notices if "io_uring" in notice]) == 1
+        # Asked for by name, it is not replaced.
+        number, told = child.receive()
+        assert number == errno.EPERM and "io_uring" in told
+        assert child.wait().code == 0
+
+
+# ---- filesystems that work ----------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["tmpfs", "xfs", "btrfs", "overlay on ext4", "overlay on ramfs"])
+def test_other_filesystems_work(drive: Callable[..., lab.Mounted], tmp_path: Path, kind: str) -> None:
+    with contextlib.ExitStack() as cleanup:
+        below = kind.removeprefix("overlay on ")
+        place = drive(below, None if below in ("tmpfs", "ramfs") else lab.LEAST_BYTES[below] + 64 * MIB).path
+        if below != kind:
+            place = cleanup.enter_context(lab.overlaid(place, tmp_path / "overlay"))
+        model = memascend.offload(tiny.build("llama"), store=place / "store", host_memory="64MiB", allocator="pageable")
+        cleanup.callback(memascend.close, model)
+        stats = memascend.stats(model)
+        assert stats["direct_io"] == takes_direct_io(place)
+        notices = [notice for notice in stats["notices"] if "O_DIRECT" in notice and str(place) in notice]
+        assert len(notices) == (0 if stats["direct_io"] else 1), stats["notices"]
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            step(model, optimizer, number)
+        tiny.assert_same_weights(dict(memascend.parameters_of(model)), expected_weights(2))
+        memascend.close(model)
+        assert not (place / "store").exists()
+
+
+def takes_direct_io(directory: Path) -> bool:
+    probe = directory / "probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        assert error.errno == errno.EINVAL
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+@pytest.mark.root
+def test_the_command_notes_refused_direct_io(
+    drive: Callable[..., lab.Mounted], tmp_path: Path, model_dir: Path
+) -> None:
+    place = drive("ramfs").path
+    with (
+        lab.overlaid(place, tmp_path / "overlay") as store,
+        lab.Child(tmp_path, command, words_of(model_dir, tmp_path / "out", store / "store")) as child,
+    ):
+        ended = child.wait()
+        assert ended.code == 0, ended.err
+        told = [line for line in ended.err.splitlines() if "O_DIRECT" in line]
+        assert len(told) == 1 and told[0].startswith("memascend: note: ") and str(store) in told[0]
+        assert not (store / "store").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
