@@ -33,7 +33,7 @@ test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 	RUSTFLAGS='--cfg loom' cargo test --release --quiet --package memascend-mem --test loom --target-dir target/loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
+	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
 		--target x86_64-unknown-linux-gnu --target-dir target/asan
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree.

@@ -6,11 +6,11 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{EngineChoice, EngineOptions, Faults};
+use memascend_nvme::{EngineChoice, EngineOptions, Faults, Operation};
 use memascend_optim::kernels::{AdamwScalars, GRADIENT_BLOCK};
 use memascend_optim::{
-    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, MOMENT_BYTES, Pending,
-    Segment, Staging, Ticket, UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor, adamw_host,
+    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, MOMENT_BYTES, OptimError,
+    Pending, Segment, Staging, Ticket, UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor, adamw_host,
 };
 use memascend_store::{Extent, Store, StoreOptions};
 
@@ -50,7 +50,11 @@ pub struct Bench {
 
 impl Bench {
     pub fn new(kind: Kind, volumes: usize) -> Self {
-        let root = tempfile::tempdir().unwrap();
+        let root = match kind {
+            // Nothing is written to it, but making and removing files takes a disk long.
+            Kind::Sim(_) => tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap(),
+            Kind::Ring | Kind::Threads => tempfile::tempdir().unwrap(),
+        };
         let directories: Vec<PathBuf> =
             (0..volumes).map(|index| root.path().join(index.to_string())).collect();
         let choice = match kind {
@@ -64,18 +68,34 @@ impl Bench {
     }
 
     /// Writes `bytes` to a new tensor.
-    pub fn put(&self, name: &str, bytes: &[u8]) -> Extent {
-        let extent = self.store.allocate(name, bytes.len() as u64).unwrap();
+    pub fn put(&self, name: &str, bytes: &[u8]) -> memascend_optim::Result<Extent> {
+        let extent = self.store.allocate(name, bytes.len() as u64)?;
         let pending = Arc::default();
-        self.staging().write(extent, bytes, &pending).unwrap();
-        pending.wait().unwrap();
-        extent
+        self.staging().write(extent, bytes, &pending)?;
+        pending.wait()?;
+        Ok(extent)
     }
 
     /// Reads the first `bytes` bytes of a tensor.
-    pub fn get(&self, extent: Extent, bytes: usize) -> Vec<u8> {
+    pub fn get(&self, extent: Extent, bytes: usize) -> memascend_optim::Result<Vec<u8>> {
         let mut target = vec![0; bytes];
-        self.staging().read(extent, &mut target).unwrap();
+        self.staging().read(extent, &mut target)?;
+        Ok(target)
+    }
+
+    /// As [`Bench::get`], where reading may fail: piece by piece until each succeeds.
+    pub fn get_at_last(&self, extent: Extent, bytes: usize) -> Vec<u8> {
+        let piece_bytes = 64 << 10;
+        let mut target = vec![0; bytes];
+        let pool = pool(piece_bytes, 1);
+        for (index, part) in target.chunks_mut(piece_bytes).enumerate() {
+            let lease = Arc::new(pool.try_lease(piece_bytes).unwrap().expect("the last was returned"));
+            let buffer = LeaseSlice::new(lease, 0, round_up_to_page(part.len()));
+            let offset = (index * piece_bytes) as u64;
+            while self.store.transfer_wait(Operation::Read, extent, offset, buffer.clone()).is_err() {}
+            // SAFETY: the transfer has ended.
+            part.copy_from_slice(&unsafe { buffer.as_slice() }[..part.len()]);
+        }
         target
     }
 
@@ -86,6 +106,11 @@ impl Bench {
 
 pub fn pool(bytes: usize, count: usize) -> Pool {
     Pool::new(&PageableAllocator, &[SizeClass { consumer: "test".into(), bytes, count }]).unwrap()
+}
+
+/// Whether the message says which tensor of the unit failed.
+pub fn names_a_tensor(error: &OptimError) -> bool {
+    error.to_string().starts_with("layer.0")
 }
 
 /// Runs `body` and panics if it neither ends nor panics in time: a test must fail, not hang.
@@ -293,9 +318,14 @@ struct Tensor {
 impl Unit {
     /// Puts the model's unit on a new store.
     pub fn new(model: &Arc<Model>, setup: Setup) -> Self {
+        Self::try_new(model, setup).unwrap()
+    }
+
+    /// As [`Unit::new`], where writing may fail.
+    pub fn try_new(model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
         let bench = Bench::new(setup.kind, setup.volumes);
-        let extent = bench.put("layer.0", &model.start.unit);
-        Self::on(bench, model, setup, extent)
+        let extent = bench.put("layer.0", &model.start.unit)?;
+        Ok(Self::on(bench, model, setup, extent))
     }
 
     /// Without writing the weights: for stores whose writes fail.
@@ -418,15 +448,28 @@ impl Unit {
     }
 
     /// What is on the SSD, once nothing is under way.
-    pub fn on_ssd(&self) -> State {
-        self.pending.wait().unwrap();
+    pub fn on_ssd(&self) -> memascend_optim::Result<State> {
+        self.pending.wait()?;
+        self.read_by(|extent, bytes| self.bench.get(extent, bytes))
+    }
+
+    /// As [`Unit::on_ssd`], where reading may fail: until it succeeds.
+    pub fn on_ssd_at_last(&self) -> memascend_optim::Result<State> {
+        self.pending.wait()?;
+        self.read_by(|extent, bytes| Ok(self.bench.get_at_last(extent, bytes)))
+    }
+
+    fn read_by(
+        &self,
+        get: impl Fn(Extent, usize) -> memascend_optim::Result<Vec<u8>>,
+    ) -> memascend_optim::Result<State> {
         let states = self.tensors.iter().zip(&self.model.shapes).map(|(tensor, shape)| {
-            let get = |extent: Extent, bytes: usize| self.bench.get(extent, shape.numel * bytes);
-            let low = tensor.low.map_or_else(Vec::new, |low| get(low, 2));
-            [low, get(tensor.exp_avg, MOMENT_BYTES), get(tensor.exp_avg_sq, MOMENT_BYTES)]
+            let get = |extent: Extent, bytes: usize| get(extent, shape.numel * bytes);
+            let low = tensor.low.map_or_else(|| Ok(Vec::new()), |low| get(low, 2))?;
+            Ok([low, get(tensor.exp_avg, MOMENT_BYTES)?, get(tensor.exp_avg_sq, MOMENT_BYTES)?])
         });
-        let states = states.collect();
-        State { unit: self.bench.get(self.extent, self.model.start.unit.len()), states }
+        let states = states.collect::<memascend_optim::Result<_>>()?;
+        Ok(State { unit: get(self.extent, self.model.start.unit.len())?, states })
     }
 
     /// Bytes still leased from the pools.
@@ -448,7 +491,7 @@ impl Unit {
             // Who waited finds every buffer free: returned before the end is told.
             assert_eq!(self.live_bytes(), [0; 3], "step {step}: leases of slots, staging, units");
         }
-        Ok(self.on_ssd())
+        self.on_ssd()
     }
 }
 
