@@ -112,6 +112,7 @@ fn run(arguments: &Arguments) {
     if keep {
         volume.keep(b"{}").expect("a note");
     }
+    scramble(&pool, workload.request_bytes, workload.depth);
     let cpu = cpu_seconds();
     let measured = workload.run(&opened.engine, &pool).expect("the drive works");
     let cpu = cpu_seconds() - cpu;
@@ -139,6 +140,24 @@ fn run(arguments: &Arguments) {
             opened.engine.name(),
             opened.engine.features().join(", "),
         );
+    }
+}
+
+/// Fills the buffers that the workload gets with noise: a drive may be faster with zeros, and other programs write noise.
+fn scramble(pool: &Pool, request_bytes: usize, depth: usize) {
+    let mut random = 0x5EED_1234_ABCD_u64;
+    let leases: Vec<_> =
+        (0..depth).map(|_| pool.try_lease(request_bytes).expect("a class").expect("a buffer")).collect();
+    for lease in leases {
+        let buffer = memascend_mem::LeaseSlice::new(Arc::new(lease), 0, request_bytes);
+        // SAFETY: the only handle to the range.
+        for word in unsafe { buffer.as_mut_slice() }.chunks_mut(8) {
+            // xorshift64.
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            word.copy_from_slice(&random.to_le_bytes()[..word.len()]);
+        }
     }
 }
 

@@ -16,6 +16,8 @@ use crate::{
 
 /// The most bytes in flight: more would only make small requests wait longer in the drive.
 const BYTES_IN_FLIGHT: usize = 32 << 20;
+/// Completions taken before more is submitted. Drives answer in bursts, and would run dry while a whole one is handled.
+const COMPLETIONS_AT_ONCE: usize = 4;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
 /// The kernel takes no larger registered buffer.
@@ -487,7 +489,7 @@ impl Driver {
 
     fn take_completions(&mut self, ring: &mut Ring<'_>) {
         ring.cq.sync();
-        for entry in ring.cq.by_ref() {
+        for entry in ring.cq.by_ref().take(COMPLETIONS_AT_ONCE) {
             if entry.user_data() == WAKE {
                 self.wake_armed = false;
                 continue;

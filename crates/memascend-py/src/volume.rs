@@ -1,8 +1,8 @@
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{
     Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, Faults, IoError,
     Operation, Request, Workload, open_engine,
@@ -133,7 +133,9 @@ impl Volume {
         Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
     }
 
-    /// Starts one request for each of `offsets`: `bytes` bytes between there and the next `bytes` bytes of `lease`.
+    /// Starts one request for each of `offsets`: `bytes` bytes between there and the next `bytes` bytes of `lease`. At most
+    /// `depth` of them are in flight at once, if it is given.
+    #[pyo3(signature = (operation, offsets, lease, bytes, depth = None))]
     fn start(
         &self,
         py: Python<'_>,
@@ -141,6 +143,7 @@ impl Volume {
         offsets: Vec<u64>,
         lease: &Bound<'_, LeaseBuffer>,
         bytes: usize,
+        depth: Option<usize>,
     ) -> PyResult<Transfers> {
         let open = self.open()?;
         let operation = match operation {
@@ -151,29 +154,23 @@ impl Volume {
             }
         };
         let lease = Arc::clone(&lease.get().lease);
-        let needed = offsets.len().checked_mul(bytes);
-        if needed.is_none_or(|needed| needed > lease.capacity()) {
+        let count = offsets.len();
+        if count.checked_mul(bytes).is_none_or(|needed| needed > lease.capacity()) {
             return Err(PyValueError::new_err(format!(
-                "{} requests of {bytes} bytes are more than a buffer of {} holds",
-                offsets.len(),
+                "{count} requests of {bytes} bytes are more than a buffer of {} holds",
                 lease.capacity()
             )));
         }
-        let batch = Arc::new(Batch { state: Mutex::new((offsets.len(), None)), ended: Condvar::new() });
-        py.detach(|| {
-            for (index, offset) in offsets.into_iter().enumerate() {
-                let batch = Arc::clone(&batch);
-                open.engine.submit(Request {
-                    operation,
-                    offset,
-                    buffer: LeaseSlice::new(Arc::clone(&lease), index * bytes, bytes),
-                    on_complete: Box::new(move |Completion { buffer, result }| {
-                        drop(buffer);
-                        batch.end(result.err());
-                    }),
-                });
-            }
+        let state = BatchState { next: 0, running: 0, error: None, lease: Some(lease) };
+        let batch = Arc::new(Batch {
+            engine: Arc::clone(&open.engine),
+            operation,
+            bytes,
+            offsets,
+            state: Mutex::new(state),
+            ended: Condvar::new(),
         });
+        py.detach(|| (0..depth.unwrap_or(count).clamp(1, count.max(1))).for_each(|_| batch.submit()));
         Ok(Transfers(batch))
     }
 
@@ -248,34 +245,77 @@ impl Volume {
 pub(crate) struct Transfers(Arc<Batch>);
 
 struct Batch {
-    /// Requests that have not ended, and the first error.
-    state: Mutex<(usize, Option<IoError>)>,
+    engine: Arc<dyn Engine>,
+    operation: Operation,
+    bytes: usize,
+    offsets: Vec<u64>,
+    state: Mutex<BatchState>,
     ended: Condvar,
 }
 
+struct BatchState {
+    /// Which request is next, and how many have not ended.
+    next: usize,
+    running: usize,
+    error: Option<IoError>,
+    /// Given back with the last request, before anybody hears of the end.
+    lease: Option<Arc<Lease>>,
+}
+
 impl Batch {
-    fn end(&self, error: Option<IoError>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 -= 1;
-        if let Some(error) = error {
-            state.1.get_or_insert(error);
+    fn lock(&self) -> MutexGuard<'_, BatchState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Submits the next request, if there is one: after a failure there is none.
+    fn submit(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let index = state.next;
+        if index == self.offsets.len() {
+            if state.running == 0 {
+                state.lease = None;
+                self.ended.notify_all();
+            }
+            return;
         }
-        if state.0 == 0 {
-            self.ended.notify_all();
-        }
+        state.next += 1;
+        state.running += 1;
+        let lease = Arc::clone(state.lease.as_ref().expect("held until the end"));
+        drop(state);
+        let batch = Arc::clone(self);
+        self.engine.submit(Request {
+            operation: self.operation,
+            offset: self.offsets[index],
+            buffer: LeaseSlice::new(lease, index * self.bytes, self.bytes),
+            on_complete: Box::new(move |Completion { buffer, result }| {
+                drop(buffer);
+                let mut state = batch.lock();
+                state.running -= 1;
+                if let Err(error) = result {
+                    state.error.get_or_insert(error);
+                    state.next = batch.offsets.len();
+                }
+                drop(state);
+                batch.submit();
+            }),
+        });
+    }
+
+    fn is_over(&self, state: &BatchState) -> bool {
+        state.running == 0 && state.next == self.offsets.len()
     }
 }
 
 #[pymethods]
 impl Transfers {
-    /// Waits until all have ended; raises the first error, once.
+    /// Waits until all have ended; raises the first error. After an error no more are submitted.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let error = py.detach(|| {
-            let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-            while state.0 > 0 {
+            let mut state = self.0.lock();
+            while !self.0.is_over(&state) {
                 state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
-            state.1.take()
+            state.error.take()
         });
         error.map_or(Ok(()), |error| Err(io_error(&error)))
     }
