@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -372,3 +375,102 @@ def test_the_simulated_drive_is_not_among_the_choices(store: Path, monkeypatch: 
     monkeypatch.setenv("MEMASCEND_SIM_FAULTS", "nonsense=1")
     with pytest.raises(ValueError, match="nonsense"):
         memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", engine="sim")
+
+
+# ---- what must not happen -----------------------------------------------------------------------------------
+
+
+def test_a_store_is_cleaned_up_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name / "store").mkdir(parents=True)
+    precious = tmp_path / "there" / "store" / "memascend.volume"
+    precious.write_text("somebody else's")
+    monkeypatch.chdir(tmp_path / "here")
+    model = memascend.offload(tiny.build("llama"), store="store", host_memory="256MiB", allocator="pageable")
+    monkeypatch.chdir(tmp_path / "there")
+    memascend.close(model)
+    assert precious.exists()
+    assert list((tmp_path / "here" / "store").iterdir()) == []
+
+
+def test_a_kept_store_survives_a_note_that_cannot_be_read(store: Path) -> None:
+    model = memascend.offload(
+        tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable", keep_store=True
+    )
+    memascend.close(model)
+    (store / "memascend.json").unlink()
+    (store / "memascend.json").mkdir()
+    length = (store / "memascend.volume").stat().st_size
+    with pytest.raises(memascend.StoreError, match=r"memascend\.json"):
+        memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
+    assert (store / "memascend.volume").stat().st_size == length
+
+
+def test_a_store_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    places = [tmp_path / "one", tmp_path / "other"]
+    model = memascend.offload(
+        tiny.build("llama"), store=places, host_memory="256MiB", allocator="pageable", keep_store=True
+    )
+    (places[1] / "memascend.json.new").mkdir()
+    with pytest.raises(memascend.StoreError, match=r"memascend\.json"):
+        memascend.close(model)
+    (places[1] / "memascend.json.new").rmdir()
+    model = memascend.offload(tiny.build("llama"), store=places, host_memory="256MiB", allocator="pageable")
+    memascend.close(model)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_shallowest_queues_work(offloaded: Callable[..., nn.Module], depth: int) -> None:
+    model = offloaded(tiny.build("llama"), depth=depth, engine="ring")
+    tiny.train(model, "llama", steps=1)
+    assert memascend.stats(model)["volumes"][0]["queue_depth_max"] >= 1
+
+
+@pytest.mark.parametrize(("option", "value"), [("depth", 0), ("depth", 1 << 20), ("rates", [1.0, 2.0])])
+def test_options_that_make_no_sense_are_refused(store: Path, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option):
+        memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", **{option: value})
+    assert not os.path.lexists(store)
+
+
+def test_a_file_that_ends_within_a_block_is_told_from_a_busy_system(tmp_path: Path) -> None:
+    for engine in ("ring", "threads"):
+        volume = Volume(tmp_path, buffer_count=1, engine=engine)
+        volume.reserve(1 << 20)
+        os.truncate(tmp_path / "memascend.volume", 5000)
+        lease = volume.lease(1 << 20)
+        assert lease is not None
+        for operation in ("read", "write"):
+            with pytest.raises(memascend.StoreError, match="made shorter") as caught:
+                volume.start(operation, [0], lease, 1 << 20).wait()
+            assert caught.value.errno == 5
+        volume.close()
+
+
+@pytest.mark.root
+def test_drives_are_told_apart_on_every_filesystem(tmp_path: Path) -> None:
+    found = set()
+    for kind in ("ext4", "btrfs", "tmpfs"):
+        with lab.mounted(kind, lab.LEAST_BYTES.get(kind, 48 * MIB), tmp_path / f"a {kind} drive") as drive:
+            (drive.path / "folder").mkdir()
+            found |= {drives.identity(drive.path / "folder"), drives.identity(drive.path / "to be made")}
+    assert len(found) == 3, found
+    assert not [name for name in found if name is None or not name.startswith(("ext4 ", "btrfs ", "tmpfs "))]
+    assert drives.identity("UUID=0123ABCD-0000-4000-8000-00000000000F").endswith("0123abcd-0000-4000-8000-00000000000f")
+
+
+def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
+    with lab.Child(tmp_path, _measure_for_long, tmp_path) as child:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".memascend-bench-*/memascend.volume")):
+            assert time.monotonic() < deadline, child.told()
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGTERM)
+        ended = child.wait()
+    assert ended.code == 128 + signal.SIGTERM, ended.err
+    assert not list(tmp_path.glob(".memascend-bench-*"))
+
+
+def _measure_for_long(_pipe: Any, place: Path) -> None:
+    sys.argv = ["memascend", "bench", str(place), "--size", "16MiB", "--seconds", "1"]
+    cli.run()

@@ -172,25 +172,29 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 def _bench(chosen: argparse.Namespace) -> int:
     from memascend import drives
+    from memascend.interrupts import Interrupts
     from memascend.report import bench_tail, bench_text
 
-    measurements = []
-    for place in chosen.places:
-        measured = drives.measure(
-            place,
-            size=chosen.size,
-            seconds=chosen.seconds,
-            engine=chosen.engine,
-            progress=lambda what, place=place: _tell(f"{place}: {what} ..."),
-        )
-        measurements.append(measured)
-        if not chosen.json:
-            print(bench_text(measured), flush=True)
-    where = None if chosen.no_remember else drives.remember(measurements)
-    if chosen.json:
-        print(json.dumps(measurements, indent=2))
-    else:
-        print(bench_tail(measurements, where))
+    measurements: list[dict[str, Any]] = []
+    where = None
+    with Interrupts():  # SIGTERM too leaves nothing behind
+        for place in chosen.places:
+            measured = drives.measure(
+                place,
+                size=chosen.size,
+                seconds=chosen.seconds,
+                engine=chosen.engine,
+                progress=lambda what, place=place: _tell(f"{place}: {what} ..."),
+            )
+            measurements.append(measured)
+            if not chosen.json:
+                print(bench_text(measured), flush=True)
+            if not chosen.no_remember:
+                try:
+                    where = drives.remember([measured])
+                except (OSError, RuntimeError) as error:
+                    _tell(f"note: the measurement cannot be remembered: {error}")
+    print(json.dumps(measurements, indent=2) if chosen.json else bench_tail(measurements, where))
     return 0
 
 

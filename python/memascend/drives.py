@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import stat
@@ -63,26 +64,37 @@ def identity(place: Place) -> str | None:
     """What stays the same of a drive when its name changes, or None if nothing is there.
 
     `UUID=...` of a formatted device; the UUID of a directory's filesystem where udev knows it, else what is mounted
-    there. A directory that does not exist yet is where its parent is.
+    there. A directory that does not exist yet lies where it would be made.
     """
     text = os.fspath(place)
     if text.startswith("UUID="):
-        return text
+        return f"UUID={text.removeprefix('UUID=').lower()}"
     try:
         if is_device(place):
             uuid = device_uuid(place)
             return None if uuid is None else f"UUID={uuid}"
-        path = Path(place)
-        device = (path if path.exists() else path.absolute().parent).stat().st_dev
+        mounted = _mounted(Path(os.path.realpath(place)))
     except (OSError, StoreError):
         return None
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    if mounted is None:
+        return None
+    kind, source = mounted
+    return f"{kind} {_filesystem_uuid(source) or source}"
+
+
+def _mounted(path: Path) -> tuple[str, str] | None:
+    """Type and source of the filesystem that a path lies in: of the mounts above it the nearest, and of those the last.
+
+    Device numbers would not do: Btrfs shows others to stat than in the list of mounts.
+    """
+    found, nearest = None, -1
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         fields, _, mounted = line.partition(" - ")
-        if fields.split()[2] == number:
+        where = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
+        if path.is_relative_to(where) and len(where.parts) >= nearest:
             kind, source = mounted.split()[:2]
-            return f"{kind} {_filesystem_uuid(source) or source}"
-    return f"device {number}"
+            found, nearest = (kind, source), len(where.parts)
+    return found
 
 
 def _filesystem_uuid(source: str) -> str | None:
@@ -228,7 +240,7 @@ def _polling_options() -> tuple[str, ...]:
 def _load() -> dict[str, Any]:
     try:
         found = json.loads(remembered_in().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last: nobody's home
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -46,6 +47,7 @@ class Interrupts:
         if self.graceful and self.asked is None:
             self.asked = number
             # os.write: a handler may run inside a print of the code it interrupts
-            os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
             return
         raise Abandoned(number)

@@ -133,10 +133,10 @@ pub struct OpenedEngine {
 /// Opens an engine for a volume.
 pub fn open_engine(file: &Arc<VolumeFile>, options: EngineOptions) -> Result<OpenedEngine> {
     let mut notice = None;
-    let threads = || Arc::new(ThreadsEngine::new(file, ThreadsEngine::DEFAULT_THREADS));
+    let threads = || ThreadsEngine::new(file, ThreadsEngine::DEFAULT_THREADS).map(Arc::new);
     let engine: Arc<dyn Engine> = match options.choice {
-        EngineChoice::Threads => threads(),
-        EngineChoice::Null => Arc::new(ThreadsEngine::null(file)),
+        EngineChoice::Threads => threads()?,
+        EngineChoice::Null => Arc::new(ThreadsEngine::null(file)?),
         EngineChoice::Sim(faults) => Arc::new(SimEngine::running(file, SimDisk::new(faults))),
         EngineChoice::Ring => Arc::new(RingEngine::new(file, options)?),
         EngineChoice::Auto => match RingEngine::new(file, options) {
@@ -144,7 +144,7 @@ pub fn open_engine(file: &Arc<VolumeFile>, options: EngineOptions) -> Result<Ope
             Err(error @ IoError::RingUnavailable { .. }) => {
                 notice =
                     Some(format!("{error}; using {} I/O threads instead", ThreadsEngine::DEFAULT_THREADS));
-                threads()
+                threads()?
             }
             Err(error) => return Err(error),
         },

@@ -92,6 +92,12 @@ pub enum IoError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// The system starts no thread.
+    #[error("cannot start an I/O thread: {source} (raise `ulimit -u` or the pids limit of the container)")]
+    NoThread {
+        /// What the operating system said.
+        source: io::Error,
+    },
     /// The engine was closed while the request waited.
     #[error("the I/O engine was closed")]
     Closed,
@@ -107,9 +113,10 @@ impl IoError {
     /// The errno behind the error, where there is one.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            Self::Transfer { source, .. } | Self::File { source, .. } | Self::RingUnavailable { source } => {
-                source.raw_os_error()
-            }
+            Self::Transfer { source, .. }
+            | Self::File { source, .. }
+            | Self::RingUnavailable { source }
+            | Self::NoThread { source } => source.raw_os_error(),
             Self::Directory { source, .. } => source.raw_os_error(),
             Self::Device(error) => error.errno(),
             Self::NoSpace { .. } => Some(libc::ENOSPC),
@@ -131,7 +138,7 @@ impl IoError {
             | Self::NotKept { path }
             | Self::NoSpace { path, .. } => Some(path),
             Self::Device(error) => error.path(),
-            Self::RingUnavailable { .. } | Self::Closed => None,
+            Self::RingUnavailable { .. } | Self::NoThread { .. } | Self::Closed => None,
         }
     }
 

@@ -226,7 +226,8 @@ fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
         if single_issuer {
             builder.setup_single_issuer();
         }
-        builder.build(u32::try_from(options.depth + 1).unwrap_or(u32::MAX).next_power_of_two())
+        // Room for the wake-up read beside the transfers.
+        builder.build(u32::try_from(options.depth.max(1) + 2).unwrap_or(u32::MAX))
     };
     let mut attempts = Vec::new();
     if wanted.sq_poll {
@@ -264,19 +265,24 @@ fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
         return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
     }
     let block = memascend_mem::PAGE_BYTES;
-    let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;
     let pool = Pool::new(
         &memascend_mem::PageableAllocator,
         &[memascend_mem::SizeClass { consumer: "probe".into(), bytes: block, count: 1 }],
     )
     .map_err(io::Error::other)?;
     let lease = pool.try_lease(block).map_err(io::Error::other)?.expect("a fresh pool has a buffer");
+    // Made last, so that it goes before the buffer.
+    let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;
     let read = opcode::Read::new(types::Fd(file.fd()), lease.address().as_ptr(), block as u32)
         .offset(file.position(0))
         .build();
     // SAFETY: the lease outlives the read, which is waited for below.
     unsafe { ring.submission().push(&read) }.map_err(|_| io::Error::other("the queue is full"))?;
-    ring.submit_and_wait(1)?;
+    while let Err(error) = ring.submit_and_wait(1) {
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
     match ring.completion().next().map(|entry: io_uring::cqueue::Entry| entry.result()) {
         Some(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
         _ => Ok(()),
@@ -367,6 +373,10 @@ impl Driver {
                     self.take_completions(ring);
                     continue;
                 }
+                if !self.polls && idle && !self.wake_armed {
+                    // Nobody would wake it.
+                    continue;
+                }
                 if self.polls && idle {
                     self.wake.wait();
                     self.wake.sleeping.store(false, Ordering::SeqCst);
@@ -433,6 +443,8 @@ impl Driver {
         }
         let event = types::Fd(self.wake.event.as_raw_fd());
         let read = opcode::Read::new(event, (&raw mut *self.wake_word).cast(), 8).build().user_data(WAKE);
+        // What was submitted has left the queue meanwhile.
+        ring.sq.sync();
         // SAFETY: the word is boxed and lives until the ring is dropped at the end of `run`.
         if unsafe { ring.sq.push(&read) }.is_ok() {
             self.wake_armed = true;
@@ -448,6 +460,14 @@ impl Driver {
         {
             let Some(part) = self.schedule.next() else { break };
             let transfer = self.schedule.transfer(part);
+            if transfer.operation == Operation::Write
+                && let Err(error) = self.file.check_length()
+            {
+                if let Some(ended) = self.schedule.complete(part, Err(error)) {
+                    ended.tell(&self.file, &self.counters);
+                }
+                continue;
+            }
             if transfer.retries > 1 && self.in_flight == 0 {
                 std::thread::sleep(Duration::from_micros(50) * transfer.retries.min(100));
             }

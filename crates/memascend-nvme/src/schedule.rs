@@ -9,6 +9,8 @@ use crate::{Completion, Counters, Geometry, IoError, Operation, Request, VolumeF
 
 /// How often a part is tried again when the system says so, and nothing moves.
 const RETRIES: u32 = 1000;
+/// How often less than a block may be moved at the same place.
+const PART_OF_A_BLOCK_RETRIES: u32 = 16;
 
 /// The requests of a volume, cut into parts, in the order in which an engine should carry the parts out. Every
 /// engine runs on one: what becomes of a short transfer, of EAGAIN or of an error is decided here and nowhere else.
@@ -40,6 +42,12 @@ struct Job {
 struct Failure {
     source: io::Error,
     hint: &'static str,
+}
+
+impl Failure {
+    fn made_shorter() -> Self {
+        Self { source: io::Error::from_raw_os_error(libc::EIO), hint: MADE_SHORTER }
+    }
 }
 
 /// One submission: a piece of a job.
@@ -87,7 +95,7 @@ impl Schedule {
 
     /// Takes a request on. One that the volume cannot carry out ends here.
     pub(crate) fn accept(&mut self, file: &VolumeFile, request: Request, started: Instant) -> Option<Ended> {
-        if let Err((errno, hint)) = file.check(request.operation, request.offset, &request.buffer) {
+        if let Err((errno, hint)) = file.check(request.offset, &request.buffer) {
             let failure = Failure { source: io::Error::from_raw_os_error(errno), hint };
             return Some(Ended { request, started, failure: Some(failure) });
         }
@@ -133,23 +141,18 @@ impl Schedule {
     /// moved partly is among the next.
     pub(crate) fn complete(&mut self, part: usize, result: io::Result<usize>) -> Option<Ended> {
         let piece = self.parts.get_mut(part);
-        let operation = self.jobs.get(piece.job).request.operation;
         let failure = match result {
-            Ok(0) => {
-                let hint = match operation {
-                    Operation::Read => MADE_SHORTER,
-                    Operation::Write => "the file or device takes no more",
-                };
-                Some(Failure { source: io::Error::from_raw_os_error(libc::EIO), hint })
-            }
+            Ok(0) => Some(Failure::made_shorter()),
             Ok(moved) => {
                 let left = piece.bytes;
                 let whole = if moved >= left { left } else { moved / self.block_bytes * self.block_bytes };
                 piece.start += whole;
                 piece.bytes -= whole;
                 piece.retries = if whole > 0 { 0 } else { piece.retries + 1 };
-                None
+                // Always the same part of a block: the file ends in it.
+                (piece.retries > PART_OF_A_BLOCK_RETRIES).then(Failure::made_shorter)
             }
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Some(Failure::made_shorter()),
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 piece.retries += 1;
                 None

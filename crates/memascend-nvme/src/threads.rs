@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use memascend_mem::Origin;
 
 use crate::schedule::{Schedule, Transfer};
-use crate::{Counters, CountersSnapshot, Engine, Operation, Request, Result, VolumeFile};
+use crate::{Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result, VolumeFile};
 
 /// preadv2 and pwritev2 on a few threads, for systems that refuse io_uring.
 pub struct ThreadsEngine {
@@ -43,18 +43,24 @@ impl ThreadsEngine {
     pub const DEFAULT_THREADS: usize = 8;
 
     /// Starts `threads` I/O threads (at least one).
-    pub fn new(file: &Arc<VolumeFile>, threads: usize) -> Self {
+    ///
+    /// # Errors
+    /// If the system starts none.
+    pub fn new(file: &Arc<VolumeFile>, threads: usize) -> Result<Self> {
         Self::of(&MOVING, file, threads)
     }
 
     /// Completes every request at once, on a thread of its own, and moves nothing: for replaying the schedule of a model
     /// that neither the volumes nor the host memory could hold. What was read is whatever the buffer held before, so
     /// nothing computed on it means anything.
-    pub fn null(file: &Arc<VolumeFile>) -> Self {
+    ///
+    /// # Errors
+    /// If the system starts no thread.
+    pub fn null(file: &Arc<VolumeFile>) -> Result<Self> {
         Self::of(&NULL, file, 1)
     }
 
-    fn of(kind: &'static Kind, file: &Arc<VolumeFile>, threads: usize) -> Self {
+    fn of(kind: &'static Kind, file: &Arc<VolumeFile>, threads: usize) -> Result<Self> {
         let shared = Arc::new(Shared {
             kind,
             file: Arc::clone(file),
@@ -62,16 +68,20 @@ impl ThreadsEngine {
             state: Mutex::new(State { schedule: Schedule::new(file), open: true }),
             work: Condvar::new(),
         });
-        let threads = (0..threads.max(1))
-            .map(|index| {
-                let shared = Arc::clone(&shared);
-                std::thread::Builder::new()
-                    .name(format!("memascend-io-{index}"))
-                    .spawn(move || shared.serve())
-                    .expect("the system can start a thread")
-            })
-            .collect();
-        Self { shared, threads, origin: Origin::here() }
+        let mut started = Vec::new();
+        for index in 0..threads.max(1) {
+            let serving = Arc::clone(&shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("memascend-io-{index}"))
+                .spawn(move || serving.serve());
+            match thread {
+                Ok(thread) => started.push(thread),
+                // One is enough to go on.
+                Err(source) if started.is_empty() => return Err(IoError::NoThread { source }),
+                Err(_) => break,
+            }
+        }
+        Ok(Self { shared, threads: started, origin: Origin::here() })
     }
 }
 
@@ -110,6 +120,9 @@ impl Shared {
 }
 
 fn move_bytes(file: &VolumeFile, transfer: &Transfer) -> io::Result<usize> {
+    if transfer.operation == Operation::Write {
+        file.check_length()?;
+    }
     let offset = i64::try_from(file.position(transfer.offset)).expect("offsets fit in i64");
     let vector = libc::iovec { iov_base: transfer.address.cast(), iov_len: transfer.bytes };
     // SAFETY: the range lies inside the request's buffer, which the request owns until the part is complete.

@@ -1,4 +1,3 @@
-use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -11,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memascend_mem::{LeaseSlice, Origin};
 
 use crate::lock::DirectoryLock;
-use crate::{BLOCK_BYTES, Device, Geometry, IoError, Operation, Result};
+use crate::{BLOCK_BYTES, Device, Geometry, IoError, Result};
 
 /// The open file or device of a volume, shared with the engine that transfers on it.
 #[derive(Debug)]
@@ -61,7 +60,6 @@ impl VolumeFile {
     /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno and why.
     pub(crate) fn check(
         &self,
-        operation: Operation,
         offset: u64,
         buffer: &LeaseSlice,
     ) -> std::result::Result<(), (i32, &'static str)> {
@@ -84,14 +82,15 @@ impl VolumeFile {
             (Some(end), _) if i64::try_from(end).is_ok() => {}
             _ => return Err((libc::EFBIG, "the offset is beyond what files can have")),
         }
-        // A read behind the end fails; but a write there would make the file long again, and what lies between would read
-        // as zeros from then on.
+        Ok(())
+    }
+
+    /// Whether the file is still as long as it was made. A read behind the end fails; but a write there would make the file
+    /// long again, and what lies between would read as zeros from then on: so every write asks first.
+    pub(crate) fn check_length(&self) -> io::Result<()> {
         let least_bytes = self.least_bytes.load(Ordering::Acquire);
-        if operation == Operation::Write
-            && least_bytes > 0
-            && self.file.metadata().is_ok_and(|metadata| metadata.len() < least_bytes)
-        {
-            return Err((libc::EIO, MADE_SHORTER));
+        if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
         Ok(())
     }
@@ -156,11 +155,12 @@ impl Volume {
     /// when it was refused.
     pub fn create(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::open_place(path, direct, true)?;
+        // Until it is known not to be somebody else's, it is not ours to remove.
+        volume.keep.store(true, Ordering::Release);
         if volume.read_note()?.is_some() {
-            // Somebody else's: not ours to remove.
-            volume.keep.store(true, Ordering::Release);
             return Err(volume.kept_error());
         }
+        volume.keep.store(false, Ordering::Release);
         if let Place::Directory { .. } = volume.place {
             let file = &volume.file;
             file.file.set_len(0).map_err(|source| file_error("empty", &file.path, source))?;
@@ -185,8 +185,10 @@ impl Volume {
         if is_device { Self::open_device(path) } else { Self::open_directory(path, direct, create) }
     }
 
-    fn open_directory(directory: &Path, direct: bool, create: bool) -> Result<Self> {
-        let failed = |action| move |source| IoError::Directory { action, path: directory.to_owned(), source };
+    fn open_directory(given: &Path, direct: bool, create: bool) -> Result<Self> {
+        let failed = |action| move |source| IoError::Directory { action, path: given.to_owned(), source };
+        // The process may go elsewhere before the volume is closed.
+        let directory = &std::path::absolute(given).map_err(failed("find"))?;
         let mut making = Making { directory: directory.to_owned(), made: false, lock: None };
         if create && !directory.exists() {
             // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
@@ -194,7 +196,7 @@ impl Volume {
             making.made = true;
         }
         if !create && !directory.join(Self::FILE_NAME).exists() {
-            return Err(IoError::NotKept { path: directory.to_owned() });
+            return Err(IoError::NotKept { path: given.to_owned() });
         }
         making.lock = Some(DirectoryLock::take(directory)?);
         let path = directory.join(Self::FILE_NAME);
@@ -232,7 +234,7 @@ impl Volume {
         };
         let least_bytes = AtomicU64::new(reserved);
         let file = VolumeFile { file, path, geometry, base: 0, data_bytes: None, least_bytes };
-        Ok(Self::of(directory, place, file, is_direct, notice, reserved))
+        Ok(Self::of(given, place, file, is_direct, notice, reserved))
     }
 
     fn open_device(path: &Path) -> Result<Self> {
@@ -373,10 +375,9 @@ impl Volume {
     }
 
     fn filesystem_free(&self) -> Result<u64> {
-        let path = CString::new(self.path.as_os_str().as_bytes()).expect("an opened path holds no NUL");
         let mut stat = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
-        // SAFETY: `path` is NUL-terminated and `stat` is writable.
-        if unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
+        // SAFETY: the descriptor is open and `stat` is writable.
+        if unsafe { libc::fstatvfs(self.file.fd(), stat.as_mut_ptr()) } != 0 {
             return Err(file_error("measure the free space of", &self.path, io::Error::last_os_error()));
         }
         // SAFETY: statvfs succeeded and filled it.
@@ -408,6 +409,21 @@ impl Volume {
         }
         self.keep.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Takes back what [`Volume::keep`] did.
+    ///
+    /// # Errors
+    /// If the note cannot be removed.
+    pub fn forget(&self) -> Result<()> {
+        self.keep.store(false, Ordering::Release);
+        match &self.place {
+            Place::Device(device) => Ok(device.clear_note()?),
+            Place::Directory { directory, .. } => {
+                let path = directory.join(Self::NOTE_NAME);
+                std::fs::remove_file(&path).map_err(|source| file_error("remove", &path, source))
+            }
+        }
     }
 
     fn kept_error(&self) -> IoError {

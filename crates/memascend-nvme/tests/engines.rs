@@ -15,7 +15,7 @@ const MIB: usize = 1 << 20;
 type Open = fn(&Volume) -> Arc<dyn Engine>;
 
 fn threads(volume: &Volume) -> Arc<dyn Engine> {
-    Arc::new(ThreadsEngine::new(volume.file(), 3))
+    Arc::new(ThreadsEngine::new(volume.file(), 3).unwrap())
 }
 
 fn sim(volume: &Volume) -> Arc<dyn Engine> {

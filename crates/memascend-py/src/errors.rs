@@ -9,16 +9,16 @@ use pyo3::prelude::*;
 
 /// Raises `memascend.errors.StoreError` with all that is known.
 pub(crate) fn store_error(error: &StoreError) -> PyErr {
-    raise_store(error.errno(), error.to_string(), error.io())
+    raise_store(error.errno(), error.to_string(), error.path(), error.io())
 }
 
 /// As [`store_error`], for a volume without a store.
 pub(crate) fn io_error(error: &IoError) -> PyErr {
-    raise_store(error.errno(), error.to_string(), Some(error))
+    raise_store(error.errno(), error.to_string(), error.path(), Some(error))
 }
 
-fn raise_store(errno: Option<i32>, message: String, error: Option<&IoError>) -> PyErr {
-    let path = error.and_then(IoError::path).map(Path::to_path_buf);
+fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: Option<&IoError>) -> PyErr {
+    let path = path.map(Path::to_path_buf);
     let (operation, offset, bytes) = match error {
         Some(IoError::Transfer { operation, offset, bytes, .. }) => {
             (Some(operation.to_string()), Some(*offset), Some(*bytes))

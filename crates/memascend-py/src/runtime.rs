@@ -8,7 +8,7 @@ use memascend_optim::{
     UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -132,6 +132,13 @@ impl Runtime {
         compute_threads: usize,
     ) -> PyResult<Self> {
         let engine = engine_options(engine, depth, io_poll, sq_poll)?;
+        if !rates.is_empty() && rates.len() != store.len() {
+            return Err(PyValueError::new_err(format!(
+                "{} rates for {} places of a store",
+                rates.len(),
+                store.len()
+            )));
+        }
         let options = StoreOptions { engine, direct, rates };
         // Nothing here runs on a device yet, so that pages locked by the system are as good as CUDA's, and cheaper.
         let fall_back = allocator == "auto";

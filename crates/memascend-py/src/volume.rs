@@ -18,6 +18,7 @@ use crate::lease::LeaseBuffer;
 
 /// Transfers in flight at once, unless somebody asks otherwise.
 pub(crate) const DEPTH: usize = 128;
+const DEPTH_MAX: usize = 32_000;
 
 /// The engine of that name: `auto`, `ring` or `threads`.
 pub(crate) fn engine_options(
@@ -43,6 +44,10 @@ pub(crate) fn engine_options(
                 )));
             }
         };
+    // What rings can have.
+    if !(1..=DEPTH_MAX).contains(&depth) {
+        return Err(PyValueError::new_err(format!("depth must be from 1 to {DEPTH_MAX}, not {depth}")));
+    }
     Ok(EngineOptions { choice, depth, io_poll, sq_poll })
 }
 

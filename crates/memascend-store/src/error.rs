@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use memascend_nvme::IoError;
 
@@ -42,6 +42,14 @@ impl StoreError {
         match self {
             Self::Tensor { source, .. } | Self::Volume(source) => Some(source),
             _ => None,
+        }
+    }
+
+    /// The volume's file, directory or device, where the error is of one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Duplicate { path } | Self::Manifest { path, .. } => Some(path),
+            _ => self.io().and_then(IoError::path),
         }
     }
 

@@ -388,7 +388,14 @@ impl Store {
         drop(table);
         for (index, member) in self.members.iter().enumerate() {
             manifest.volume = index;
-            member.volume.keep(&serde_json::to_vec(&manifest).expect("a manifest is plain data"))?;
+            let kept = member.volume.keep(&serde_json::to_vec(&manifest).expect("a manifest is plain data"));
+            if let Err(error) = kept {
+                // All of them or none: a part of a store is of no use, and would be in the way.
+                for member in &self.members[..index] {
+                    let _ = member.volume.forget();
+                }
+                return Err(error.into());
+            }
         }
         Ok(())
     }
