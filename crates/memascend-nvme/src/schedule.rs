@@ -9,8 +9,8 @@ use crate::{Completion, Counters, Geometry, IoError, Operation, Request, VolumeF
 
 /// How often a part is tried again when the system says so, and nothing moves.
 const RETRIES: u32 = 1000;
-/// How often less than a block may be moved at the same place.
-const PART_OF_A_BLOCK_RETRIES: u32 = 16;
+/// How often in a row less than a block may be moved at the same place.
+const CRUMBS: u32 = 16;
 
 /// The requests of a volume, cut into parts, in the order in which an engine should carry the parts out. Every
 /// engine runs on one: what becomes of a short transfer, of EAGAIN or of an error is decided here and nowhere else.
@@ -56,6 +56,8 @@ struct Part {
     start: usize,
     bytes: usize,
     retries: u32,
+    /// How often in a row less than a block was moved.
+    crumbs: u32,
 }
 
 /// What to do for a part.
@@ -124,12 +126,12 @@ impl Schedule {
         if job.issued == job.request.buffer.bytes() {
             self.queues[queue].pop_front();
         }
-        Some(self.parts.insert(Part { job: index, start, bytes, retries: 0 }))
+        Some(self.parts.insert(Part { job: index, start, bytes, retries: 0, crumbs: 0 }))
     }
 
     /// What is to be done for a part.
     pub(crate) fn transfer(&self, part: usize) -> Transfer {
-        let Part { job, start, bytes, retries } = *self.parts.get(part);
+        let Part { job, start, bytes, retries, .. } = *self.parts.get(part);
         let request = &self.jobs.get(job).request;
         // SAFETY: `start + bytes` is within the request's buffer.
         let address = unsafe { request.buffer.address().as_ptr().add(start) };
@@ -148,13 +150,15 @@ impl Schedule {
                 let whole = if moved >= left { left } else { moved / self.block_bytes * self.block_bytes };
                 piece.start += whole;
                 piece.bytes -= whole;
-                piece.retries = if whole > 0 { 0 } else { piece.retries + 1 };
-                // Always the same part of a block: the file ends in it.
-                (piece.retries > PART_OF_A_BLOCK_RETRIES).then(Failure::made_shorter)
+                (piece.retries, piece.crumbs) =
+                    if whole > 0 { (0, 0) } else { (piece.retries + 1, piece.crumbs + 1) };
+                // Always a part of the same block: the file ends in it.
+                (piece.crumbs > CRUMBS).then(Failure::made_shorter)
             }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Some(Failure::made_shorter()),
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 piece.retries += 1;
+                piece.crumbs = 0;
                 None
             }
             Err(source) => Some(Failure { hint: errno_hint(&source), source }),
