@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memascend.amp import GradScaler
 from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
 from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
 from memascend.offload import offload, offload_of
@@ -23,6 +24,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CheckpointError",
+    "GradScaler",
     "HostMemoryError",
     "MemascendError",
     "StoreError",
@@ -53,6 +55,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, after waiting, and requests told that nothing
       was free. `fetch_waits`: how often the computation waited for a unit. `parameters`: how many.
     - `engine`, `direct_io`, `host_allocator`, `notices`: how it runs here, and what the user should know about it.
+    - `volumes`: for each drive `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share` of
+      the store; and for reads and writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`,
+      `latency_p99`, `latency_max` (seconds from submission to the end); `queue_depth_mean`, `queue_depth_max`,
+      `busy_seconds` with anything in flight, and `bytes_per_busy_second`.
     """
     return offload_of(model).stats()
 

@@ -116,7 +116,6 @@ fn run(arguments: &Arguments) {
     let cpu = cpu_seconds();
     let measured = workload.run(&opened.engine, &pool).expect("the drive works");
     let cpu = cpu_seconds() - cpu;
-    let counters = opened.engine.counters();
     let gib = (measured.bytes_read + measured.bytes_written) as f64 / f64::from(1 << 30);
     if json {
         println!(
@@ -131,12 +130,12 @@ fn run(arguments: &Arguments) {
         );
     } else {
         println!(
-            "{:>8.1} MB/s {:>9.0} requests/s  {:>6.3} CPU s/GiB  read p50 {:?} p99 {:?}  ({}: {})",
+            "{:>8.1} MB/s {:>9.0} requests/s  {:>6.3} CPU s/GiB  p50 {:?} p99 {:?}  ({}: {})",
             measured.bytes_per_second() / 1e6,
             measured.requests_per_second(),
             cpu / gib,
-            counters.reads.latency_p50,
-            counters.reads.latency_p99,
+            measured.latency_p50,
+            measured.latency_p99,
             opened.engine.name(),
             opened.engine.features().join(", "),
         );

@@ -71,6 +71,7 @@ class AdamW(Optimizer):
         self._stores: list[_HostStates] = []
         self._offloads: list[Offload] = []
         self._grad_scale = 1.0
+        self._inv_scale = 1.0
         self._built = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._built = True
@@ -141,7 +142,29 @@ class AdamW(Optimizer):
                 if parameter.grad is not None:
                     yield group, parameter
 
-    def _scalars(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Scalars:
+    def ordinary_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that belong to no offloaded model."""
+        return [p for group in self.param_groups for p in group["params"] if place_of(p) is None]
+
+    def unscale_offloaded(self, inv_scale: float) -> bool:
+        """Have the next `step` multiply the gradients kept on SSD by `inv_scale`, in fp32, and clip them so.
+
+        Returns whether any of them is not finite. For `memascend.GradScaler`; `step` and `zero_grad` end it.
+        """
+        self._inv_scale = inv_scale
+        non_finite = False
+        for _, parameter in self._with_gradient():
+            found = place_of(parameter)
+            if found is None:
+                continue
+            state, place = found
+            state.gradients.settle(place)
+            if parameter.grad is not place.marker:
+                state.gradients.capture(place, accumulate=False)
+            non_finite = non_finite or place.non_finite
+        return non_finite
+
+    def _scalars(self, group: dict[str, Any], parameter: torch.nn.Parameter, inv_scale: float = 1.0) -> Scalars:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
@@ -152,7 +175,7 @@ class AdamW(Optimizer):
             float(group["eps"]),
             float(group["weight_decay"]),
             int(state["step"]),
-            self._grad_scale,
+            self._grad_scale * inv_scale,
         )
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -163,8 +186,8 @@ class AdamW(Optimizer):
         """
         total, finite = 0.0, True
         for _, parameter in self._with_gradient():
-            squares, non_finite = self._squares(parameter)
-            total += squares
+            squares, non_finite, inv_scale = self._squares(parameter)
+            total += squares * inv_scale**2
             finite = finite and not non_finite
         norm = math.sqrt(total) if finite else math.nan
         if error_if_nonfinite and not math.isfinite(norm):
@@ -173,17 +196,18 @@ class AdamW(Optimizer):
         self._grad_scale = float(scale.clamp(max=1.0).to(torch.float32))
         return torch.tensor(norm, dtype=torch.float32)
 
-    @staticmethod
-    def _squares(parameter: torch.nn.Parameter) -> tuple[float, bool]:
+    def _squares(self, parameter: torch.nn.Parameter) -> tuple[float, bool, float]:
+        """Sum of squares of a gradient as it is kept, whether it is not finite, and what still scales it."""
         found = place_of(parameter)
         if found is not None:
             found[0].gradients.settle(found[1])
         gradient = parameter.grad
         assert gradient is not None
         if found is not None and gradient is found[1].marker:
-            return found[1].sum_squares, found[1].non_finite
+            return found[1].sum_squares, found[1].non_finite, self._inv_scale
         gradient = gradient.detach().contiguous()
-        return _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
+        stats = _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
+        return *stats, 1.0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -199,14 +223,17 @@ class AdamW(Optimizer):
             if found is not None:
                 state, place = found
                 state.gradients.settle(place)
+                inv_scale = self._inv_scale
                 if parameter.grad is not place.marker:
+                    # Somebody's own gradient, put there after unscaling.
                     state.gradients.capture(place, accumulate=False)
+                    inv_scale = 1.0
                 if place.tensor.exp_avg is None:
                     raise MemascendError(
                         f"{place.name} did not require gradients when the optimizer was made: use add_param_group"
                     )
                 place.version += 1
-                segment = Segment(place.start, place.numel, self._scalars(group, parameter))
+                segment = Segment(place.start, place.numel, self._scalars(group, parameter, inv_scale))
                 add_segment(deferred[state], place, segment, captured=True)
                 parameter.grad = None
                 continue
@@ -222,7 +249,7 @@ class AdamW(Optimizer):
                 host = (parameter.data_ptr(), gradient.data_ptr())
                 states.hold.append(gradient)
                 add_segment(on_ssd[states], place, Segment(place.start, place.numel, scalars, host), captured=False)
-        self._grad_scale = 1.0
+        self._grad_scale = self._inv_scale = 1.0
         for states, updates in on_ssd.items():
             states.step(list(updates.values()))
         for state, updates in deferred.items():
@@ -260,6 +287,7 @@ class AdamW(Optimizer):
             found = place_of(parameter)
             if found is not None:
                 found[0].gradients.clear(found[1])
+        self._inv_scale = 1.0
         super().zero_grad(set_to_none)
 
     def flush(self) -> None:
