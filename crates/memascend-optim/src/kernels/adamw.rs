@@ -8,7 +8,7 @@ use super::split::{join, split};
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamwScalars {
     /// Multiplies the gradient first: the clipping coefficient. 1 changes nothing.
-    grad_scale: f32,
+    pub(super) grad_scale: f32,
     /// `1 - lr * weight_decay`.
     decay: f32,
     /// The first moment moves from `exp_avg` (or back from the gradient, when `from_gradient`) by this
@@ -134,17 +134,30 @@ fn f32_body(
 /// `lerp_`, `mul_().addcmul_`, `sqrt / … + eps` and `addcdiv_`. Two roundings differ: PyTorch's vector code
 /// fuses a multiply-add in `lerp_` and in `addcmul_`, and its `sqrt` (MKL) is not correctly rounded.
 #[inline(always)]
-fn update(w: f32, m: f32, v: f32, grad: f32, s: &AdamwScalars) -> (f32, f32, f32) {
+pub(super) fn update(w: f32, m: f32, v: f32, grad: f32, s: &AdamwScalars) -> (f32, f32, f32) {
     let g = grad * s.grad_scale;
-    let w = w * s.decay;
+    let (m, v) = moments(m, v, g, s);
+    let w = weight(w, m, v, s);
+    (canonical_nan(w), canonical_nan(m), canonical_nan(v))
+}
+
+/// (exp_avg, exp_avg_sq) after the step, for a scaled gradient.
+#[inline(always)]
+pub(super) fn moments(m: f32, v: f32, g: f32, s: &AdamwScalars) -> (f32, f32) {
     let nearer = if s.from_gradient { g } else { m };
     // Fused where PyTorch's vector code fuses (lerp_ and addcmul_). `mul_add` rounds once everywhere, so every
     // instruction set gives the same bits; only x86-64 without FMA pays for it.
     let m = s.lerp.mul_add(g - m, nearer);
     let v = (s.one_minus_beta2 * g).mul_add(g, v * s.beta2);
+    (m, v)
+}
+
+/// The master after the step, for moments after it.
+#[inline(always)]
+pub(super) fn weight(w: f32, m: f32, v: f32, s: &AdamwScalars) -> f32 {
+    let w = w * s.decay;
     let denominator = v.sqrt() / s.bias_correction2_sqrt + s.eps;
-    let w = w + s.negative_step_size * m / denominator;
-    (canonical_nan(w), canonical_nan(m), canonical_nan(v))
+    w + s.negative_step_size * m / denominator
 }
 
 #[cfg(test)]

@@ -7,22 +7,27 @@
 //!
 //! - [`split()`], [`join`]: fp32 master weight to and from its bf16 weight and the low half;
 //! - [`adamw_bf16_split`], [`adamw_f32`]: one fused AdamW step;
+//! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f32` twins: capture a gradient, with its
 //!   sum of squares and its overflow check, in one pass.
 
 mod adamw;
 mod bf16;
 mod dispatch;
+mod fp16;
 mod gradient;
+mod rules;
 mod split;
 
 pub use adamw::{AdamwScalars, adamw_bf16_split, adamw_bf16_split_with, adamw_f32, adamw_f32_with};
 pub use bf16::{round_bf16, widen_bf16};
 pub use dispatch::Isa;
+pub use fp16::{round_f16, widen_f16};
 pub use gradient::{
     GRADIENT_BLOCK, GradientStats, add_bf16, add_bf16_with, add_f32, add_f32_with, copy_bf16, copy_bf16_with,
     copy_f32, copy_f32_with, stats_bf16, stats_bf16_with, stats_f32, stats_f32_with,
 };
+pub use rules::{Algorithm, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_with};
 pub use split::{join, join_bits, join_slice, join_slice_with, split, split_slice, split_slice_with};
 
 #[cfg(test)]

@@ -1,0 +1,284 @@
+//! What lies in a plane, and blocks of it to and from fp32.
+
+use std::ops::Range;
+
+use super::super::bf16::{canonical_nan, round_bf16, widen_bf16};
+use super::super::fp16::{round_f16, widen_f16};
+use super::super::split::{join, split};
+use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
+use super::stochastic::{Keys, round_stochastic};
+use super::{BLOCK, Block};
+
+/// Blocks of a drive, so that every chunk of a plane begins and ends at one.
+const PAGE: usize = 4096;
+
+/// How the elements of a plane are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PlaneFormat {
+    /// fp32.
+    F32,
+    /// bf16.
+    Bf16,
+    /// fp16.
+    F16,
+    /// The low half of a split master, 2 bytes.
+    Low,
+    /// Codes of the signed dynamic map, in records of 65,536 elements: a page of 4,096 bytes that begins with one fp32 scale
+    /// per block of 256 elements, then the codes. The last record ends after its codes, at a multiple of 4,096.
+    Block8Signed,
+    /// The same for second moments: codes of the unsigned map.
+    Block8Unsigned,
+}
+
+/// One array of numbers kept beside the weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Plane {
+    /// Its name in a state dictionary.
+    pub name: &'static str,
+    /// How its elements are kept.
+    pub format: PlaneFormat,
+}
+
+impl PlaneFormat {
+    /// Bytes of an element, where all are alike.
+    const fn element_bytes(self) -> Option<usize> {
+        match self {
+            Self::F32 => Some(4),
+            Self::Bf16 | Self::F16 | Self::Low => Some(2),
+            Self::Block8Signed | Self::Block8Unsigned => None,
+        }
+    }
+}
+
+impl Plane {
+    /// Bytes of a plane of `elements`.
+    pub fn bytes(&self, elements: usize) -> usize {
+        self.span(0, elements).end
+    }
+
+    /// The bytes of a plane that a step on `elements` from `first` on needs. In 8 bits they begin with the record of `first`,
+    /// whose scales are needed, so spans of steps in the same record overlap.
+    pub fn span(&self, first: usize, elements: usize) -> Range<usize> {
+        if let Some(bytes) = self.format.element_bytes() {
+            return first * bytes..(first + elements) * bytes;
+        }
+        let start = first / RECORD * RECORD_BYTES;
+        if elements == 0 {
+            return start..start;
+        }
+        let last = first + elements - 1;
+        start..last / RECORD * RECORD_BYTES + SCALES_BYTES + (last % RECORD + 1).next_multiple_of(PAGE)
+    }
+
+    /// Length of [`Plane::span`].
+    ///
+    /// # Panics
+    /// When a plane of 8 bits is entered within a block.
+    pub(super) fn span_len(&self, first: u64, elements: usize) -> usize {
+        if self.format.element_bytes().is_none() {
+            assert!(first.is_multiple_of(BLOCK as u64), "8-bit moments are updated in whole blocks of 256");
+        }
+        self.span((first % RECORD as u64) as usize, elements).len()
+    }
+
+    /// Whether the plane is a master or a part of one.
+    pub(super) fn is_master(&self) -> bool {
+        matches!(self.name, "master" | "master_low")
+    }
+
+    /// The elements `first ..` in fp32; `bytes` are those of [`Plane::span`].
+    ///
+    /// # Panics
+    /// When the length is wrong, and for the low half of a master, which is not a number by itself.
+    pub fn read(&self, bytes: &[u8], first: usize, values: &mut [f32]) {
+        assert_eq!(bytes.len(), self.span_len(first as u64, values.len()), "{}", self.name);
+        let mut block = [0.0; BLOCK];
+        for (place, values) in blocks(first, values.len()).zip(values.chunks_mut(BLOCK)) {
+            load_plane(self.format, bytes, place, &mut block);
+            values.copy_from_slice(&block[..values.len()]);
+        }
+    }
+
+    /// Writes the elements `first ..`, rounded to the nearest; `bytes` are those of [`Plane::span`].
+    ///
+    /// # Panics
+    /// As [`Plane::read`].
+    pub fn write(&self, bytes: &mut [u8], first: usize, values: &[f32]) {
+        assert_eq!(bytes.len(), self.span_len(first as u64, values.len()), "{}", self.name);
+        let mut block = [0.0; BLOCK];
+        for (place, values) in blocks(first, values.len()).zip(values.chunks(BLOCK)) {
+            block[..values.len()].copy_from_slice(values);
+            block[values.len()..].fill(0.0);
+            store_plane(self.format, bytes, place, &block, None);
+        }
+    }
+}
+
+/// Bytes of a whole record.
+const RECORD_BYTES: usize = SCALES_BYTES + RECORD;
+
+/// Consecutive blocks of `elements` from `first` on.
+fn blocks(first: usize, elements: usize) -> impl Iterator<Item = PlaneBlock> {
+    (0..elements).step_by(BLOCK).map(move |done| PlaneBlock {
+        first_element: first as u64,
+        at: (first + done) as u64,
+        count: BLOCK.min(elements - done),
+    })
+}
+
+/// Where a block of `count` elements lies in the span of a step.
+#[derive(Clone, Copy)]
+pub(super) struct PlaneBlock {
+    /// First element of the step.
+    pub first_element: u64,
+    /// First element of the block.
+    pub at: u64,
+    pub count: usize,
+}
+
+impl PlaneBlock {
+    /// Its bytes in a plane whose elements are all alike.
+    #[inline(always)]
+    pub(super) fn range(self, format: PlaneFormat) -> Range<usize> {
+        let bytes = format.element_bytes().expect("elements are all alike");
+        let start = (self.at - self.first_element) as usize * bytes;
+        start..start + self.count * bytes
+    }
+
+    /// Where its scale and its codes are in a plane of records.
+    #[inline(always)]
+    fn record(self) -> (usize, usize) {
+        let records = self.at / RECORD as u64 - self.first_element / RECORD as u64;
+        let record = records as usize * RECORD_BYTES;
+        let within = self.at as usize % RECORD;
+        (record + within / BLOCK * 4, record + SCALES_BYTES + within)
+    }
+}
+
+/// A block of any plane but the low half of a master.
+#[inline(always)]
+pub(super) fn load_plane(format: PlaneFormat, bytes: &[u8], place: PlaneBlock, block: &mut Block) {
+    let map = match format {
+        PlaneFormat::Block8Signed => &SIGNED,
+        PlaneFormat::Block8Unsigned => &UNSIGNED,
+        _ => return load(format, &bytes[place.range(format)], block),
+    };
+    let (scale, codes) = place.record();
+    let scale = f32::from_ne_bytes(*bytes[scale..].first_chunk().expect("a scale"));
+    map.decode(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
+    // What other elements' codes may be is not this tensor's business.
+    block[place.count..].fill(0.0);
+}
+
+/// Stores a block of any plane but the low half of a master. With `keys` bf16 is rounded stochastically.
+#[inline(always)]
+pub(super) fn store_plane(
+    format: PlaneFormat,
+    bytes: &mut [u8],
+    place: PlaneBlock,
+    block: &Block,
+    keys: Option<Keys>,
+) {
+    if format.element_bytes().is_some() {
+        return store(format, &mut bytes[place.range(format)], block, place.at as u32, keys);
+    }
+    let (scale, codes) = place.record();
+    let codes = bytes[codes..].first_chunk_mut().expect("codes in whole blocks");
+    let peak = match format {
+        PlaneFormat::Block8Signed => SIGNED.encode::<true>(block, codes),
+        _ => UNSIGNED.encode::<false>(block, codes),
+    };
+    bytes[scale..][..4].copy_from_slice(&peak.to_ne_bytes());
+}
+
+/// Up to a block of elements that are all alike; the rest of the block becomes zero.
+#[inline(always)]
+pub(super) fn load(format: PlaneFormat, bytes: &[u8], block: &mut Block) {
+    match format {
+        // Canonical, so that the loop is not made a call of memcpy, which takes longer.
+        PlaneFormat::F32 => load_each(bytes, block, |bytes| canonical_nan(f32::from_ne_bytes(bytes))),
+        PlaneFormat::Bf16 => load_each(bytes, block, |bytes| widen_bf16(u16::from_ne_bytes(bytes))),
+        PlaneFormat::F16 => load_each(bytes, block, |bytes| widen_f16(u16::from_ne_bytes(bytes))),
+        _ => panic!("not a format of numbers by themselves"),
+    }
+}
+
+/// Stores up to a block of elements that are all alike, the first of which has the index `at`.
+#[inline(always)]
+pub(super) fn store(format: PlaneFormat, bytes: &mut [u8], block: &Block, at: u32, keys: Option<Keys>) {
+    match (format, keys) {
+        (PlaneFormat::F32, _) => store_each(bytes, block, |_, value| canonical_nan(value).to_ne_bytes()),
+        (PlaneFormat::F16, _) => store_each(bytes, block, |_, value| round_f16(value).to_ne_bytes()),
+        (PlaneFormat::Bf16, None) => store_each(bytes, block, |_, value| round_bf16(value).to_ne_bytes()),
+        (PlaneFormat::Bf16, Some(keys)) => store_each(bytes, block, |i, value| {
+            round_stochastic(value, keys.bits(at.wrapping_add(i as u32))).to_ne_bytes()
+        }),
+        _ => panic!("not a format of numbers by themselves"),
+    }
+}
+
+#[inline(always)]
+fn load_each<const N: usize>(bytes: &[u8], block: &mut Block, value: impl Fn([u8; N]) -> f32) {
+    let elements = bytes.as_chunks::<N>().0;
+    // The usual length is a constant, so that the loop has no remainder.
+    if let Some(elements) = elements.first_chunk::<BLOCK>() {
+        for i in 0..BLOCK {
+            block[i] = value(elements[i]);
+        }
+    } else {
+        block.fill(0.0);
+        for (slot, &element) in block.iter_mut().zip(elements) {
+            *slot = value(element);
+        }
+    }
+}
+
+#[inline(always)]
+fn store_each<const N: usize>(bytes: &mut [u8], block: &Block, value: impl Fn(usize, f32) -> [u8; N]) {
+    let elements = bytes.as_chunks_mut::<N>().0;
+    if let Some(elements) = elements.first_chunk_mut::<BLOCK>() {
+        for i in 0..BLOCK {
+            elements[i] = value(i, block[i]);
+        }
+    } else {
+        for (i, element) in elements.iter_mut().enumerate() {
+            *element = value(i, block[i]);
+        }
+    }
+}
+
+/// Masters of up to a block from bf16 weights and low halves.
+#[inline(always)]
+pub(super) fn load_split(high: &[u8], low: &[u8], block: &mut Block) {
+    let (high, low) = (high.as_chunks::<2>().0, low.as_chunks::<2>().0);
+    let master = |high, low| join(u16::from_ne_bytes(high), u16::from_ne_bytes(low));
+    if let (Some(high), Some(low)) = (high.first_chunk::<BLOCK>(), low.first_chunk::<BLOCK>()) {
+        for i in 0..BLOCK {
+            block[i] = master(high[i], low[i]);
+        }
+    } else {
+        block.fill(0.0);
+        for (slot, (&high, &low)) in block.iter_mut().zip(high.iter().zip(low)) {
+            *slot = master(high, low);
+        }
+    }
+}
+
+/// bf16 weights and low halves of up to a block of masters.
+#[inline(always)]
+pub(super) fn store_split(block: &Block, high: &mut [u8], low: &mut [u8]) {
+    let (high, low) = (high.as_chunks_mut::<2>().0, low.as_chunks_mut::<2>().0);
+    let halves = |master: f32| {
+        let (high, low) = split(canonical_nan(master).to_bits());
+        (high.to_ne_bytes(), low.to_ne_bytes())
+    };
+    if let (Some(high), Some(low)) = (high.first_chunk_mut::<BLOCK>(), low.first_chunk_mut::<BLOCK>()) {
+        for i in 0..BLOCK {
+            (high[i], low[i]) = halves(block[i]);
+        }
+    } else {
+        for (&value, (high, low)) in block.iter().zip(high.iter_mut().zip(low)) {
+            (*high, *low) = halves(value);
+        }
+    }
+}
