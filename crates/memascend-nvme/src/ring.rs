@@ -17,7 +17,7 @@ use crate::{
 /// The most bytes in flight: more would only make small requests wait longer in the drive.
 const BYTES_IN_FLIGHT: usize = 32 << 20;
 /// Completions taken before more is submitted. Drives answer in bursts, and would run dry while a whole one is handled.
-const COMPLETIONS_AT_ONCE: usize = 4;
+const COMPLETIONS_AT_ONCE: usize = 2;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
 /// The kernel takes no larger registered buffer.
