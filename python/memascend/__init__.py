@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memascend import overflow
 from memascend.amp import GradScaler
 from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
 from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
@@ -34,6 +35,7 @@ __all__ = [
     "format_size",
     "from_pretrained",
     "offload",
+    "overflow",
     "parameters_of",
     "parse_size",
     "pin_memory",

@@ -15,6 +15,7 @@ __all__ = [
     "Transfers",
     "Volume",
     "adamw_host",
+    "check_overflow",
     "device_uuid",
     "format_device",
     "gradient_stats",
@@ -32,6 +33,9 @@ def adamw_host(
     scalars: tuple[float, float, float, float, float, int, float],
     threads: int,
 ) -> None: ...
+def check_overflow(
+    tensors: Sequence[tuple[str, int, int]], norm: bool, unscale: float | None, threads: int
+) -> tuple[bool, list[float], int]: ...
 def device_uuid(path: str | PathLike[str]) -> str | None: ...
 def format_device(
     path: str | PathLike[str], destroy: str | PathLike[str] | None = None

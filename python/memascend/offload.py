@@ -51,6 +51,17 @@ def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
     return None if state is None or place is None else (state, place)
 
 
+def shown_places() -> dict[int, tuple[Place, bool]]:
+    """Return all places by the address of what stands for an absent weight (False) or a kept gradient (True)."""
+    found: dict[int, tuple[Place, bool]] = {}
+    for _, reference in _places.values():
+        place = reference()
+        if place is not None:
+            found[place.absent.data_ptr()] = (place, False)
+            found[place.marker.data_ptr()] = (place, True)
+    return found
+
+
 class _SavedWeight:
     """Stands for a view of a unit's weights in the autograd graph, so that the graph does not hold the buffer."""
 

@@ -3,6 +3,7 @@
 mod errors;
 mod host;
 mod lease;
+mod overflow;
 mod runtime;
 mod volume;
 
@@ -15,6 +16,8 @@ mod _memascend {
     use crate::host::{adamw_host, gradient_stats, return_large_blocks_to_system};
     #[pymodule_export]
     use crate::lease::{HostBuffer, LeaseBuffer};
+    #[pymodule_export]
+    use crate::overflow::check_overflow;
     #[pymodule_export]
     use crate::runtime::{Extent, Runtime, Stash, Ticket};
     #[pymodule_export]

@@ -12,7 +12,7 @@ use super::dispatch::kernel;
 pub const GRADIENT_BLOCK: usize = 65536;
 
 /// fp64 lanes of a partial sum: four AVX-512 registers, enough to hide the latency of an addition.
-const LANES: usize = 32;
+pub(super) const LANES: usize = 32;
 
 /// What a pass over gradients found, accumulated over calls in the order of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -73,7 +73,7 @@ kernel! {
 }
 
 /// How a gradient's elements are read.
-trait Format<T> {
+pub(super) trait Format<T> {
     /// As wide as the element: signed, because SSE2 has the maximum of signed 16-bit lanes only.
     type Magnitude: Copy + Default + Ord;
     /// The magnitude of infinity; a larger one is a NaN.
@@ -83,7 +83,7 @@ trait Format<T> {
     fn add(a: T, b: T) -> T;
 }
 
-struct Bf16;
+pub(super) struct Bf16;
 
 impl Format<u16> for Bf16 {
     type Magnitude = i16;
@@ -102,7 +102,7 @@ impl Format<u16> for Bf16 {
     }
 }
 
-struct F32;
+pub(super) struct F32;
 
 impl Format<f32> for F32 {
     type Magnitude = i32;
@@ -122,14 +122,14 @@ impl Format<f32> for F32 {
 }
 
 /// The partial sums of one block and its largest magnitude, per lane.
-struct Lanes<M> {
-    sums: [f64; LANES],
-    peaks: [M; LANES],
+pub(super) struct Lanes<M> {
+    pub(super) sums: [f64; LANES],
+    pub(super) peaks: [M; LANES],
 }
 
 impl<M: Copy + Default + Ord> Lanes<M> {
     #[inline(always)]
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Lanes { sums: [0.0; LANES], peaks: [M::default(); LANES] }
     }
 
@@ -146,7 +146,7 @@ impl<M: Copy + Default + Ord> Lanes<M> {
 
     /// The block's last elements, fewer than [`LANES`]: zeros in the other lanes change nothing.
     #[inline(always)]
-    fn take_rest<T: Copy + Default, F: Format<T, Magnitude = M>>(&mut self, rest: &[T]) {
+    pub(super) fn take_rest<T: Copy + Default, F: Format<T, Magnitude = M>>(&mut self, rest: &[T]) {
         let mut padded = [T::default(); LANES];
         padded[..rest.len()].copy_from_slice(rest);
         self.take::<T, F>(&padded);
@@ -155,7 +155,7 @@ impl<M: Copy + Default + Ord> Lanes<M> {
     /// Out of line on purpose: inlined, its tree of additions has LLVM cut the accumulators of the hot
     /// loop into odd pieces, at as little as half the speed.
     #[inline(never)]
-    fn finish<T: Copy, F: Format<T, Magnitude = M>>(&mut self, stats: &mut GradientStats) {
+    pub(super) fn finish<T: Copy, F: Format<T, Magnitude = M>>(&mut self, stats: &mut GradientStats) {
         let mut width = LANES / 2;
         while width > 0 {
             for i in 0..width {
@@ -203,7 +203,7 @@ fn write_body<F: Format<T>, const ADD: bool, T: Copy + Default>(
 }
 
 #[inline(always)]
-fn stats_body<F: Format<T>, T: Copy + Default>(src: &[T], stats: &mut GradientStats) {
+pub(super) fn stats_body<F: Format<T>, T: Copy + Default>(src: &[T], stats: &mut GradientStats) {
     for src in src.chunks(GRADIENT_BLOCK) {
         let mut lanes = Lanes::new();
         let (groups, rest) = src.as_chunks::<LANES>();

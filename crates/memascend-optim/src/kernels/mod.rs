@@ -9,13 +9,15 @@
 //! - [`adamw_bf16_split`], [`adamw_f32`]: one fused AdamW step;
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f32` twins: capture a gradient, with its
-//!   sum of squares and its overflow check, in one pass.
+//!   sum of squares and its overflow check, in one pass;
+//! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or with unscaling.
 
 mod adamw;
 mod bf16;
 mod dispatch;
 mod fp16;
 mod gradient;
+mod overflow;
 mod rules;
 mod split;
 
@@ -26,6 +28,11 @@ pub use fp16::{round_f16, widen_f16};
 pub use gradient::{
     GRADIENT_BLOCK, GradientStats, add_bf16, add_bf16_with, add_f32, add_f32_with, copy_bf16, copy_bf16_with,
     copy_f32, copy_f32_with, stats_bf16, stats_bf16_with, stats_f32, stats_f32_with,
+};
+pub use overflow::{
+    check_bf16, check_bf16_with, check_f16, check_f16_with, check_f32, check_f32_with, stats_f16,
+    stats_f16_with, sum_bf16, sum_bf16_with, unscale_bf16, unscale_bf16_with, unscale_f16, unscale_f16_with,
+    unscale_f32, unscale_f32_with,
 };
 pub use rules::{Algorithm, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_with};
 pub use split::{join, join_bits, join_slice, join_slice_with, split, split_slice, split_slice_with};

@@ -1,0 +1,268 @@
+//! The overflow check over a list of tensors, on several threads.
+//!
+//! The work is cut into blocks of [`GRADIENT_BLOCK`] elements, which threads take in order. Sums of blocks are added in
+//! order too, whichever thread had them, so a result does not depend on the number of threads. Nothing is allocated but
+//! the threads: sums that came too early wait in a ring of fixed size.
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use crate::kernels::{
+    GRADIENT_BLOCK, GradientStats, check_bf16, check_f16, check_f32, stats_f16, stats_f32, sum_bf16,
+    unscale_bf16, unscale_f16, unscale_f32,
+};
+
+/// A thread that runs ahead of another by so many blocks waits for it.
+const RING: usize = 256;
+
+/// Below this many blocks a thread costs more than it saves.
+const BLOCKS_PER_THREAD: usize = 4;
+
+/// Element type of a tensor that is checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckedDtype {
+    /// fp32.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// A tensor to be checked, or checked and unscaled.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckedTensor<'a> {
+    dtype: CheckedDtype,
+    numel: usize,
+    address: *mut u8,
+    tensor: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: it stands for slices, which threads may share; what is written is divided between them by `Blocks`.
+unsafe impl Send for CheckedTensor<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for CheckedTensor<'_> {}
+
+impl CheckedTensor<'_> {
+    /// `numel` elements from `address` on.
+    ///
+    /// # Safety
+    /// The elements are initialised, aligned as their type and live for `'a`; nobody writes them during a check. If
+    /// they are unscaled, nobody else reads them either, and no other tensor of the list overlaps them.
+    pub unsafe fn new(dtype: CheckedDtype, numel: usize, address: *mut u8) -> Self {
+        CheckedTensor { dtype, numel, address, tensor: PhantomData }
+    }
+
+    fn blocks(&self) -> usize {
+        self.numel.div_ceil(GRADIENT_BLOCK)
+    }
+
+    /// The elements of one block.
+    ///
+    /// # Safety
+    /// As [`CheckedTensor::new`], and the address is aligned for `T`, the type that `dtype` says.
+    unsafe fn block<T>(&self, block: usize) -> &[T] {
+        let start = block * GRADIENT_BLOCK;
+        let numel = GRADIENT_BLOCK.min(self.numel - start);
+        // SAFETY: within the tensor, as the caller of `new` promised.
+        unsafe { std::slice::from_raw_parts(self.address.cast::<T>().add(start), numel) }
+    }
+
+    /// The elements of one block, to write.
+    ///
+    /// # Safety
+    /// As [`CheckedTensor::block`], and nobody else uses this block.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn block_mut<T>(&self, block: usize) -> &mut [T] {
+        let start = block * GRADIENT_BLOCK;
+        let numel = GRADIENT_BLOCK.min(self.numel - start);
+        // SAFETY: within the tensor, as the caller of `new` promised, and this block's alone.
+        unsafe { std::slice::from_raw_parts_mut(self.address.cast::<T>().add(start), numel) }
+    }
+
+    /// One block's sum is taken of what is written, while that is in the cache.
+    fn run(&self, block: usize, work: CheckedWork, sum: bool) -> GradientStats {
+        let mut stats = GradientStats::default();
+        let mut found = false;
+        // SAFETY: the type is that of `dtype`. Each block is one thread's, so what is unscaled is nobody else's.
+        unsafe {
+            if let CheckedWork::Unscale(scale) = work {
+                match self.dtype {
+                    CheckedDtype::F32 => unscale_f32(self.block_mut(block), scale, &mut found),
+                    CheckedDtype::F16 => unscale_f16(self.block_mut(block), scale, &mut found),
+                    CheckedDtype::Bf16 => unscale_bf16(self.block_mut(block), scale, &mut found),
+                }
+            }
+            match (sum, self.dtype) {
+                (true, CheckedDtype::F32) => stats_f32(self.block(block), &mut stats),
+                (true, CheckedDtype::F16) => stats_f16(self.block(block), &mut stats),
+                (true, CheckedDtype::Bf16) => sum_bf16(self.block(block), &mut stats),
+                (false, _) if work != CheckedWork::Look => {}
+                (false, CheckedDtype::F32) => check_f32(self.block(block), &mut stats.non_finite),
+                (false, CheckedDtype::F16) => check_f16(self.block(block), &mut stats.non_finite),
+                (false, CheckedDtype::Bf16) => check_bf16(self.block(block), &mut stats.non_finite),
+            }
+        }
+        if work != CheckedWork::Look {
+            stats.non_finite = found;
+        }
+        stats
+    }
+}
+
+/// What a check does in its one pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum CheckedWork {
+    /// Look, and stop at the first block with something infinite or NaN.
+    Look,
+    /// Multiply by this factor, in place: to the end, whatever is found. Sums are those of the products.
+    Unscale(f32),
+}
+
+/// What a check found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CheckedOutcome {
+    /// Whether an element is infinite or NaN (was, before it was unscaled).
+    pub non_finite: bool,
+    /// Blocks that were read: fewer than there are if something was found early.
+    pub blocks: usize,
+}
+
+/// Sums of blocks on their way into the sums of their tensors, in order.
+struct Fold<'a> {
+    sums: &'a mut [f64],
+    /// The block that is next, and the tensor that it belongs to; `left`: its blocks that are still to come.
+    next: usize,
+    tensor: usize,
+    left: usize,
+    ring: [Option<f64>; RING],
+}
+
+/// The list as one row of blocks.
+struct Blocks<'a> {
+    tensors: &'a [CheckedTensor<'a>],
+    work: CheckedWork,
+    sum: bool,
+    total: usize,
+    next: AtomicUsize,
+    read: AtomicUsize,
+    found: AtomicBool,
+    fold: Mutex<Fold<'a>>,
+    moved: Condvar,
+}
+
+/// Checks a list of tensors on up to `threads` threads.
+///
+/// `sums`: one for each tensor, overwritten with its sum of squares, that of the gradients' kernels over the whole
+/// tensor; empty if they are not asked for. NaN throughout when something was found, for then not all were read.
+///
+/// # Panics
+/// When `sums` is neither empty nor as long as `tensors`.
+pub fn check_overflow(
+    tensors: &[CheckedTensor<'_>],
+    work: CheckedWork,
+    threads: usize,
+    sums: &mut [f64],
+) -> CheckedOutcome {
+    assert!(sums.is_empty() || sums.len() == tensors.len(), "one sum for each tensor");
+    sums.fill(0.0);
+    let total = tensors.iter().map(CheckedTensor::blocks).sum();
+    let sum = !sums.is_empty();
+    let fold = Fold { sums: &mut *sums, next: 0, tensor: 0, left: 0, ring: [None; RING] };
+    let blocks = Blocks {
+        tensors,
+        work,
+        sum,
+        total,
+        next: AtomicUsize::new(0),
+        read: AtomicUsize::new(0),
+        found: AtomicBool::new(false),
+        fold: Mutex::new(fold),
+        moved: Condvar::new(),
+    };
+    let threads = threads.min(total.div_ceil(BLOCKS_PER_THREAD)).max(1);
+    if threads == 1 {
+        blocks.work();
+    } else {
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                // Where no more threads are to be had, those that there are do it all.
+                if std::thread::Builder::new().spawn_scoped(scope, || blocks.work()).is_err() {
+                    break;
+                }
+            }
+            blocks.work();
+        });
+    }
+    let outcome = CheckedOutcome {
+        non_finite: blocks.found.load(Ordering::Relaxed),
+        blocks: blocks.read.load(Ordering::Relaxed),
+    };
+    if outcome.non_finite {
+        sums.fill(f64::NAN);
+    }
+    outcome
+}
+
+impl Blocks<'_> {
+    fn work(&self) {
+        let goes_on = matches!(self.work, CheckedWork::Unscale(_));
+        // Blocks come in order, so that the tensor of the next one is this one or a later one.
+        let (mut tensor, mut first, mut read) = (0, 0, 0);
+        while goes_on || !self.found.load(Ordering::Relaxed) {
+            let block = self.next.fetch_add(1, Ordering::Relaxed);
+            if block >= self.total {
+                break;
+            }
+            while block >= first + self.tensors[tensor].blocks() {
+                first += self.tensors[tensor].blocks();
+                tensor += 1;
+            }
+            let stats = self.tensors[tensor].run(block - first, self.work, self.sum);
+            read += 1;
+            if stats.non_finite {
+                self.found.store(true, Ordering::Relaxed);
+            }
+            if self.sum {
+                self.add(block, stats.sum_squares);
+            }
+        }
+        self.read.fetch_add(read, Ordering::Relaxed);
+        // Whoever waits for a block that nobody will read has to learn of it.
+        let _fold = self.fold.lock().unwrap_or_else(PoisonError::into_inner);
+        self.moved.notify_all();
+    }
+
+    fn add(&self, block: usize, sum: f64) {
+        let mut fold = self.fold.lock().unwrap_or_else(PoisonError::into_inner);
+        while block >= fold.next + RING {
+            // Sums are of no use any more, and blocks may be missing.
+            if self.found.load(Ordering::Relaxed) {
+                return;
+            }
+            fold = self.moved.wait(fold).unwrap_or_else(PoisonError::into_inner);
+        }
+        fold.ring[block % RING] = Some(sum);
+        let before = fold.next;
+        while let Some(sum) = {
+            let slot = fold.next % RING;
+            fold.ring[slot].take()
+        } {
+            while fold.left == 0 {
+                fold.left = self.tensors[fold.tensor].blocks();
+                fold.tensor += 1;
+            }
+            let tensor = fold.tensor - 1;
+            fold.sums[tensor] += sum;
+            fold.left -= 1;
+            fold.next += 1;
+        }
+        if fold.next > before {
+            self.moved.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
