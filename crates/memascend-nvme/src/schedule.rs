@@ -548,7 +548,9 @@ mod tests {
             };
             assert_eq!(tries, RETRIES + 1);
             assert!(schedule.is_empty() && schedule.next().is_none());
-            ended.tell(&FILE, &Counters::default());
+            let counters = Counters::default();
+            counters.started(Instant::now());
+            ended.tell(&FILE, &counters);
             let error = receiver.try_recv().unwrap().unwrap_err();
             assert_eq!(error.errno(), Some(libc::EAGAIN));
             assert!(error.to_string().contains("for a long time"), "{error}");
