@@ -94,6 +94,21 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, capfd: pytes
     assert [one["engine"] for one in json.loads(out)] == ["threads"]
 
 
+def test_polling_is_tried_where_processors_can_be_spared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "PROCESSORS_TO_SPARE", 1)
+    said: list[str] = []
+    found = drives.measure(tmp_path, size=4 * MIB, seconds=0.05, engine="ring", progress=said.append)
+    assert "with io_poll" in said
+    assert "with sq_poll" in said
+    # What the kernel grants is measured, what it refuses is left out.
+    assert set(found["polling"]) <= {"io_poll", "sq_poll"}
+    assert said.count("without, once more") == len(found["polling"])
+    for gain in found["polling"].values():
+        assert set(gain) == {"mix", "random_read"}
+        assert all(value > 0 for value in gain.values())
+    assert set(found["worth_it"]) == {name for name, gain in found["polling"].items() if gain["mix"] >= 1.05}
+
+
 def test_what_cannot_be_measured_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "neither a directory nor a block device" in refusal(capfd, ["bench", tmp_path / "missing"])
     file = tmp_path / "file"

@@ -142,17 +142,12 @@ def measure(
         polling = {}
         for option in _polling_options() if found["engine"] == "ring" else ():
             progress(f"with {option}")
-            with _opened(path, "ring", **{option: True}) as volume:
-                if option not in volume.stats()["features"]:
-                    continue
-                volume.reserve(size)
-                _fill(volume, size)
-                polled = {name: _run(volume, name, size, seconds) for name in COMPARED}
+            polled = _compared(path, size, seconds, option)
+            if polled is None:
+                continue
             progress("without, once more")
-            with _opened(path, "ring") as volume:
-                volume.reserve(size)
-                _fill(volume, size)
-                again = {name: _run(volume, name, size, seconds) for name in COMPARED}
+            again = _compared(path, size, seconds)
+            assert again is not None
             # Against the better of both: drives have their moments.
             polling[option] = {
                 name: polled[name][RATE] / max(workloads[name][RATE], again[name][RATE]) for name in COMPARED
@@ -194,6 +189,16 @@ def _opened(path: Place, engine: str, **options: bool) -> Iterator[Volume]:
         yield volume
     finally:
         volume.close()
+
+
+def _compared(path: Place, size: int, seconds: float, *options: str) -> dict[str, dict[str, float]] | None:
+    """Run the workloads that options are judged by, with these; None where one of them is not to be had."""
+    with _opened(path, "ring", **dict.fromkeys(options, True)) as volume:
+        if not set(options) <= set(volume.stats()["features"]):
+            return None
+        volume.reserve(size)
+        _fill(volume, size)
+        return {name: _run(volume, name, size, seconds) for name in COMPARED}
 
 
 def _fill(volume: Volume, size: int) -> None:

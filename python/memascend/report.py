@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from memascend import MemascendError
+from memascend.drives import rate_of
 from memascend.plan import format_size
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step
@@ -213,7 +214,7 @@ def bench_text(measured: dict[str, Any]) -> str:
             f"{found['cpu_seconds_per_gib']:>11.3f}"
         )
     for option, gain in measured["polling"].items():
-        verdict = "used from now on" if option in measured["worth_it"] else "not worth a processor"
+        verdict = ("" if option in measured["worth_it"] else "not ") + "worth a processor"
         gains = f"{gain['mix'] - 1:+.0%} of the mix, {gain['random_read'] - 1:+.0%} random reads"
         lines.append(f"  with {option}: {gains}: {verdict}")
     lines.extend(f"  note: {notice}" for notice in measured["notices"])
@@ -224,7 +225,7 @@ def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -
     """Return what follows from measurements of several drives, and where they are kept."""
     lines = []
     if len(measurements) > 1:
-        rates = [measured["workloads"]["mix"]["bytes_per_second"] for measured in measurements]
+        rates = [rate_of(measured) for measured in measurements]
         shares = (
             f"{measured['place']} {rate / sum(rates):.0%}" for measured, rate in zip(measurements, rates, strict=True)
         )

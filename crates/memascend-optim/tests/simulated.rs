@@ -3,15 +3,17 @@
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run, `MEMASCEND_SEED` runs one of them alone.
 
+#[path = "../../memascend-store/tests/seeds/mod.rs"]
+mod seeds;
 mod support;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_nvme::Faults;
 use memascend_optim::kernels::GRADIENT_BLOCK;
 use memascend_optim::{Dtype, OptimError, Result};
+use seeds::for_each_seed;
 use support::{Kind, Model, Random, Setup, Shape, Unit, names_a_tensor, within_patience};
 
 const SEEDS: u64 = 2_000;
@@ -185,25 +187,10 @@ impl Trial {
     }
 }
 
-/// Runs a test for every seed, and says which one failed.
-fn for_each_seed(mut run: impl FnMut(u64)) {
-    let number = |name: &str| std::env::var(name).ok().map(|value| value.parse::<u64>().expect("a number"));
-    let seeds = match (number("MEMASCEND_SEED"), number("MEMASCEND_SEEDS")) {
-        (Some(seed), _) => seed..seed + 1,
-        (None, seeds) => 0..seeds.unwrap_or(SEEDS),
-    };
-    for seed in seeds {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed))) {
-            eprintln!("seed {seed} failed; MEMASCEND_SEED={seed} runs it alone");
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
 #[test]
 fn a_unit_is_trained_bit_for_bit_or_given_up_with_an_error() {
     let outcomes = Arc::<Outcomes>::default();
-    for_each_seed(|seed| {
+    for_each_seed(SEEDS, |seed| {
         let trial = Trial::new(seed, &outcomes);
         let Faults { read_error_one_in, write_error_one_in, .. } = trial.faults;
         let before = outcomes.trained.load(Ordering::Relaxed);

@@ -16,8 +16,7 @@ use crate::errors::{io_error, memory_error, store_error};
 use crate::host;
 use crate::lease::LeaseBuffer;
 
-/// Transfers in flight at once, unless somebody asks otherwise.
-pub(crate) const DEPTH: usize = 128;
+/// The most transfers in flight that anybody may ask for.
 const DEPTH_MAX: usize = 32_000;
 
 /// The engine of that name: `auto`, `ring` or `threads`.
@@ -336,7 +335,7 @@ impl KeptStore {
     #[new]
     #[pyo3(signature = (paths, *, engine = "auto", direct = true))]
     fn new(py: Python<'_>, paths: Vec<PathBuf>, engine: &str, direct: bool) -> PyResult<Self> {
-        let engine = engine_options(engine, DEPTH, false, false)?;
+        let engine = engine_options(engine, EngineOptions::default().depth, false, false)?;
         let options = StoreOptions { engine, direct, rates: Vec::new() };
         py.detach(|| Store::open(&paths, &options)).map(Self).map_err(|error| store_error(&error))
     }

@@ -247,10 +247,12 @@ impl Store {
     /// space and what the volumes can grow are too little together does it fail: no space is lost to fragmentation.
     pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
         let mut table = self.table();
-        let limit = self.layout.capacity(&self.room()?);
-        let Some(ranges) = table.allocator.find(bytes, limit) else {
+        let room = self.room()?;
+        let Some(ranges) = table.allocator.find(bytes, self.layout.capacity(&room)) else {
             let needed = bytes.next_multiple_of(BLOCK_BYTES as u64);
-            return Err(self.no_room(&table, needed)?.unwrap_or(IoError::Closed).into());
+            let full =
+                self.no_room(&table, needed, &room).expect("a volume is what limits the address space");
+            return Err(full.into());
         };
         let last = ranges.last().expect("a tensor has a range");
         let end = last.end().max(table.allocator.end());
@@ -277,22 +279,20 @@ impl Store {
 
     /// Fails with the volume that lacks the room if `bytes` more bytes could not be allocated now.
     pub fn check_room(&self, bytes: u64) -> Result<()> {
-        self.no_room(&self.table(), bytes)?.map_or(Ok(()), |error| Err(error.into()))
+        let room = self.room()?;
+        self.no_room(&self.table(), bytes, &room).map_or(Ok(()), |error| Err(error.into()))
     }
 
     /// Which volume lacks how much for `bytes` more bytes, if one does.
-    fn no_room(&self, table: &Table, bytes: u64) -> Result<Option<IoError>> {
+    fn no_room(&self, table: &Table, bytes: u64, room: &[u64]) -> Option<IoError> {
         let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
-        for (index, room) in self.room()?.into_iter().enumerate() {
+        self.members.iter().zip(room).enumerate().find_map(|(index, (member, room))| {
             let used_bytes = self.layout.share_bytes(index, table.allocator.end());
             let needed_bytes = self.layout.share_bytes(index, end) - used_bytes;
             let free_bytes = room.saturating_sub(used_bytes);
-            if needed_bytes > free_bytes {
-                let path = self.members[index].volume.path().to_owned();
-                return Ok(Some(IoError::NoSpace { path, needed_bytes, free_bytes }));
-            }
-        }
-        Ok(None)
+            let path = member.volume.path().to_owned();
+            (needed_bytes > free_bytes).then_some(IoError::NoSpace { path, needed_bytes, free_bytes })
+        })
     }
 
     /// How many bytes each volume can have, with those it has.

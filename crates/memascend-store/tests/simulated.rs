@@ -3,9 +3,10 @@
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run, `MEMASCEND_SEED` runs one of them alone.
 
+mod seeds;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
 use memascend_nvme::{BLOCK_BYTES, Engine, Faults, OpenedEngine, Operation, SimDisk, SimEngine};
 use memascend_store::{Extent, STRIPE_BYTES, Store, StoreError, StoreOptions};
+use seeds::for_each_seed;
 
 const SEEDS: u64 = 10_000;
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -554,27 +556,12 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// Runs a test for every seed, and says which one failed.
-fn for_each_seed(mut run: impl FnMut(u64)) {
-    let number = |name: &str| std::env::var(name).ok().map(|value| value.parse::<u64>().expect("a number"));
-    let seeds = match (number("MEMASCEND_SEED"), number("MEMASCEND_SEEDS")) {
-        (Some(seed), _) => seed..seed + 1,
-        (None, seeds) => 0..seeds.unwrap_or(SEEDS),
-    };
-    for seed in seeds {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed))) {
-            eprintln!("seed {seed} failed; MEMASCEND_SEED={seed} runs it alone");
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
 #[test]
 fn a_store_moves_the_right_bytes_or_says_what_failed() {
     // In memory where that is possible: the volumes' files stay empty, but making and removing them takes a disk long.
     let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let mut tried = Tried::default();
-    for_each_seed(|seed| Trial::new(seed, root.path(), &mut tried).run());
+    for_each_seed(SEEDS, |seed| Trial::new(seed, root.path(), &mut tried).run());
     eprintln!("{tried:?}");
     // Of all seeds or none: a few may well not do everything.
     if tried.transfers > 10_000 {
