@@ -70,15 +70,16 @@ def assert_equal_models(actual: nn.Module, expected: nn.Module, architecture: st
         (torch.float32, "bfloat16"),
         (torch.bfloat16, torch.float32),
         (torch.float16, "bf16"),
+        (torch.float16, "float16"),
     ],
-    ids=["bf16", "fp32", "fp32 as bf16", "bf16 as fp32", "fp16 as bf16"],
+    ids=["bf16", "fp32", "fp32 as bf16", "bf16 as fp32", "fp16 as bf16", "fp16"],
 )
 def test_reads_what_transformers_writes(
     tmp_path: Path, opened: Callable[..., nn.Module], architecture: str, on_disk: torch.dtype, dtype: Any
 ) -> None:
     directory = saved(tmp_path, architecture, on_disk)
     model = opened(directory, dtype=dtype)
-    kind = torch.float32 if dtype in ("float32", torch.float32) else torch.bfloat16
+    kind = {"float32": torch.float32, torch.float32: torch.float32, "float16": torch.float16}.get(dtype, torch.bfloat16)
     assert_equal_models(model, by_transformers(architecture, directory, kind), architecture)
 
 
@@ -163,8 +164,8 @@ def test_progress_and_the_smallest_budget(tmp_path: Path, opened: Callable[..., 
 
 
 def test_other_floats_are_refused(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
-    for dtype in ("float16", torch.int8, "four"):
-        with pytest.raises(ValueError, match="bfloat16 or float32"):
+    for dtype in ("float64", torch.int8, "four"):
+        with pytest.raises(ValueError, match="bfloat16, float16 or float32"):
             opened(saved(tmp_path, "llama"), dtype=dtype)
 
 

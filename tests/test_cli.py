@@ -209,6 +209,25 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
     assert sorted(p.name for p in room.iterdir()) == ["mem", "model", "out", "store", "text.txt"]
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"optimizer": "adamw", "states": "bfloat16"},
+        {"optimizer": "lion", "states": "8bit", "no_master": True},
+        {"optimizer": "sgd", "lr": 0.1},
+    ],
+    ids=lambda chosen: chosen["optimizer"],
+)
+def test_other_optimizers_give_the_weights_of_the_run_in_memory(room, capfd, chosen):
+    flags = ["--no-master"] if chosen.pop("no_master", False) else []
+    assert cli.main(command(room, *flags, **chosen)) == 0, capfd.readouterr().err
+    assert cli.main(command(room, "--in-memory", *flags, out=room / "mem", **MEMORY, **chosen)) == 0
+    ssd, memory = (AutoModelForCausalLM.from_pretrained(room / name).state_dict() for name in ("out", "mem"))
+    start = AutoModelForCausalLM.from_pretrained(room / "model", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(ssd[name], memory[name]) for name in memory)
+    assert sum(not torch.equal(ssd[name], start[name]) for name in start) > len(start) / 2
+
+
 def test_metrics_tell_the_run(room):
     metrics = room / "metrics.jsonl"
     assert cli.main(command(room, metrics=metrics, steps=None, epochs=2)) == 0

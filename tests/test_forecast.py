@@ -17,7 +17,8 @@ from transformers import (
 
 import memascend
 from memascend import cli, zero_infinity
-from memascend.forecast import KINDS, Replay, forecast
+from memascend.forecast import KINDS, Replay, as_text, forecast
+from memascend.optim import NAMED
 from memascend.plan import Line, Plan
 from memascend.units import Unit
 
@@ -209,6 +210,28 @@ def test_float32_has_no_low_half(tmp_path, offloaded):
     assert found["ssd_space"]["master_low_bytes"] == 0
     real = (seen[3]["ssd_bytes_read"] - seen[1]["ssd_bytes_read"]) / 2
     assert found["ssd_traffic"]["planned"]["read"]["total_bytes"] == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "master"),
+    [("adamw", "bfloat16", True), ("adamw", "8bit", False), ("lion", "8bit", True), ("sgd", "float32", True)],
+)
+def test_other_optimizers_and_states_are_those_of_a_real_run(tmp_path, offloaded, optimizer, states, master):
+    model = build(SMALL)
+    offloaded(model, host_memory=smallest_budget(model))
+    make, _, options = NAMED[optimizer]
+    made = make(model.parameters(), lr=1e-4, states=states, master=master, **options)
+    seen = steps(model, made, 4, 1, 1, 128, SMALL.vocab_size)
+    kept = {"optimizer": optimizer, "states": states, "master": master}
+    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, **kept)
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    space = found["ssd_space"]
+    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
+    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
+        real = (seen[3][counter] - seen[1][counter]) / 2
+        assert found["ssd_traffic"]["planned"][direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+    assert ("exp_avg_sq" in as_text(found)) == (optimizer == "adamw")
+    assert ("master low halves" in as_text(found)) == master
 
 
 def test_short_inputs_stay_in_memory(tmp_path):

@@ -711,9 +711,9 @@ def test_buffers_still_being_written_back_are_waited_for(
 
 
 def test_parameters_that_cannot_be_trained(store: Path) -> None:
-    for model in (nn.Linear(256, 256).half(), nn.Linear(256, 256, device="meta"), nn.Linear(256, 256).double()):
+    for model in (nn.Linear(256, 256, device="meta"), nn.Linear(256, 256).double()):
         untouched = copy.copy(model.__dict__)
-        with pytest.raises(ValueError, match=r"float16|meta|float64"):
+        with pytest.raises(ValueError, match=r"meta|float64"):
             memascend.offload(model, store=store, host_memory="256MiB", allocator="pageable")
         assert model.__dict__ == untouched
         assert not store.exists()

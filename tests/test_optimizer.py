@@ -375,10 +375,10 @@ def test_bad_numbers(bad: dict[str, Any]) -> None:
 
 
 def test_bad_parameters(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="float16"):
-        memascend.AdamW([nn.Parameter(torch.ones(4, dtype=torch.float16))])
-    with pytest.raises(ValueError, match="contiguous"):
-        memascend.AdamW([nn.Parameter(torch.ones(4, 6).t())])
+    with pytest.raises(ValueError, match="float64"):
+        memascend.AdamW([nn.Parameter(torch.ones(4, dtype=torch.float64))])
+    with pytest.raises(ValueError, match="view_as_real"):
+        memascend.AdamW([nn.Parameter(torch.ones(4, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="meta"):
         memascend.AdamW([nn.Parameter(torch.ones(4, device="meta"))])
     with pytest.raises(ValueError, match="empty"):

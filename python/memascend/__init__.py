@@ -12,7 +12,7 @@ from memascend.amp import GradScaler
 from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
 from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
 from memascend.offload import offload, offload_of
-from memascend.optim import AdamW
+from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.pinned import empty_pinned, pin_memory
 from memascend.plan import format_size, parse_size
 
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
     "BudgetError",
     "CheckpointError",
     "GradScaler",
     "HostMemoryError",
+    "Lion",
     "MemascendError",
     "StoreError",
     "close",

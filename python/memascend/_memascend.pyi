@@ -9,30 +9,22 @@ __all__ = [
     "HostBuffer",
     "KeptStore",
     "LeaseBuffer",
+    "Plane",
+    "Rule",
     "Runtime",
     "Stash",
+    "StepScalars",
     "Ticket",
     "Transfers",
     "Volume",
-    "adamw_host",
     "check_overflow",
     "device_uuid",
     "format_device",
     "gradient_stats",
     "return_large_blocks_to_system",
+    "step_host",
 ]
 
-def adamw_host(
-    dtype: str,
-    numel: int,
-    weight: int,
-    low: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    gradient: int,
-    scalars: tuple[float, float, float, float, float, int, float],
-    threads: int,
-) -> None: ...
 def check_overflow(
     tensors: Sequence[tuple[str, int, int]], norm: bool, unscale: float | None, threads: int
 ) -> tuple[bool, list[float], int]: ...
@@ -42,6 +34,78 @@ def format_device(
 ) -> tuple[str, int, list[str]]: ...
 def gradient_stats(dtype: str, numel: int, gradient: int) -> tuple[float, bool]: ...
 def return_large_blocks_to_system() -> None: ...
+def step_host(
+    rule: Rule,
+    numel: int,
+    weight: int,
+    planes: Sequence[int],
+    gradient: int,
+    scalars: StepScalars,
+    fresh: bool,
+    threads: int,
+) -> None: ...
+
+@final
+class Rule:
+    def __new__(cls, algorithm: str, states: str, dtype: str, master: bool) -> Rule: ...
+    @property
+    def planes(self) -> list[Plane]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class Plane:
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    def bytes(self, numel: int) -> int: ...
+    def decode(self, numel: int, source: int, target: int) -> None: ...
+    def encode(self, numel: int, source: int, target: int) -> None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class StepScalars:
+    @staticmethod
+    def adamw(
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step: int,
+        *,
+        decoupled: bool,
+        grad_scale: float,
+        maximize: bool,
+        seed: int,
+    ) -> StepScalars: ...
+    @staticmethod
+    def lion(
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        step: int,
+        *,
+        grad_scale: float,
+        maximize: bool,
+        seed: int,
+    ) -> StepScalars: ...
+    @staticmethod
+    def sgd(
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        step: int,
+        *,
+        grad_scale: float,
+        maximize: bool,
+        seed: int,
+    ) -> StepScalars: ...
 
 @final
 class Extent:
@@ -86,6 +150,7 @@ class Runtime:
         chunk_bytes: int,
         chunk_count: int,
         chunk_elements: int,
+        slot_bytes: int,
         slot_count: int,
         *,
         engine: str = "auto",
@@ -118,6 +183,8 @@ class Runtime:
     def read_gradient(self, gradient: int, target: int, bytes: int) -> None: ...
     def stash(self, source: int, bytes: int) -> Stash: ...
     def read(self, extent: Extent, target: int, bytes: int) -> None: ...
+    def read_plane(self, extent: Extent, plane: Plane, numel: int, target: int) -> None: ...
+    def write_plane(self, extent: Extent, plane: Plane, numel: int, source: int) -> None: ...
     def write(self, extent: Extent, source: int, bytes: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def close(self, keep: bool) -> None: ...

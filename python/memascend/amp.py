@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memascend.optim import AdamW
+from memascend.optim import OffloadedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -14,7 +14,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Whether a gradient overflowed is known since it was captured, so that unscaling reads nothing: the factor is applied
     inside the update, in fp32. A step that overflowed is left out: weights, states and step numbers stay as they are,
-    and no state moves. Gradients of ordinary parameters are unscaled in place, as PyTorch does it.
+    and no state moves. Gradients of ordinary parameters are unscaled in place, as PyTorch does it; those in float16,
+    which PyTorch refuses, inside the update too.
 
     With a scale that is a power of two (the default, its growth and its backoff are) both give the same bits, unless
     a gradient is so small that its dtype rounds it.
@@ -33,17 +34,17 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(optimizer, OffloadedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = super()._unscale_grads_(_Ordinary(optimizer), inv_scale, found_inf, allow_fp16)
-        if optimizer.unscale_offloaded(float(inv_scale)):
+        found = super()._unscale_grads_(_Rest(optimizer), inv_scale, found_inf, allow_fp16)
+        if optimizer.unscale_in_step(float(inv_scale)):
             found_inf.fill_(1.0)
         found.setdefault(found_inf.device, found_inf)
         return found
 
 
-class _Ordinary:
+class _Rest:
     """What PyTorch reads of an optimizer, without the parameters that it must leave alone."""
 
-    def __init__(self, optimizer: AdamW) -> None:
-        self.param_groups = [{"params": optimizer.ordinary_parameters()}]
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self.param_groups = [{"params": optimizer.unscaled_by_torch()}]

@@ -17,7 +17,7 @@ from memascend.errors import CheckpointError
 from memascend.offload import Offload, offload_of
 from memascend.plan import make_plan, parse_size
 from memascend.safetensors_io import SafetensorsReader, write_safetensors
-from memascend.units import Place, Unit, absent_like, partition
+from memascend.units import DTYPE_NAMES, Place, Unit, absent_like, partition
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +46,7 @@ def from_pretrained(
         path: directory with config.json and safetensors weights.
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
-        dtype: "bfloat16" or "float32"; the weights are converted while they are read.
+        dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
         recompute, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
@@ -87,10 +87,11 @@ def from_pretrained(
 
 
 def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    names = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    names |= {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = dtype if dtype in names.values() else names.get(str(dtype).removeprefix("torch."))
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {dtype} is not supported: use bfloat16 or float32")
+        raise ValueError(f"dtype {dtype} is not supported: use bfloat16, float16 or float32")
     return found
 
 
@@ -123,9 +124,11 @@ def empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
             model.tie_weights()
     except ValueError as error:
         raise CheckpointError(f"{directory}: {str(error).splitlines()[0]}") from None
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or []
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:  # the range of bfloat16 does without these
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in strict):
+        if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in kept):
             parameter.data = parameter.data.to(torch.float32)
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -97,8 +97,8 @@ def _finetune(chosen: argparse.Namespace) -> int:
     from memascend.finetune import Settings, finetune
 
     values = {name: value for name, value in vars(chosen).items() if name not in ("run", "command")}
-    if values.pop("no_recompute"):
-        values["recompute"] = False
+    values["recompute"] = not values.pop("no_recompute")
+    values["master"] = not values.pop("no_master")
     if not chosen.in_memory:
         missing = [
             flag for flag, value in (("--store", chosen.store), ("--host-memory", chosen.host_memory)) if not value
@@ -156,6 +156,9 @@ def _plan(chosen: argparse.Namespace) -> int:
             grad_accum=chosen.grad_accum,
             dtype=chosen.dtype,
             budget=chosen.host_memory,
+            optimizer=chosen.optimizer,
+            states=chosen.states,
+            master=not chosen.no_master,
         )
     except Exception as error:
         if not chosen.json:
@@ -314,9 +317,21 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float32"),
         default="bfloat16",
     )
+    _add_optimizer(training)
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")
+
+
+def _add_optimizer(parser: Any) -> None:
+    """Arguments that decide what the optimizer keeps on SSD."""
+    add = parser.add_argument
+    text = "sgd has a momentum of 0.9; lion and sgd want learning rates of their own (default: %(default)s)"
+    add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)
+    text = "how the optimizer's states are kept; below 64 KiB of weights 8bit is float32 (default: %(default)s)"
+    add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
+    text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"
+    add("--no-master", help=text, action="store_true")
 
 
 def _add_plan(commands: Any) -> None:
@@ -338,6 +353,7 @@ def _add_plan(commands: Any) -> None:
     add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
     text = "of the weights; master weights are float32 (default: %(default)s)"
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    _add_optimizer(parser)
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
 
 

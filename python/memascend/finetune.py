@@ -23,6 +23,7 @@ from memascend import MemascendError, report
 from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
 from memascend.interrupts import Interrupts
 from memascend.models import copy_side_files, limits, load_config, load_in_memory
+from memascend.optim import NAMED
 from memascend.plan import format_size
 from memascend.report import OutputError
 
@@ -56,6 +57,9 @@ class Settings:
     weight_decay: float = 0.01
     seed: int = 0
     dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    states: str = "float32"
+    master: bool = True
     on_nan: str = "stop"
     keep_store: bool = False
     recompute: bool = True
@@ -281,7 +285,10 @@ class _Training:
         settings = self.settings
         torch.manual_seed(settings.seed)
         self.model.train()
-        self.optimizer = memascend.AdamW(parameter_groups(self.model, settings.weight_decay), lr=settings.lr)
+        make, _, options = NAMED[settings.optimizer]
+        groups = parameter_groups(self.model, settings.weight_decay)
+        kept: dict[str, Any] = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
+        self.optimizer = make(groups, lr=settings.lr, **options, **kept)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
             lambda step: schedule_factor(settings.schedule, step, settings.warmup_steps, self.steps),

@@ -21,7 +21,8 @@ from memascend.checkpoint import empty_model
 from memascend.data import DataError
 from memascend.errors import BudgetError
 from memascend.models import limits, load_bare_config
-from memascend.optim.update import MOMENT_BYTES
+from memascend.optim import NAMED
+from memascend.optim.update import rule_for
 from memascend.plan import format_size, make_plan
 from memascend.stream import NEVER, PREFETCH_UNITS
 from memascend.units import PAGE_BYTES, partition, round_up
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
 
 #: Staging chunks that data kept in host memory leaves to transfers: STAGING_RESERVE of staging.rs.
 STAGING_RESERVE = 8
-LOW_BYTES = 2
 #: Kinds of bytes on the SSD, in the order of the tables.
 KINDS = {
     "weights": "weights",
+    "master": "masters",
     "master_low": "master low halves",
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
     "gradients": "gradients",
     "activations": "activations of recomputed layers",
 }
@@ -54,6 +56,9 @@ class Work:
     seq_len: int
     batch_size: int
     grad_accum: int
+    optimizer: str = "adamw"
+    states: str = "float32"
+    master: bool = True
 
     @property
     def tokens(self) -> int:
@@ -77,11 +82,15 @@ def forecast(
     grad_accum: int = 1,
     dtype: str = "bfloat16",
     budget: int | None = None,
+    optimizer: str = "adamw",
+    states: str = "float32",
+    master: bool = True,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
-    Keys (bytes unless they say otherwise; a mapping by kind has the keys `weights_bytes`, `master_low_bytes`,
-    `exp_avg_bytes`, `exp_avg_sq_bytes`, `gradients_bytes`, `activations_bytes`):
+    Keys (bytes unless they say otherwise; a mapping by kind has the keys `weights_bytes`, `master_bytes`,
+    `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`, `gradients_bytes`,
+    `activations_bytes`):
 
     - `model`: `path`, `model_type`, `architecture`, `dtype`, `parameters` (tied ones once), `largest_parameter`
       (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
@@ -112,7 +121,7 @@ def forecast(
     units = partition(model)
     smallest = smallest_plan(units)
     plan = smallest if budget is None else make_plan(units, budget)
-    work = Work(seq_len, batch_size, grad_accum)
+    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master)
     space = ssd_space(units, config, work)
     parameters = sum(place.numel for unit in units for place in unit.places)
     planned, least = traffic(model, units, plan, config, work), traffic(model, units, smallest, config, work)
@@ -205,12 +214,12 @@ def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]
 # ---- bytes on the SSD ---------------------------------------------------------------------------------------
 
 
-def state_kinds(tensor: StoreTensor) -> dict[str, int]:
+def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
     """Return the bytes of each optimizer state of one tensor, whole pages."""
-    kinds = {"exp_avg": MOMENT_BYTES, "exp_avg_sq": MOMENT_BYTES}
-    if tensor.dtype.itemsize == LOW_BYTES:
-        kinds["master_low"] = LOW_BYTES
-    return {kind: round_up(tensor.numel * nbytes, PAGE_BYTES) for kind, nbytes in kinds.items()}
+    _, algorithm, _ = NAMED[work.optimizer]
+    # The members of a pack are all small, and so optimized alike.
+    rule = rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
+    return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in rule.planes}
 
 
 def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
@@ -228,7 +237,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     for unit in units:
         space["weights"] += unit.nbytes
         for tensor in unit.tensors:
-            space.update(state_kinds(tensor))
+            space.update(state_kinds(tensor, work))
             space["gradients"] += 0 if tensor.packed else tensor.nbytes
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
     space["activations"] = stash * sum(unit.repeated for unit in units)
@@ -245,7 +254,7 @@ def traffic(model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, wo
         # The update on the way into the first forward: everything but the weights' read, which is a fetch like others.
         moved.written["weights"] += unit.nbytes
         for tensor in unit.tensors:
-            states = state_kinds(tensor)
+            states = state_kinds(tensor, work)
             moved.read.update(states)
             moved.written.update(states)
     spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work.grad_accum)
@@ -485,6 +494,10 @@ def as_text(found: dict[str, Any]) -> str:
     model, host, moved = found["model"], found["host_memory"], found["ssd_traffic"]
     torch_part, zero = found["pytorch"], found["zero_infinity"]
     size = format_size
+    # What the optimizer does not keep is not worth a row; activations may well come to nothing.
+    kinds = {
+        kind: label for kind, label in KINDS.items() if found["ssd_space"][f"{kind}_bytes"] or kind == "activations"
+    }
 
     def sums(rows: Sequence[dict[str, Any]], name: str) -> list[list[str]]:
         return [[row[name], str(row["count"]), size(row["nbytes"]), size(row["total_bytes"])] for row in rows]
@@ -513,13 +526,13 @@ def as_text(found: dict[str, Any]) -> str:
             "SSD space",
             ["kind", "bytes"],
             [
-                *([label, size(found["ssd_space"][f"{kind}_bytes"])] for kind, label in KINDS.items()),
+                *([label, size(found["ssd_space"][f"{kind}_bytes"])] for kind, label in kinds.items()),
                 ["total", size(found["ssd_space"]["total_bytes"])],
             ],
         ),
     ]
     rows = []
-    for kind, label in [*KINDS.items(), ("total", "total")]:
+    for kind, label in [*kinds.items(), ("total", "total")]:
         cells = [
             moved[which][direction][f"{kind}_bytes"]
             for which in ("planned", "smallest")

@@ -40,6 +40,12 @@ _places = WeakIdKeyDictionary()
 #: What still holds a store; closed when the interpreter ends, so that no files are left behind.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _OWNER_PID = os.getpid()
+#: What `open_runtime` takes beside a plan and a store.
+OPTIONS = frozenset(
+    name
+    for name, value in inspect.signature(Runtime).parameters.items()
+    if value.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
@@ -389,6 +395,7 @@ def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runt
         plan.staging.nbytes,
         plan.staging.count + plan.kept.count,
         plan.chunk_elements,
+        plan.slots.nbytes,
         plan.slots.count,
         **{**measured, **options},
     )
@@ -419,7 +426,7 @@ def offload(
     """Move the parameters of a model in memory to SSD, in place, and return the model.
 
     Args:
-        model: parameters in bfloat16 or float32, on the CPU. Tied parameters stay tied.
+        model: parameters in bfloat16, float16 or float32, on the CPU. Tied parameters stay tied.
         store: a directory or a raw block device formatted by `memascend format` (its path or "UUID=..."), or several on
             different drives, over which the bytes are striped: evenly, or as `memascend bench` has measured them.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from memascend.errors import BudgetError
 from memascend.limits import available_memory
 from memascend.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 #: statistics are summed.
 CHUNK_ELEMENTS_MIN = 65_536
 CHUNK_ELEMENTS_MAX = 262_144
-#: Two fp32 moments, the low half of the master and the gradient (or, for fp32 weights, two moments and the gradient).
+#: Bytes that an element of an update takes beside its weight: two fp32 moments, the gradient and, for bf16 weights, the
+#: low half of the master. Rules that keep more (AMSGrad) move in smaller pieces.
 UPDATE_BYTES_PER_ELEMENT = 12
+#: With fp16 weights, whose master is whole.
+UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
 #: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
 UPDATE_SLOTS = 8
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
@@ -244,7 +249,14 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
 def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
     element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
     chunk_elements = min(chunk_elements, _largest_chunk(tensors))
-    return chunk_elements * (UPDATE_BYTES_PER_ELEMENT * UPDATE_SLOTS + element * staging)
+    return chunk_elements * (_update_bytes(tensors) * UPDATE_SLOTS + element * staging)
+
+
+def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
+    """Bytes of an update slot for each element of a chunk."""
+    if any(tensor.dtype == torch.float16 for tensor in tensors):
+        return UPDATE_BYTES_PER_FLOAT16_ELEMENT
+    return UPDATE_BYTES_PER_ELEMENT
 
 
 def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
@@ -259,8 +271,8 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> 
 
     def size(chunk_elements: int) -> None:
         plan.chunk_elements, nbytes = chunk_elements, chunk_elements * element
-        slot = chunk_elements * UPDATE_BYTES_PER_ELEMENT
-        plan.slots = Line("update pipeline", slot, UPDATE_SLOTS, "moments, masters' low halves, gradient of a chunk")
+        slot = chunk_elements * _update_bytes(tensors)
+        plan.slots = Line("update pipeline", slot, UPDATE_SLOTS, "moments, masters, gradient of a chunk")
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
         plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
 

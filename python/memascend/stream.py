@@ -191,7 +191,7 @@ class Streamer:
         updates, residency.updates = residency.updates, ()
         residency.ticket = self.runtime.fetch(unit.index, unit.extent, lease, unit.nbytes, updates)
         for update in updates:
-            update.tensor.initialized = True
+            update.started()
         residency.storage = torch.frombuffer(lease, dtype=torch.uint8)
         self.by_address[lease.address] = unit
 

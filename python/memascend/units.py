@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from memascend._memascend import Extent
+    from memascend._memascend import Extent, Plane
 
 PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -24,7 +24,7 @@ PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
 SMALL_MODULE_BYTES = 1024 * 1024
 
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -74,6 +74,16 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
+class StorePlane:
+    """One array of a tensor's states on SSD."""
+
+    plane: Plane
+    extent: Extent
+    #: Whether it was written; before, it is zeros.
+    written: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class StoreTensor:
     """Parameters whose weights, gradient and states each lie in one piece: one large one, or a pack of small ones."""
 
@@ -85,10 +95,8 @@ class StoreTensor:
     numel: int = 0
     places: list[Place] = field(default_factory=list)
     gradient: int | None = None
-    exp_avg: Extent | None = None
-    exp_avg_sq: Extent | None = None
-    low: Extent | None = None
-    initialized: bool = False
+    #: The optimizer's states.
+    planes: dict[Plane, StorePlane] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +142,7 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         if dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"parameter {name} has dtype {str(dtype).removeprefix('torch.')}, which memascend cannot train: "
-                "convert the model to torch.bfloat16 or torch.float32"
+                "convert the model to torch.bfloat16, torch.float16 or torch.float32"
             )
         if numel * dtype.itemsize >= PACK_BELOW_BYTES:
             tensor = StoreTensor(name, dtype, unit, packed=False, numel=numel)

@@ -4,15 +4,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, unbounded};
-use memascend_mem::{Lease, LeaseSlice, Origin, Pool, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, Origin, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
-use crate::gradients::{Chunk, SourcePlace, cast, cast_mut};
-use crate::kernels::{AdamwScalars, GRADIENT_BLOCK, adamw_bf16_split, adamw_f32};
-use crate::{
-    Dtype, GradientSource, MOMENT_BYTES, OptimError, Pending, Result, UPDATE_BYTES_PER_ELEMENT, Underway,
-};
+use crate::gradients::{Chunk, SourcePlace};
+use crate::kernels::{GRADIENT_BLOCK, Plane, Rule, StepScalars, step};
+use crate::{Dtype, GradientSource, OptimError, Pending, Result, Underway};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
@@ -36,16 +34,30 @@ pub struct UnitWeights {
     pub bytes: usize,
 }
 
-/// Elements of a tensor that one optimizer step updates with the same hyper-parameters.
+/// Elements of a tensor that one optimizer step updates with the same hyper-parameters: one parameter.
 pub struct Segment {
     /// First element within the tensor.
     pub start: usize,
     /// Number of elements.
     pub numel: usize,
+    /// What the step computes, on which of the tensor's planes. States of 8 bits take a tensor of one segment.
+    pub rule: Rule,
     /// Hyper-parameters of this step.
-    pub scalars: AdamwScalars,
+    pub scalars: StepScalars,
+    /// Whether this is the parameter's first step: its states are made, whatever the planes hold.
+    pub fresh: bool,
     /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
     pub host: Option<(Address, Address)>,
+}
+
+/// One array of states of a tensor, on the SSD.
+pub struct UpdatePlane {
+    /// What is kept, and how.
+    pub plane: Plane,
+    /// Where: [`Plane::bytes`] of the tensor's elements.
+    pub extent: Extent,
+    /// Whether it has been written; before, it is zeros and is not read.
+    pub written: bool,
 }
 
 /// One tensor of the store to be updated: its states and what to do.
@@ -56,14 +68,8 @@ pub struct UpdateTensor {
     pub numel: usize,
     /// Where the weights begin in the unit, in bytes; ignored for tensors in host memory.
     pub weight_offset: usize,
-    /// First moment, fp32.
-    pub exp_avg: Extent,
-    /// Second moment, fp32.
-    pub exp_avg_sq: Extent,
-    /// Low half of the master, for bf16 weights.
-    pub low: Option<Extent>,
-    /// Whether the states have been written; before, they are zero and are not read.
-    pub initialized: bool,
+    /// The states of every segment's rule; segments whose rules agree on a plane share it.
+    pub planes: Vec<UpdatePlane>,
     /// The gradient.
     pub gradient: GradientSource,
     /// What to update, in ascending order; elements in no segment stay as they are.
@@ -109,8 +115,8 @@ struct Work {
     tensor: Arc<UpdateTensor>,
     first: usize,
     numel: usize,
-    slot: Arc<Lease>,
-    /// The chunk's weights in the unit's lease, with their place on the SSD.
+    areas: Areas,
+    /// The piece's weights in the unit's lease, with their place on the SSD.
     weights: Option<(LeaseSlice, Extent, usize)>,
     gradient_chunk: Option<Chunk>,
     pending: Arc<Pending>,
@@ -129,12 +135,19 @@ struct Reads {
 }
 
 impl Executor {
-    /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of
-    /// `chunk_elements *` [`UPDATE_BYTES_PER_ELEMENT`] bytes; `chunk_elements` is that of the [`Gradients`](crate::Gradients).
+    /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of `slot_bytes` bytes, each for
+    /// the states and the gradient of a piece of a tensor: a chunk of `chunk_elements`, that of the
+    /// [`Gradients`](crate::Gradients), or where that is too much a half of it, or a quarter, and so on.
     ///
     /// # Panics
     /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].
-    pub fn new(store: Arc<Store>, slots: Pool, chunk_elements: usize, compute_threads: usize) -> Self {
+    pub fn new(
+        store: Arc<Store>,
+        slots: Pool,
+        slot_bytes: usize,
+        chunk_elements: usize,
+        compute_threads: usize,
+    ) -> Self {
         assert!(
             chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
             "chunks of whole blocks"
@@ -146,11 +159,11 @@ impl Executor {
             let (work, store) = (work.clone(), Arc::clone(&store));
             threads.push(spawn(format!("memascend-update-{index}"), move || {
                 for work in work {
-                    compute(&store, work, chunk_elements);
+                    compute(&store, work);
                 }
             }));
         }
-        let coordinator = Coordinator { store, slots, chunk_elements, computed };
+        let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, computed };
         threads.push(spawn("memascend-executor".into(), move || {
             for job in accepted {
                 coordinator.run(job);
@@ -197,6 +210,7 @@ fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
 struct Coordinator {
     store: Arc<Store>,
     slots: Pool,
+    slot_bytes: usize,
     chunk_elements: usize,
     computed: Sender<Work>,
 }
@@ -227,15 +241,20 @@ impl Coordinator {
             self.read_weights(weights, position, round_up_to_page(weights.bytes), ticket);
         }
         for mut tensor in updates {
-            // Each chunk of the gradient goes with its piece, to return to the pool as soon as it is consumed.
+            // Each chunk of the gradient goes with its last piece, to return to the pool as soon as it is consumed.
             let mut gradient_chunks = match &mut tensor.gradient.place {
-                SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks).into_iter(),
-                SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new().into_iter(),
+                SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
+                SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
             };
             let tensor = Arc::new(tensor);
-            for first in (0..tensor.numel).step_by(self.chunk_elements) {
-                let numel = self.chunk_elements.min(tensor.numel - first);
-                self.start_chunk(pending, weights, &tensor, first, numel, gradient_chunks.next(), ticket)?;
+            let layout = Arc::new(SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements));
+            for first in (0..tensor.numel).step_by(layout.elements) {
+                let numel = layout.elements.min(tensor.numel - first);
+                let chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {
+                    let last = (first + layout.elements).is_multiple_of(self.chunk_elements);
+                    if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
+                });
+                self.start_piece(pending, weights, &tensor, &layout, first, numel, chunk, ticket)?;
             }
         }
         Ok(())
@@ -254,17 +273,17 @@ impl Coordinator {
     }
 
     fn slot(&self) -> Result<Arc<Lease>> {
-        let slot_bytes = self.chunk_elements * UPDATE_BYTES_PER_ELEMENT;
-        let slot = self.slots.lease(slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
+        let slot = self.slots.lease(self.slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
         slot.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
     #[allow(clippy::too_many_arguments)]
-    fn start_chunk(
+    fn start_piece(
         &self,
         pending: &Arc<Pending>,
         weights: Option<&UnitWeights>,
         tensor: &Arc<UpdateTensor>,
+        layout: &SlotLayout,
         first: usize,
         numel: usize,
         gradient_chunk: Option<Chunk>,
@@ -279,17 +298,13 @@ impl Coordinator {
                 return Err(error);
             }
         };
-        let areas = Areas::new(&slot, tensor.dtype, self.chunk_elements, numel);
+        let areas = Areas::new(slot, tensor, layout, numel);
         let element = tensor.dtype.bytes();
         let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
-        if tensor.initialized {
-            reads.push((tensor.exp_avg, first * MOMENT_BYTES, areas.exp_avg));
-            reads.push((tensor.exp_avg_sq, first * MOMENT_BYTES, areas.exp_avg_sq));
-            if let Some(low) = tensor.low {
-                reads.push((low, first * tensor.dtype.low_bytes(), areas.low));
-            }
-        } else {
-            for area in [areas.exp_avg, areas.exp_avg_sq, areas.low] {
+        for (state, area) in tensor.planes.iter().zip(&areas.planes) {
+            if state.written {
+                reads.push((state.extent, state.plane.span(first, numel).start, area.clone()));
+            } else {
                 // SAFETY: the slot is fresh: nobody else knows it yet.
                 unsafe { area.as_mut_slice() }.fill(0);
             }
@@ -297,7 +312,7 @@ impl Coordinator {
         if let (SourcePlace::Chunks { extent, .. }, Some(Chunk::Ssd)) =
             (&tensor.gradient.place, &gradient_chunk)
         {
-            reads.push((*extent, first * element, areas.gradient));
+            reads.push((*extent, first * element, areas.gradient.clone()));
         }
         let weights = weights.map(|weights| {
             let offset = tensor.weight_offset + first * element;
@@ -310,7 +325,7 @@ impl Coordinator {
             tensor: Arc::clone(tensor),
             first,
             numel,
-            slot,
+            areas,
             weights,
             gradient_chunk,
             pending: Arc::clone(pending),
@@ -361,66 +376,89 @@ impl Reads {
 impl Work {
     /// Returns the buffers and reports `error`, to the unit too: its other pieces may have been updated.
     fn fail(self, error: OptimError) {
-        let Self { tensor, slot, weights, gradient_chunk, update, ready, .. } = self;
-        drop((tensor, slot, weights, gradient_chunk));
+        let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
+        drop((tensor, areas, weights, gradient_chunk));
         update.end(Err(error.clone()));
         ready.end(Err(error));
     }
 }
 
-/// The parts of an update slot.
+/// How the pieces of a tensor lie in an update slot: its planes one after the other, then the gradient.
+struct SlotLayout {
+    /// Elements of a piece.
+    elements: usize,
+    /// Where each plane begins, and last the gradient.
+    offsets: Vec<usize>,
+}
+
+impl SlotLayout {
+    /// The largest pieces that a slot holds.
+    fn new(tensor: &UpdateTensor, slot_bytes: usize, chunk_elements: usize) -> Self {
+        let mut elements = chunk_elements;
+        loop {
+            let mut offsets = vec![0];
+            for state in &tensor.planes {
+                offsets
+                    .push(offsets[offsets.len() - 1] + round_up_to_page(state.plane.span(0, elements).len()));
+            }
+            let gradient = offsets[offsets.len() - 1];
+            if gradient + elements * tensor.dtype.bytes() <= slot_bytes {
+                return Self { elements, offsets };
+            }
+            elements /= 2;
+            // Every area begins at a page, and 8-bit states are cut between records.
+            let smallest = if tensor.planes.iter().any(|state| state.plane.has_records()) {
+                GRADIENT_BLOCK
+            } else {
+                PAGE_BYTES
+            };
+            assert!(
+                elements.is_multiple_of(smallest),
+                "slots of {slot_bytes} bytes hold no piece of a tensor"
+            );
+        }
+    }
+}
+
+/// The parts of an update slot that one piece takes.
 struct Areas {
-    exp_avg: LeaseSlice,
-    exp_avg_sq: LeaseSlice,
-    low: LeaseSlice,
+    planes: Vec<LeaseSlice>,
     gradient: LeaseSlice,
 }
 
 impl Areas {
-    /// Areas for `numel` elements, each at the place that a full chunk would give it.
-    fn new(slot: &Arc<Lease>, dtype: Dtype, chunk_elements: usize, numel: usize) -> Self {
-        let mut offset = 0;
-        let mut area = |bytes_per_element: usize| {
-            let slice =
-                LeaseSlice::new(Arc::clone(slot), offset, round_up_to_page(numel * bytes_per_element));
-            offset += chunk_elements * bytes_per_element;
-            slice
+    fn new(slot: Arc<Lease>, tensor: &UpdateTensor, layout: &SlotLayout, numel: usize) -> Self {
+        let area = |index: usize, bytes| {
+            LeaseSlice::new(Arc::clone(&slot), layout.offsets[index], round_up_to_page(bytes))
         };
+        let planes = tensor.planes.iter().enumerate();
         Self {
-            exp_avg: area(MOMENT_BYTES),
-            exp_avg_sq: area(MOMENT_BYTES),
-            low: area(dtype.low_bytes()),
-            gradient: area(dtype.bytes()),
+            planes: planes.map(|(index, state)| area(index, state.plane.span(0, numel).len())).collect(),
+            gradient: area(tensor.planes.len(), numel * tensor.dtype.bytes()),
         }
     }
 }
 
-/// Runs the kernel on a chunk whose reads have ended and starts its write-back.
-fn compute(store: &Store, work: Work, chunk_elements: usize) {
-    let areas = Areas::new(&work.slot, work.tensor.dtype, chunk_elements, work.numel);
+/// Runs the kernel on a piece whose reads have ended and starts its write-back.
+fn compute(store: &Store, work: Work) {
     for segment in &work.tensor.segments {
         let start = segment.start.max(work.first);
         let end = (segment.start + segment.numel).min(work.first + work.numel);
         if start < end {
-            update(&work, segment, &areas, start, end - start);
+            update(&work, segment, start, end - start);
         }
     }
-    let Work { tensor, first, slot, weights, gradient_chunk, pending, update, ready, .. } = work;
-    let Areas { exp_avg, exp_avg_sq, low, gradient } = areas;
-    let mut writes = vec![
-        (tensor.exp_avg, first * MOMENT_BYTES, exp_avg),
-        (tensor.exp_avg_sq, first * MOMENT_BYTES, exp_avg_sq),
-    ];
-    match tensor.low {
-        Some(extent) => writes.push((extent, first * tensor.dtype.low_bytes(), low)),
-        // Empty, but it holds the slot like the others.
-        None => drop(low),
+    let Work { tensor, first, numel, areas, weights, gradient_chunk, pending, update, ready } = work;
+    let Areas { planes, gradient } = areas;
+    let mut writes = Vec::with_capacity(planes.len() + 1);
+    for (state, area) in tensor.planes.iter().zip(planes) {
+        writes.push((state.extent, state.plane.span(first, numel).start, area));
     }
     if let Some((range, extent, offset)) = weights {
         writes.push((extent, offset, range));
     }
     // From here on the writes alone hold the buffers.
-    drop((slot, gradient, gradient_chunk));
+    drop((gradient, gradient_chunk));
     for (extent, offset, buffer) in writes {
         // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
         let write = pending.begin();
@@ -433,14 +471,13 @@ fn compute(store: &Store, work: Work, chunk_elements: usize) {
     ready.end(Ok(()));
 }
 
-/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the chunk.
-fn update(work: &Work, segment: &Segment, areas: &Areas, start: usize, numel: usize) {
+/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the piece.
+fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     let tensor = &work.tensor;
     let element = tensor.dtype.bytes();
     let local = start - work.first;
-    let state = |area: &LeaseSlice, bytes: usize| area.narrow(local * bytes, numel * bytes);
     // SAFETY (this and the following): the chunk's reads have ended, and until its writes are submitted this
-    // thread alone knows the slot's areas and the chunk's weights; segments do not overlap. Addresses of host
+    // thread alone knows the slot's areas and the piece's weights; segments do not overlap. Addresses of host
     // memory are vouched for by whoever made the segment, until the ticket is ready.
     let weight: &mut [u8] = match (&segment.host, &work.weights) {
         (Some((weight, _)), _) => {
@@ -466,38 +503,37 @@ fn update(work: &Work, segment: &Segment, areas: &Areas, start: usize, numel: us
             // SAFETY: see above; captures into the pack wait for this update.
             unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
         }
-        (_, SourcePlace::Chunks { .. }, Some(Chunk::Host(lease))) => {
-            let range = LeaseSlice::new(Arc::clone(lease), local * element, numel * element);
+        (_, SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
+            let offset = start % chunk_elements * element;
+            let range = LeaseSlice::new(Arc::clone(lease), offset, numel * element);
             // SAFETY: see above; the chunk was handed over by the gradient's record.
             unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
         }
         (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
-            let range = state(&areas.gradient, element);
+            let range = work.areas.gradient.narrow(local * element, numel * element);
             // SAFETY: see above.
             unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
         }
         _ => unreachable!("a segment is updated only where its gradient was captured"),
     };
-    let (exp_avg, exp_avg_sq) = (state(&areas.exp_avg, MOMENT_BYTES), state(&areas.exp_avg_sq, MOMENT_BYTES));
-    let low = state(&areas.low, tensor.dtype.low_bytes());
-    // SAFETY: see above.
-    let (exp_avg, exp_avg_sq, low) =
-        unsafe { (exp_avg.as_mut_slice(), exp_avg_sq.as_mut_slice(), low.as_mut_slice()) };
-    match tensor.dtype {
-        Dtype::Bf16 => adamw_bf16_split(
-            cast_mut(weight),
-            cast_mut(low),
-            cast_mut(exp_avg),
-            cast_mut(exp_avg_sq),
-            cast(gradient),
-            &segment.scalars,
-        ),
-        Dtype::F32 => adamw_f32(
-            cast_mut(weight),
-            cast_mut(exp_avg),
-            cast_mut(exp_avg_sq),
-            cast(gradient),
-            &segment.scalars,
-        ),
+    let areas: Vec<LeaseSlice> = segment
+        .rule
+        .planes()
+        .into_iter()
+        .map(|plane| {
+            let index = tensor.planes.iter().position(|state| state.plane == plane);
+            let area = &work.areas.planes[index.expect("the tensor has the planes of its segments' rules")];
+            let span = plane.span(local, numel);
+            area.narrow(span.start, span.len())
+        })
+        .collect();
+    let mut planes: Vec<&mut [u8]> = areas
+        .iter()
+        // SAFETY: see above; the planes of a rule are different ones.
+        .map(|area| unsafe { area.as_mut_slice() })
+        .collect();
+    if segment.fresh {
+        segment.rule.initialize(weight, &mut planes);
     }
+    step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
 }

@@ -3,7 +3,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use memascend_mem::{Lease, LeaseSlice};
 use memascend_store::Extent;
 
-use crate::kernels::{GRADIENT_BLOCK, GradientStats, add_bf16, add_f32, copy_bf16, copy_f32};
+use crate::kernels::{
+    GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
+};
 use crate::{Dtype, Pending, Result, Staging};
 
 /// Names a gradient.
@@ -53,6 +55,7 @@ pub struct GradientSource {
 pub(crate) enum SourcePlace {
     Chunks {
         extent: Extent,
+        chunk_elements: usize,
         chunks: Vec<Chunk>,
     },
     Packed {
@@ -214,7 +217,8 @@ impl Gradients {
             Place::Packed { buffer } => SourcePlace::Packed { buffer: buffer.clone() },
             Place::Chunks { extent, chunks } => {
                 let empty = vec![Chunk::Empty; chunks.len()];
-                SourcePlace::Chunks { extent: *extent, chunks: std::mem::replace(chunks, empty) }
+                let chunks = std::mem::replace(chunks, empty);
+                SourcePlace::Chunks { extent: *extent, chunk_elements: self.chunk_elements, chunks }
             }
         };
         GradientSource { place }
@@ -270,6 +274,10 @@ fn merge(dtype: Dtype, target: &mut [u8], source: &[u8], add: bool, stats: &mut 
         Dtype::Bf16 => {
             let (target, source) = (cast_mut::<u16>(target), cast::<u16>(source));
             if add { add_bf16(target, source, stats) } else { copy_bf16(target, source, stats) }
+        }
+        Dtype::F16 => {
+            let (target, source) = (cast_mut::<u16>(target), cast::<u16>(source));
+            if add { add_f16(target, source, stats) } else { copy_f16(target, source, stats) }
         }
         Dtype::F32 => {
             let (target, source) = (cast_mut::<f32>(target), cast::<f32>(source));

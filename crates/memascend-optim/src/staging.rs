@@ -6,6 +6,7 @@ use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
+use crate::kernels::{GRADIENT_BLOCK, Plane};
 use crate::{OptimError, Pending, Result};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
@@ -102,6 +103,57 @@ impl Staging {
             part.copy_from_slice(unsafe { source.as_slice() });
             Ok(())
         })
+    }
+
+    /// Reads a plane of as many elements as `values`, whose writes have ended, as fp32.
+    ///
+    /// # Panics
+    /// For the low halves of masters, which are no numbers.
+    pub fn read_plane(&self, extent: Extent, plane: Plane, values: &mut [f32]) -> Result<()> {
+        let elements = self.elements_of(plane);
+        let (chunk_bytes, bytes) = (plane.span(0, elements).len(), plane.bytes(values.len()));
+        let mut parts = values.chunks_mut(elements);
+        self.read_chunks(extent, chunk_bytes, 0..parts.len(), bytes, |index, chunk, length| {
+            let part = parts.next().expect("as many chunks as parts");
+            let source = LeaseSlice::new(chunk, 0, length);
+            // SAFETY: the read has ended and the chunk is ours alone.
+            plane.read(unsafe { source.as_slice() }, index * elements, part);
+            Ok(())
+        })
+    }
+
+    /// Writes fp32 `values` as a plane, rounded to the nearest. Returns when all are copied; `pending` learns when they
+    /// are written.
+    ///
+    /// # Panics
+    /// As [`Staging::read_plane`].
+    pub fn write_plane(
+        &self,
+        extent: Extent,
+        plane: Plane,
+        values: &[f32],
+        pending: &Arc<Pending>,
+    ) -> Result<()> {
+        let elements = self.elements_of(plane);
+        for (index, part) in values.chunks(elements).enumerate() {
+            let span = plane.span(index * elements, part.len());
+            let chunk = self.chunk()?;
+            let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, span.len());
+            // SAFETY: the lease is fresh and nobody else knows it.
+            let target = unsafe { buffer.as_mut_slice() };
+            target.fill(0);
+            plane.write(target, index * elements, part);
+            self.write_chunk(extent, span.start, chunk, span.len(), pending);
+        }
+        Ok(())
+    }
+
+    /// Elements of a plane that a chunk holds: whole records, or whole pages.
+    fn elements_of(&self, plane: Plane) -> usize {
+        let unit = if plane.has_records() { GRADIENT_BLOCK } else { PAGE_BYTES };
+        let units = self.chunk_bytes / plane.span(0, unit).len();
+        assert!(units > 0, "{} bytes to a chunk, which is too little for a plane", self.chunk_bytes);
+        units * unit
     }
 
     /// Calls `consume(index, chunk, bytes)` for each piece of `chunk_bytes` bytes of `extent` (of which `bytes`

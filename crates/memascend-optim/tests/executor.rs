@@ -6,36 +6,67 @@ mod support;
 use std::sync::Arc;
 
 use memascend_nvme::Faults;
+use memascend_optim::kernels::{Algorithm, Moments, Rule, Weight};
 use memascend_optim::{
-    Dtype, Executor, HostTensor, MOMENT_BYTES, OptimError, UPDATE_BYTES_PER_ELEMENT, adamw_host,
+    Address, Executor, GradientSource, HostTensor, OptimError, Segment, Staging, UpdatePlane, UpdateTensor,
+    step_host,
 };
 use proptest::prelude::*;
 use support::{
-    Bench, Kind, Model, Random, Setup, Shape, Unit, by_address, names_a_tensor, pool, within_patience,
+    Bench, Kind, Model, Random, SLOT_BYTES_PER_ELEMENT, Setup, Shape, Unit, adamw, by_address, dtype_of,
+    every_rule, names_a_tensor, pool, scalars_of, within_patience,
 };
 
 const BLOCK: usize = memascend_optim::kernels::GRADIENT_BLOCK;
 
 /// Both dtypes; several chunks and a tail; exactly one chunk; packs with holes, one across a chunk's end.
 fn mixed_shapes() -> Vec<Shape> {
+    let (bf16, f32) = (adamw(Weight::Bf16Split), adamw(Weight::F32));
     vec![
-        Shape::whole(Dtype::Bf16, 2 * BLOCK + 1_234, 2),
+        Shape::whole(bf16, 2 * BLOCK + 1_234, 2),
+        Shape { rule: bf16, numel: 9_000, gap_pages: 0, segments: vec![(5, 300), (305, 7), (4_096, 4_001)] },
+        Shape::whole(f32, BLOCK, 0),
         Shape {
-            dtype: Dtype::Bf16,
-            numel: 9_000,
-            gap_pages: 0,
-            segments: vec![(5, 300), (305, 7), (4_096, 4_001)],
-        },
-        Shape::whole(Dtype::F32, BLOCK, 0),
-        Shape {
-            dtype: Dtype::F32,
+            rule: f32,
             numel: BLOCK + 5_000,
             gap_pages: 3,
             segments: vec![(1, 10), (BLOCK - 100, 300), (BLOCK + 4_000, 1_000)],
         },
-        Shape::whole(Dtype::F32, 2 * BLOCK - 3, 1),
-        Shape::whole(Dtype::Bf16, 1, 0),
+        Shape::whole(f32, 2 * BLOCK - 3, 1),
+        Shape::whole(bf16, 1, 0),
     ]
+}
+
+/// Slots are for 12 bytes an element, so AMSGrad with fp32 moments and fp16 weights take theirs in pieces.
+#[test]
+fn every_rule_gives_the_bits_of_the_one_in_memory() {
+    let rules = every_rule();
+    for (index, rules) in rules.chunks(6).enumerate() {
+        let mut shapes = Vec::new();
+        for rule in rules {
+            shapes.push(Shape::whole(*rule, 2 * BLOCK + 1_234, 1));
+            if rule.moments != Moments::Block8 {
+                let segments = vec![(3, 300), (303, 7), (BLOCK / 2 - 5, 4_001), (BLOCK - 2, 9)];
+                shapes.push(Shape { rule: *rule, numel: BLOCK + 9_000, gap_pages: 0, segments });
+            }
+        }
+        let model = Arc::new(Model::new(shapes, 7));
+        let expected = model.in_memory(3);
+        let kinds = Kind::all(index as u64);
+        let setup = Setup {
+            kind: kinds[index % kinds.len()],
+            volumes: 1 + index % 3,
+            chunk_blocks: 1 + index % 2,
+            slots: 2 + index % 2,
+            compute_threads: 2,
+            // Gradients stay in host memory, or go to the disks.
+            staging_chunks: if index % 2 == 0 { 60 } else { 8 },
+        };
+        within_patience(&format!("{rules:?}"), move || {
+            let unit = Unit::new(&model, setup);
+            unit.train(3).unwrap().assert_same(&expected, &format!("{setup:?}"));
+        });
+    }
 }
 
 #[test]
@@ -59,23 +90,26 @@ fn the_update_is_bit_for_bit_the_one_in_memory_whatever_the_setup() {
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-    let dtype = prop_oneof![Just(Dtype::Bf16), Just(Dtype::F32)];
+    let rules = every_rule();
     let cuts = prop::collection::vec(any::<prop::sample::Index>(), 0..7);
-    (dtype, 1..(5 * BLOCK / 2), 0_usize..3, cuts).prop_map(|(dtype, numel, gap_pages, cuts)| {
-        let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(numel + 1)).collect();
-        cuts.sort_unstable();
-        // Every second range between cuts is a segment; without any the tensor is trained whole.
-        let segments: Vec<_> = cuts
-            .chunks_exact(2)
-            .filter(|pair| pair[0] < pair[1])
-            .map(|pair| (pair[0], pair[1] - pair[0]))
-            .collect();
-        if segments.is_empty() {
-            Shape::whole(dtype, numel, gap_pages)
-        } else {
-            Shape { dtype, numel, gap_pages, segments }
-        }
-    })
+    (any::<prop::sample::Index>(), 1..(5 * BLOCK / 2), 0_usize..3, cuts).prop_map(
+        move |(rule, numel, gap_pages, cuts)| {
+            let rule = rules[rule.index(rules.len())];
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(numel + 1)).collect();
+            cuts.sort_unstable();
+            // Every second range between cuts is a segment; without any the tensor is trained whole.
+            let segments: Vec<_> = cuts
+                .chunks_exact(2)
+                .filter(|pair| pair[0] < pair[1])
+                .map(|pair| (pair[0], pair[1] - pair[0]))
+                .collect();
+            if segments.is_empty() || rule.moments == Moments::Block8 {
+                Shape::whole(rule, numel, gap_pages)
+            } else {
+                Shape { rule, numel, gap_pages, segments }
+            }
+        },
+    )
 }
 
 proptest! {
@@ -103,52 +137,56 @@ proptest! {
 #[test]
 fn tensors_in_host_memory_are_updated_by_address() {
     for kind in Kind::all(5) {
-        for dtype in [Dtype::Bf16, Dtype::F32] {
+        for weight in [Weight::Bf16Split, Weight::F16Master, Weight::F32] {
+            let rule = adamw(weight);
             let bench = Bench::new(kind, 2);
-            let slots = pool(BLOCK * UPDATE_BYTES_PER_ELEMENT, 2);
-            let executor = Executor::new(Arc::clone(&bench.store), slots.clone(), BLOCK, 2);
+            let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
+            let slots = pool(slot_bytes, 2);
+            let executor = Executor::new(Arc::clone(&bench.store), slots.clone(), slot_bytes, BLOCK, 2);
             let numel = 2 * BLOCK + 77;
             let ranges = [(0, 100), (100, 1_000), (BLOCK - 3, BLOCK + 9), (2 * BLOCK + 70, 7)];
-            let allocate = |name, bytes: usize| bench.store.allocate(name, (numel * bytes) as u64).unwrap();
-            let low = (dtype == Dtype::Bf16).then(|| allocate("low", 2));
-            let states = (low, allocate("exp_avg", 4), allocate("exp_avg_sq", 4));
+            let planes: Vec<_> = rule
+                .planes()
+                .into_iter()
+                .map(|plane| (plane, bench.store.allocate(plane.name, plane.bytes(numel) as u64).unwrap()))
+                .collect();
             let mut random = Random(3);
             let mut parts: Vec<_> = ranges
                 .iter()
-                .map(|(start, numel)| (*start, random.values(dtype, *numel), Vec::new()))
+                .map(|(start, numel)| (*start, random.values(dtype_of(rule), *numel), Vec::new()))
                 .collect();
             let mut expected: Vec<_> = parts
                 .iter()
-                .map(|(_, weight, _)| {
-                    let numel = weight.len() / dtype.bytes();
-                    (
-                        weight.clone(),
-                        vec![0; numel * dtype.low_bytes()],
-                        vec![0; numel * 4],
-                        vec![0; numel * 4],
-                    )
+                .map(|(_, values, _)| {
+                    let numel = values.len() / weight.bytes();
+                    let states: Vec<_> =
+                        planes.iter().map(|(plane, _)| vec![0; plane.bytes(numel)]).collect();
+                    (values.clone(), states)
                 })
                 .collect();
-            let model = Model::new(Vec::new(), 0);
             for step in 1..=3 {
-                let scalars = model.scalars(0, 1, step);
-                for ((_, weight, gradient), (w, low, exp_avg, exp_avg_sq)) in
-                    parts.iter_mut().zip(&mut expected)
-                {
-                    *gradient = random.values(dtype, weight.len() / dtype.bytes());
-                    let tensor = HostTensor { dtype, weight: w, low, exp_avg, exp_avg_sq, gradient };
-                    adamw_host(tensor, &scalars, 3);
+                for ((_, values, gradient), (w, states)) in parts.iter_mut().zip(&mut expected) {
+                    *gradient = random.values(dtype_of(rule), values.len() / weight.bytes());
+                    let tensor = HostTensor {
+                        rule,
+                        weight: w,
+                        planes: states.iter_mut().map(Vec::as_mut_slice).collect(),
+                        gradient,
+                        fresh: step == 1,
+                    };
+                    step_host(tensor, &scalars_of(rule.algorithm, 1, step), 3);
                 }
                 let pending = Arc::default();
-                let update = by_address(dtype, numel, states, step > 1, &mut parts, scalars);
+                let update = by_address(rule, numel, &planes, &mut parts, step);
                 executor.fetch(Arc::clone(&pending), None, vec![update]).wait().unwrap();
                 pending.wait().unwrap();
-                for ((start, weight, _), (w, _, exp_avg, exp_avg_sq)) in parts.iter().zip(&expected) {
-                    assert!(weight == w, "{kind:?} {dtype:?}: weights at {start}, step {step}");
-                    for (extent, expected) in [(states.1, exp_avg), (states.2, exp_avg_sq)] {
-                        let stored = bench.get(extent, numel * MOMENT_BYTES).unwrap();
-                        let range = start * MOMENT_BYTES..start * MOMENT_BYTES + expected.len();
-                        assert!(stored[range] == expected[..], "{kind:?} {dtype:?}: moments at {start}");
+                for ((start, values, _), (w, states)) in parts.iter().zip(&expected) {
+                    assert!(values == w, "{kind:?} {weight:?}: weights at {start}, step {step}");
+                    for ((plane, extent), expected) in planes.iter().zip(states) {
+                        let stored = bench.get(*extent, plane.bytes(numel)).unwrap();
+                        let range = plane.span(*start, values.len() / weight.bytes());
+                        let name = plane.name;
+                        assert!(stored[range] == expected[..], "{kind:?} {weight:?}: {name} at {start}");
                     }
                 }
             }
@@ -157,25 +195,125 @@ fn tensors_in_host_memory_are_updated_by_address() {
     }
 }
 
+/// Some parameters of a pack begin later than others, and two optimizers may share it.
+#[test]
+fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
+    let rules = [
+        adamw(Weight::Bf16Split),
+        Rule { algorithm: Algorithm::Lion, moments: Moments::Bf16, weight: Weight::Bf16 },
+        Rule { algorithm: Algorithm::AdamW { amsgrad: true }, ..adamw(Weight::Bf16Split) },
+    ];
+    let bench = Bench::new(Kind::Threads, 1);
+    let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
+    let executor = Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 1);
+    let (numel, part) = (BLOCK, 5_000);
+    let mut planes: Vec<_> = rules.iter().flat_map(|rule| rule.planes()).collect();
+    planes.sort_by_key(|plane| (plane.name, format!("{:?}", plane.format)));
+    planes.dedup();
+    assert_eq!(planes.len(), 5, "exp_avg twice, exp_avg_sq, max_exp_avg_sq, master_low: 18 bytes an element");
+    let planes: Vec<_> = planes
+        .into_iter()
+        .map(|plane| (plane, bench.put(plane.name, &vec![0x55; plane.bytes(numel)]).unwrap()))
+        .collect();
+    let mut random = Random(9);
+    let starts = [100, 20_000, 40_000];
+    let mut ours: Vec<_> = rules.iter().map(|rule| random.values(dtype_of(*rule), part)).collect();
+    let mut states: Vec<Vec<Vec<u8>>> = rules
+        .iter()
+        .map(|rule| rule.planes().iter().map(|plane| vec![0; plane.bytes(part)]).collect())
+        .collect();
+    let mut theirs = ours.clone();
+    for step in 1..=4_u64 {
+        // Parameter number n takes its first step in step n + 1.
+        let begun = rules.len().min(step as usize);
+        let mut segments = Vec::new();
+        let gradients: Vec<_> = rules.iter().map(|rule| random.values(dtype_of(*rule), part)).collect();
+        for index in 0..begun {
+            let (rule, own_step) = (rules[index], step - index as u64);
+            let mut scalars = scalars_of(rule.algorithm, 1 + index, own_step);
+            scalars = scalars.with_seed(index as u64);
+            let tensor = HostTensor {
+                rule,
+                weight: &mut theirs[index],
+                planes: states[index].iter_mut().map(Vec::as_mut_slice).collect(),
+                gradient: &gradients[index],
+                fresh: own_step == 1,
+            };
+            step_host(tensor, &scalars, 1);
+            let addresses =
+                (Address(ours[index].as_mut_ptr()), Address(gradients[index].as_ptr().cast_mut()));
+            segments.push(Segment {
+                start: starts[index],
+                numel: part,
+                rule,
+                scalars,
+                fresh: own_step == 1,
+                host: Some(addresses),
+            });
+        }
+        let update = UpdateTensor {
+            dtype: dtype_of(rules[0]),
+            numel,
+            weight_offset: 0,
+            // What was written before the first step is no state of anybody's.
+            planes: planes
+                .iter()
+                .map(|&(plane, extent)| UpdatePlane { plane, extent, written: true })
+                .collect(),
+            gradient: GradientSource::addresses(),
+            segments,
+        };
+        let pending = Arc::default();
+        executor.fetch(Arc::clone(&pending), None, vec![update]).wait().unwrap();
+        pending.wait().unwrap();
+        assert!(ours == theirs, "step {step}");
+    }
+}
+
+#[test]
+fn a_plane_is_read_and_written_as_numbers() {
+    let bench = Bench::new(Kind::Threads, 2);
+    let staging = Staging::new(Arc::clone(&bench.store), pool(1 << 17, 4), 1 << 17);
+    let block8 = Rule { moments: Moments::Block8, ..adamw(Weight::F32) };
+    for plane in block8.planes().into_iter().chain(adamw(Weight::F32).planes()) {
+        for numel in [1, 300, BLOCK, 2 * BLOCK + 777] {
+            let values: Vec<f32> = (0..numel).map(|i| (i % 911) as f32 * 0.01).collect();
+            let extent = bench.store.allocate("plane", plane.bytes(numel) as u64).unwrap();
+            let pending = Arc::default();
+            staging.write_plane(extent, plane, &values, &pending).unwrap();
+            pending.wait().unwrap();
+            let mut expected = vec![0; plane.bytes(numel)];
+            plane.write(&mut expected, 0, &values);
+            assert!(bench.get(extent, plane.bytes(numel)).unwrap() == expected, "{plane:?}, {numel}");
+            let (mut read, mut read_at_once) = (vec![0.0; numel], vec![0.0; numel]);
+            staging.read_plane(extent, plane, &mut read).unwrap();
+            plane.read(&expected, 0, &mut read_at_once);
+            assert!(read == read_at_once, "{plane:?}, {numel}");
+        }
+    }
+}
+
 #[test]
 fn an_empty_tensor_is_updated_to_nothing() {
-    let model = Model::new(Vec::new(), 0);
+    let rule = adamw(Weight::Bf16Split);
     let empty = HostTensor {
-        dtype: Dtype::Bf16,
+        rule,
         weight: &mut [],
-        low: &mut [],
-        exp_avg: &mut [],
-        exp_avg_sq: &mut [],
+        planes: vec![&mut [], &mut [], &mut []],
         gradient: &[],
+        fresh: true,
     };
-    adamw_host(empty, &model.scalars(0, 0, 1), 4);
+    step_host(empty, &scalars_of(rule.algorithm, 1, 1), 4);
 }
 
 #[test]
 fn a_fetch_sees_the_write_back_of_the_one_before() {
     for kind in Kind::all(17) {
         within_patience(&format!("{kind:?}"), move || {
-            let shapes = vec![Shape::whole(Dtype::Bf16, BLOCK + 9, 1), Shape::whole(Dtype::F32, 3_000, 0)];
+            let shapes = vec![
+                Shape::whole(adamw(Weight::Bf16Split), BLOCK + 9, 1),
+                Shape::whole(adamw(Weight::F32), 3_000, 0),
+            ];
             let model = Arc::new(Model::new(shapes, 23));
             let unit = Unit::new(&model, Setup { volumes: 2, compute_threads: 2, ..Setup::plain(kind) });
             let mut last = model.start.unit.clone();
@@ -268,7 +406,7 @@ fn dropping_the_executor_finishes_the_jobs_given_to_it() {
 fn a_panic_on_a_kernel_thread_fails_the_job_and_the_unit() {
     within_patience("panic", || {
         for compute_threads in [1, 2] {
-            let model = Arc::new(Model::new(vec![Shape::whole(Dtype::Bf16, 3 * BLOCK, 0)], 6));
+            let model = Arc::new(Model::new(vec![Shape::whole(adamw(Weight::Bf16Split), 3 * BLOCK, 0)], 6));
             let setup = Setup { compute_threads, ..Setup::plain(Kind::Threads) };
             let unit = Unit::new(&model, setup);
             let lease = unit.lease();

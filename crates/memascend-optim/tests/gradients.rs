@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use memascend_mem::{LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::Faults;
-use memascend_optim::kernels::{GRADIENT_BLOCK, GradientStats, stats_bf16, stats_f32};
+use memascend_optim::kernels::{
+    GRADIENT_BLOCK, GradientStats, round_f16, stats_bf16, stats_f16, stats_f32, widen_f16,
+};
 use memascend_optim::{Dtype, GradientId, Gradients, Pending, Result, Staging};
 use proptest::prelude::*;
 use support::{Bench, Kind, Random, pool, within_patience};
@@ -83,6 +85,12 @@ fn add(dtype: Dtype, sum: &[u8], addend: &[u8]) -> Vec<u8> {
             };
             words(sum).iter().zip(&words(addend)).flat_map(round).collect()
         }
+        Dtype::F16 => words(sum)
+            .iter()
+            .zip(&words(addend))
+            // fp32 has bits enough that rounding twice is rounding once.
+            .flat_map(|(a, b)| round_f16(widen_f16(*a) + widen_f16(*b)).to_le_bytes())
+            .collect(),
         Dtype::F32 => {
             floats(sum).iter().zip(&floats(addend)).flat_map(|(a, b)| (a + b).to_le_bytes()).collect()
         }
@@ -93,6 +101,7 @@ fn stats(dtype: Dtype, bytes: &[u8]) -> GradientStats {
     let mut stats = GradientStats::default();
     match dtype {
         Dtype::Bf16 => stats_bf16(&words(bytes), &mut stats),
+        Dtype::F16 => stats_f16(&words(bytes), &mut stats),
         Dtype::F32 => stats_f32(&floats(bytes), &mut stats),
     }
     stats
@@ -104,13 +113,12 @@ proptest! {
     /// Few staging chunks spill everything, many keep everything in host memory, some mix both.
     #[test]
     fn captured_and_accumulated_is_the_sum_in_memory(
-        bf16 in any::<bool>(),
+        dtype in prop::sample::select(vec![Dtype::Bf16, Dtype::F16, Dtype::F32]),
         numel in 1..(6 * BLOCK),
         (chunk_blocks, staging_chunks, volumes) in (1_usize..3, 1_usize..16, 1_usize..4),
         seed in any::<u64>(),
         engine in any::<prop::sample::Index>(),
     ) {
-        let dtype = if bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let kinds = Kind::all(seed);
         let kind = kinds[engine.index(kinds.len())];
         let what = format!("seed {seed}, {kind:?}, {dtype:?} of {numel}, {chunk_blocks} blocks a chunk, \
@@ -242,13 +250,14 @@ fn a_taken_or_cleared_gradient_is_empty_and_starts_anew() {
 #[test]
 fn an_overflow_is_seen_wherever_the_chunk_lies() {
     for staging_chunks in [20, 2] {
-        for dtype in [Dtype::Bf16, Dtype::F32] {
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
             let captures = Captures::new(Kind::Threads, 1, 1, staging_chunks);
             let numel = 2 * BLOCK + 9;
             let (id, _) = captures.create(dtype, numel);
             let mut part = Random(1).values(dtype, numel);
             let largest = match dtype {
                 Dtype::Bf16 => vec![0x7F, 0x7F],
+                Dtype::F16 => vec![0xFF, 0x7B],
                 Dtype::F32 => vec![0xFF, 0xFF, 0x7F, 0x7F],
             };
             let end = part.len() - dtype.bytes();

@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_nvme::Faults;
-use memascend_optim::kernels::GRADIENT_BLOCK;
-use memascend_optim::{Dtype, OptimError, Result};
+use memascend_optim::kernels::{GRADIENT_BLOCK, Moments};
+use memascend_optim::{OptimError, Result};
 use seeds::for_each_seed;
-use support::{Kind, Model, Random, Setup, Shape, Unit, names_a_tensor, within_patience};
+use support::{Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a_tensor, within_patience};
 
 const SEEDS: u64 = 2_000;
 const STEPS: u64 = 3;
@@ -64,16 +64,17 @@ fn faults(random: &mut Random, seed: u64) -> Faults {
 }
 
 fn shape(random: &mut Random) -> Shape {
-    let dtype = if random.next().is_multiple_of(2) { Dtype::Bf16 } else { Dtype::F32 };
+    let rules = every_rule();
+    let rule = rules[below(random, rules.len() as u64)];
     // Few of several chunks, which take long.
     let most = if random.next().is_multiple_of(12) { 2 * GRADIENT_BLOCK } else { 6_000 };
     let numel = 1 + below(random, most as u64);
     let gap_pages = below(random, 3);
-    if numel < 100 || !random.next().is_multiple_of(4) {
-        return Shape::whole(dtype, numel, gap_pages);
+    if numel < 100 || rule.moments == Moments::Block8 || !random.next().is_multiple_of(4) {
+        return Shape::whole(rule, numel, gap_pages);
     }
     let middle = numel / 3;
-    Shape { dtype, numel, gap_pages, segments: vec![(1, middle - 1), (middle, 1), (middle + 7, numel / 2)] }
+    Shape { rule, numel, gap_pages, segments: vec![(1, middle - 1), (middle, 1), (middle + 7, numel / 2)] }
 }
 
 impl Trial {

@@ -1,23 +1,186 @@
-use memascend_optim::kernels::{AdamwScalars, GradientStats, stats_bf16, stats_f32};
+use memascend_optim::kernels::{
+    self, Algorithm, GradientStats, Moments, PlaneFormat, Weight, stats_bf16, stats_f16, stats_f32,
+};
 use memascend_optim::{Dtype, HostTensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// The element type named by torch: `bfloat16` or `float32`.
+/// The element type named by torch.
 pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
     match name {
         "bfloat16" => Ok(Dtype::Bf16),
+        "float16" => Ok(Dtype::F16),
         "float32" => Ok(Dtype::F32),
-        other => Err(PyValueError::new_err(format!("unsupported dtype {other}: use bfloat16 or float32"))),
+        other => {
+            Err(PyValueError::new_err(format!("unsupported dtype {other}: use bfloat16, float16 or float32")))
+        }
     }
 }
 
-/// `(lr, beta1, beta2, eps, weight_decay, step, grad_scale)` of one AdamW step.
-pub(crate) type ScalarsTuple = (f64, f64, f64, f64, f64, u64, f32);
+/// How a tensor is optimized: what a step computes, how its states are kept, and the weight's dtype and master.
+#[pyclass(frozen, eq, hash, module = "memascend._memascend")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Rule(pub kernels::Rule);
 
-pub(crate) fn scalars(tuple: ScalarsTuple) -> AdamwScalars {
-    let (lr, beta1, beta2, eps, weight_decay, step, grad_scale) = tuple;
-    AdamwScalars::new(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+#[pymethods]
+impl Rule {
+    /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd" or "sgd momentum"; `states` "float32", "bfloat16" or
+    /// "8bit"; `dtype` the weight's. Without `master`, bfloat16 weights are rounded stochastically.
+    #[new]
+    fn new(algorithm: &str, states: &str, dtype: &str, master: bool) -> PyResult<Self> {
+        let algorithm = match algorithm {
+            "adamw" => Algorithm::AdamW { amsgrad: false },
+            "adamw amsgrad" => Algorithm::AdamW { amsgrad: true },
+            "lion" => Algorithm::Lion,
+            "sgd" => Algorithm::Sgd { momentum: false },
+            "sgd momentum" => Algorithm::Sgd { momentum: true },
+            other => return Err(PyValueError::new_err(format!("unknown algorithm {other}"))),
+        };
+        let moments = match states {
+            "float32" => Moments::F32,
+            "bfloat16" => Moments::Bf16,
+            "8bit" => Moments::Block8,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "states cannot be kept as {other:?}: use \"float32\", \"bfloat16\" or \"8bit\""
+                )));
+            }
+        };
+        let weight = match (parse_dtype(dtype)?, master) {
+            (Dtype::Bf16, true) => Weight::Bf16Split,
+            (Dtype::Bf16, false) => Weight::Bf16,
+            (Dtype::F32, _) => Weight::F32,
+            (Dtype::F16, true) => Weight::F16Master,
+            (Dtype::F16, false) => {
+                return Err(PyValueError::new_err(
+                    "float16 weights need a master: only bfloat16 has the range to do without",
+                ));
+            }
+        };
+        Ok(Self(kernels::Rule { algorithm, moments, weight }))
+    }
+
+    /// What is kept beside weight and gradient.
+    #[getter]
+    fn planes(&self) -> Vec<Plane> {
+        self.0.planes().into_iter().map(Plane).collect()
+    }
+}
+
+/// One array of states.
+#[pyclass(frozen, eq, hash, module = "memascend._memascend")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Plane(pub kernels::Plane);
+
+#[pymethods]
+impl Plane {
+    /// Its name in a state dictionary.
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    /// torch's name of the dtype of its elements; uint8 for 8-bit states, which are bytes in a layout of their own.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        match self.0.format {
+            PlaneFormat::F32 => "float32",
+            PlaneFormat::Bf16 => "bfloat16",
+            PlaneFormat::F16 => "float16",
+            PlaneFormat::Low => "int16",
+            PlaneFormat::Block8Signed | PlaneFormat::Block8Unsigned => "uint8",
+        }
+    }
+
+    /// Bytes of a plane of `numel` elements.
+    fn bytes(&self, numel: usize) -> usize {
+        self.0.bytes(numel)
+    }
+
+    /// Turns 8-bit states at address `source` into `numel` float32 numbers at `target`.
+    fn decode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
+        py.detach(|| {
+            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
+            let (source, target) = unsafe { (bytes(source, self.0.bytes(numel)), floats_mut(target, numel)) };
+            self.0.read(source, 0, target);
+        });
+    }
+
+    /// Turns `numel` float32 numbers at address `source` into 8-bit states at `target`.
+    fn encode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
+        py.detach(|| {
+            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
+            let (source, target) = unsafe { (floats(source, numel), bytes_mut(target, self.0.bytes(numel))) };
+            self.0.write(target, 0, source);
+        });
+    }
+}
+
+/// The constants of one step of a parameter.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct StepScalars(pub kernels::StepScalars);
+
+impl StepScalars {
+    fn with(scalars: kernels::StepScalars, grad_scale: f32, maximize: bool, seed: u64) -> Self {
+        let scalars = scalars.with_grad_scale(grad_scale).with_seed(seed);
+        Self(if maximize { scalars.maximizing() } else { scalars })
+    }
+}
+
+#[pymethods]
+impl StepScalars {
+    /// Step number `step`, the first being 1, of Adam and AdamW.
+    #[staticmethod]
+    #[pyo3(signature = (lr, betas, eps, weight_decay, step, *, decoupled, grad_scale, maximize, seed))]
+    #[allow(clippy::too_many_arguments)]
+    fn adamw(
+        lr: f64,
+        betas: (f64, f64),
+        eps: f64,
+        weight_decay: f64,
+        step: u64,
+        decoupled: bool,
+        grad_scale: f32,
+        maximize: bool,
+        seed: u64,
+    ) -> Self {
+        let make = if decoupled { kernels::StepScalars::adamw } else { kernels::StepScalars::adam };
+        Self::with(make(lr, betas, eps, weight_decay, step), grad_scale, maximize, seed)
+    }
+
+    /// Step number `step`, the first being 1, of Lion.
+    #[staticmethod]
+    #[pyo3(signature = (lr, betas, weight_decay, step, *, grad_scale, maximize, seed))]
+    fn lion(
+        lr: f64,
+        betas: (f64, f64),
+        weight_decay: f64,
+        step: u64,
+        grad_scale: f32,
+        maximize: bool,
+        seed: u64,
+    ) -> Self {
+        Self::with(kernels::StepScalars::lion(lr, betas, weight_decay, step), grad_scale, maximize, seed)
+    }
+
+    /// Step number `step`, the first being 1, of stochastic gradient descent.
+    #[staticmethod]
+    #[pyo3(signature = (lr, momentum, dampening, weight_decay, nesterov, step, *, grad_scale, maximize, seed))]
+    #[allow(clippy::too_many_arguments)]
+    fn sgd(
+        lr: f64,
+        momentum: f64,
+        dampening: f64,
+        weight_decay: f64,
+        nesterov: bool,
+        step: u64,
+        grad_scale: f32,
+        maximize: bool,
+        seed: u64,
+    ) -> Self {
+        let scalars = kernels::StepScalars::sgd(lr, momentum, dampening, weight_decay, nesterov, step);
+        Self::with(scalars, grad_scale, maximize, seed)
+    }
 }
 
 /// # Safety
@@ -40,39 +203,66 @@ pub(crate) unsafe fn bytes_mut<'a>(address: usize, length: usize) -> &'a mut [u8
     unsafe { std::slice::from_raw_parts_mut(address as *mut u8, length) }
 }
 
-/// One AdamW step on a contiguous tensor in host memory, in place. Addresses are `Tensor.data_ptr()` of
-/// contiguous CPU tensors of `numel` elements: weight and gradient of `dtype`, moments fp32, low int16.
+/// # Safety
+/// As [`bytes`], for `length` floats.
+pub(crate) unsafe fn floats<'a>(address: usize, length: usize) -> &'a [f32] {
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: forwarded to the caller.
+    unsafe { std::slice::from_raw_parts(address as *const f32, length) }
+}
+
+/// # Safety
+/// As [`bytes_mut`], for `length` floats.
+pub(crate) unsafe fn floats_mut<'a>(address: usize, length: usize) -> &'a mut [f32] {
+    if length == 0 {
+        return &mut [];
+    }
+    // SAFETY: forwarded to the caller.
+    unsafe { std::slice::from_raw_parts_mut(address as *mut f32, length) }
+}
+
+/// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place. Addresses are `Tensor.data_ptr()`
+/// of contiguous CPU tensors: weight, gradient, and one for each of the rule's planes, of `Plane.bytes(numel)` bytes. With
+/// `fresh` the planes are made first.
 #[pyfunction]
-#[pyo3(signature = (dtype, numel, weight, low, exp_avg, exp_avg_sq, gradient, scalars, threads))]
+#[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, fresh, threads))]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn adamw_host(
+pub(crate) fn step_host(
     py: Python<'_>,
-    dtype: &str,
+    rule: &Bound<'_, Rule>,
     numel: usize,
     weight: usize,
-    low: usize,
-    exp_avg: usize,
-    exp_avg_sq: usize,
+    planes: Vec<usize>,
     gradient: usize,
-    scalars: ScalarsTuple,
+    scalars: &Bound<'_, StepScalars>,
+    fresh: bool,
     threads: usize,
 ) -> PyResult<()> {
-    let dtype = parse_dtype(dtype)?;
-    let scalars = self::scalars(scalars);
+    let (rule, scalars) = (rule.get().0, scalars.get().0);
+    let kept = rule.planes();
+    if kept.len() != planes.len() {
+        return Err(PyValueError::new_err(format!("{} planes for a rule of {}", planes.len(), kept.len())));
+    }
     py.detach(|| {
+        let element = rule.weight.bytes();
         // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes and holds them
         // for the duration of the call.
         let tensor = unsafe {
             HostTensor {
-                dtype,
-                weight: bytes_mut(weight, numel * dtype.bytes()),
-                low: bytes_mut(low, numel * dtype.low_bytes()),
-                exp_avg: bytes_mut(exp_avg, numel * memascend_optim::MOMENT_BYTES),
-                exp_avg_sq: bytes_mut(exp_avg_sq, numel * memascend_optim::MOMENT_BYTES),
-                gradient: bytes(gradient, numel * dtype.bytes()),
+                rule,
+                weight: bytes_mut(weight, numel * element),
+                planes: kept
+                    .iter()
+                    .zip(planes)
+                    .map(|(plane, address)| bytes_mut(address, plane.bytes(numel)))
+                    .collect(),
+                gradient: bytes(gradient, numel * element),
+                fresh,
             }
         };
-        memascend_optim::adamw_host(tensor, &scalars, threads);
+        memascend_optim::step_host(tensor, &scalars, threads);
     });
     Ok(())
 }
@@ -95,6 +285,9 @@ pub(crate) fn gradient_stats(
                 match dtype {
                     Dtype::Bf16 => {
                         stats_bf16(std::slice::from_raw_parts(gradient as *const u16, numel), &mut stats)
+                    }
+                    Dtype::F16 => {
+                        stats_f16(std::slice::from_raw_parts(gradient as *const u16, numel), &mut stats)
                     }
                     Dtype::F32 => {
                         stats_f32(std::slice::from_raw_parts(gradient as *const f32, numel), &mut stats)

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _memascend {
     #[pymodule_export]
-    use crate::host::{adamw_host, gradient_stats, return_large_blocks_to_system};
+    use crate::host::{Plane, Rule, StepScalars, gradient_stats, return_large_blocks_to_system, step_host};
     #[pymodule_export]
     use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]

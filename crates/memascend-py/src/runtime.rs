@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_optim::{
-    Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging,
-    UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor,
+    Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging, UnitWeights,
+    UpdatePlane, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{memory_error, optim_error, store_error};
-use crate::host::{self, ScalarsTuple, parse_dtype, scalars};
+use crate::host::{self, Plane, Rule, StepScalars, parse_dtype};
 use crate::lease::LeaseBuffer;
 use crate::volume::{engine_options, set_counters};
 
@@ -49,12 +49,21 @@ impl Ticket {
 }
 
 #[derive(FromPyObject)]
-struct SegmentArgument {
+struct SegmentArgument<'py> {
     start: usize,
     numel: usize,
-    scalars: ScalarsTuple,
+    rule: Bound<'py, Rule>,
+    scalars: Bound<'py, StepScalars>,
+    fresh: bool,
     /// `(weight, gradient)` addresses for a tensor in host memory.
     host: Option<(usize, usize)>,
+}
+
+#[derive(FromPyObject)]
+struct PlaneArgument<'py> {
+    plane: Bound<'py, Plane>,
+    extent: Bound<'py, Extent>,
+    written: bool,
 }
 
 #[derive(FromPyObject)]
@@ -62,12 +71,60 @@ struct UpdateArgument<'py> {
     dtype: String,
     numel: usize,
     weight_offset: usize,
-    exp_avg: Bound<'py, Extent>,
-    exp_avg_sq: Bound<'py, Extent>,
-    low: Option<Bound<'py, Extent>>,
-    initialized: bool,
+    planes: Vec<PlaneArgument<'py>>,
     gradient: Option<usize>,
-    segments: Vec<SegmentArgument>,
+    segments: Vec<SegmentArgument<'py>>,
+}
+
+impl UpdateArgument<'_> {
+    /// What the executor takes, but for the gradient.
+    fn tensor(self) -> PyResult<UpdateTensor> {
+        let address = |value: usize| Address(value as *mut u8);
+        let planes: Vec<UpdatePlane> = self
+            .planes
+            .into_iter()
+            .map(|plane| UpdatePlane {
+                plane: plane.plane.get().0,
+                extent: plane.extent.get().0,
+                written: plane.written,
+            })
+            .collect();
+        let dtype = parse_dtype(&self.dtype)?;
+        let numel = self.numel;
+        let segments = self.segments.into_iter().map(|segment| {
+            let rule = segment.rule.get().0;
+            for plane in rule.planes() {
+                if !planes.iter().any(|kept| kept.plane == plane) {
+                    let what = plane.name;
+                    return Err(PyValueError::new_err(format!(
+                        "an update of {what}, for which there is no room"
+                    )));
+                }
+                if plane.has_records() && (segment.start, segment.numel) != (0, numel) {
+                    return Err(PyValueError::new_err("8-bit states of a part of a tensor"));
+                }
+            }
+            if rule.weight.bytes() != dtype.bytes() {
+                return Err(PyValueError::new_err(format!("a rule of another dtype than {}", self.dtype)));
+            }
+            Ok(Segment {
+                start: segment.start,
+                numel: segment.numel,
+                rule,
+                scalars: segment.scalars.get().0,
+                fresh: segment.fresh,
+                host: segment.host.map(|(weight, gradient)| (address(weight), address(gradient))),
+            })
+        });
+        Ok(UpdateTensor {
+            dtype,
+            numel,
+            weight_offset: self.weight_offset,
+            segments: segments.collect::<PyResult<_>>()?,
+            planes,
+            gradient: GradientSource::addresses(),
+        })
+    }
 }
 
 struct Parts {
@@ -104,10 +161,11 @@ impl Runtime {
     /// Creates the store and reserves the arena.
     ///
     /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan; `chunk_bytes * chunk_count` is staging
-    /// for gradients and activations, `chunk_elements` what one of `slot_count` update slots holds.
+    /// for gradients and activations, `chunk_elements` what their captures are cut into, and
+    /// `slot_bytes` the size of one of `slot_count` update slots.
     #[new]
     #[pyo3(signature = (
-        store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_count, *,
+        store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
         allocator = "auto", huge_pages = false, compute_threads = 1
     ))]
@@ -120,6 +178,7 @@ impl Runtime {
         chunk_bytes: usize,
         chunk_count: usize,
         chunk_elements: usize,
+        slot_bytes: usize,
         slot_count: usize,
         engine: &str,
         direct: bool,
@@ -149,7 +208,7 @@ impl Runtime {
             units.into_iter().map(line).collect(),
             packs.into_iter().map(line).collect(),
             vec![line(("staging".into(), chunk_bytes, chunk_count))],
-            vec![line(("update slots".into(), chunk_elements * UPDATE_BYTES_PER_ELEMENT, slot_count))],
+            vec![line(("update slots".into(), slot_bytes, slot_count))],
         ];
         let (store, pools, notices) = py.detach(|| {
             let store = Store::create(&store, &options).map_err(|e| store_error(&e))?;
@@ -170,7 +229,7 @@ impl Runtime {
             <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
         let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
         let parts = Parts {
-            executor: Executor::new(Arc::clone(&store), slots, chunk_elements, compute_threads),
+            executor: Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads),
             gradients: Gradients::new(staging.clone(), chunk_elements),
             staging: Arc::new(staging),
             store,
@@ -221,39 +280,22 @@ impl Runtime {
         updates: Vec<UpdateArgument<'_>>,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
-        let updates = updates
-            .into_iter()
-            .map(|update| {
-                let address = |value: usize| Address(value as *mut u8);
-                let segments = update.segments.into_iter().map(|segment| Segment {
-                    start: segment.start,
-                    numel: segment.numel,
-                    scalars: scalars(segment.scalars),
-                    host: segment.host.map(|(weight, gradient)| (address(weight), address(gradient))),
-                });
-                Ok(UpdateTensor {
-                    dtype: parse_dtype(&update.dtype)?,
-                    numel: update.numel,
-                    weight_offset: update.weight_offset,
-                    exp_avg: update.exp_avg.get().0,
-                    exp_avg_sq: update.exp_avg_sq.get().0,
-                    low: update.low.map(|low| low.get().0),
-                    initialized: update.initialized,
-                    gradient: match update.gradient {
-                        Some(id) => parts.gradients.take(GradientId(id)),
-                        None => GradientSource::addresses(),
-                    },
-                    segments: segments.collect(),
-                })
-            })
-            .collect::<PyResult<Vec<_>>>()?;
+        let unit = self.unit(unit);
+        let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
+        let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
+        for (update, gradient) in updates.iter_mut().zip(gradients) {
+            // Once nothing can be refused any more: what is taken is gone.
+            if let Some(id) = gradient {
+                update.gradient = parts.gradients.take(id);
+            }
+        }
         let weights = match (extent, lease) {
             (Some(extent), Some(lease)) => {
                 Some(UnitWeights { extent: extent.get().0, lease: Arc::clone(&lease.get().lease), bytes })
             }
             _ => None,
         };
-        Ok(Ticket(parts.executor.fetch(self.unit(unit), weights, updates)))
+        Ok(Ticket(parts.executor.fetch(unit, weights, updates)))
     }
 
     /// Starts writing the first `bytes` bytes of `lease` to a unit's extent.
@@ -358,6 +400,44 @@ impl Runtime {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let target = unsafe { host::bytes_mut(target, bytes) };
             parts.staging.read(extent, target)
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Reads `numel` elements of a plane in an extent to address `target`, as float32.
+    fn read_plane(
+        &self,
+        py: Python<'_>,
+        extent: &Bound<'_, Extent>,
+        plane: &Bound<'_, Plane>,
+        numel: usize,
+        target: usize,
+    ) -> PyResult<()> {
+        let (parts, extent, plane) = (self.parts()?, extent.get().0, plane.get().0);
+        py.detach(|| {
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
+            let target = unsafe { host::floats_mut(target, numel) };
+            parts.staging.read_plane(extent, plane, target)
+        })
+        .map_err(|error| optim_error(&error))
+    }
+
+    /// Writes `numel` float32 elements at address `source` to an extent as a plane, and waits for the end.
+    fn write_plane(
+        &self,
+        py: Python<'_>,
+        extent: &Bound<'_, Extent>,
+        plane: &Bound<'_, Plane>,
+        numel: usize,
+        source: usize,
+    ) -> PyResult<()> {
+        let (parts, extent, plane) = (self.parts()?, extent.get().0, plane.get().0);
+        py.detach(|| {
+            let pending = Arc::new(Pending::default());
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
+            let source = unsafe { host::floats(source, numel) };
+            parts.staging.write_plane(extent, plane, source, &pending)?;
+            pending.wait()
         })
         .map_err(|error| optim_error(&error))
     }

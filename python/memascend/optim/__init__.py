@@ -1,5 +1,17 @@
 """Optimizers whose states may live on SSD."""
 
-from memascend.optim.adamw import AdamW
+from typing import Any
 
-__all__ = ["AdamW"]
+from memascend.optim.adam import Adam, AdamW
+from memascend.optim.base import OffloadedOptimizer
+from memascend.optim.lion import Lion
+from memascend.optim.sgd import SGD
+
+__all__ = ["NAMED", "SGD", "Adam", "AdamW", "Lion", "OffloadedOptimizer"]
+
+#: What the command line offers: the class, its algorithm's name, and the options that make it what people mean by it.
+NAMED: dict[str, tuple[type[OffloadedOptimizer], str, dict[str, Any]]] = {
+    "adamw": (AdamW, "adamw", {}),
+    "lion": (Lion, "lion", {}),
+    "sgd": (SGD, "sgd momentum", {"momentum": 0.9}),
+}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from memascend.units import DTYPE_NAMES
+from memascend._memascend import Rule
+from memascend.units import DTYPE_NAMES, PACK_BELOW_BYTES, StorePlane
 
 if TYPE_CHECKING:
-    from memascend._memascend import Extent, Runtime
+    import torch
+
+    from memascend._memascend import Plane, Runtime, StepScalars
     from memascend.units import Place, StoreTensor
-
-MOMENT_BYTES = 4
-
-#: (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-Scalars = tuple[float, float, float, float, float, int, float]
 
 
 @dataclass(slots=True)
@@ -23,7 +22,10 @@ class Segment:
 
     start: int
     numel: int
-    scalars: Scalars
+    rule: Rule
+    scalars: StepScalars
+    #: The first step of the parameter: its states are made, whatever lies there.
+    fresh: bool
     #: Addresses of weight and gradient, for a parameter in host memory.
     host: tuple[int, int] | None = None
 
@@ -53,47 +55,44 @@ class Update:
         return self.tensor.offset
 
     @property
-    def exp_avg(self) -> Extent | None:
-        """Extent of the first moment."""
-        return self.tensor.exp_avg
-
-    @property
-    def exp_avg_sq(self) -> Extent | None:
-        """Extent of the second moment."""
-        return self.tensor.exp_avg_sq
-
-    @property
-    def low(self) -> Extent | None:
-        """Extent of the masters' low halves."""
-        return self.tensor.low
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the states were written before."""
-        return self.tensor.initialized
+    def planes(self) -> list[StorePlane]:
+        """All states of the tensor."""
+        return list(self.tensor.planes.values())
 
     @property
     def gradient(self) -> int | None:
         """Number of the gradient in the store's keeping."""
         return self.tensor.gradient if self.captured else None
 
+    def started(self) -> None:
+        """Note that the native side has taken the update: it writes every state, and later reads find them."""
+        for plane in self.tensor.planes.values():
+            plane.written = True
 
-def state_bytes(tensor: StoreTensor) -> int:
-    """Bytes on SSD of the states of one tensor: two fp32 moments and, for bf16, the low halves."""
-    low = 2 if tensor.dtype.itemsize == 2 else 0
-    return tensor.numel * (2 * MOMENT_BYTES + low)
+
+@lru_cache
+def rule_for(algorithm: str, states: str, dtype: torch.dtype, nbytes: int, master: bool) -> Rule:
+    """Return how a parameter of `nbytes` bytes is optimized; see `memascend._memascend.Rule`.
+
+    Small parameters, which are packed together, keep fp32 states instead of 8-bit ones, as in Dettmers et al. 2022
+    (arXiv 2110.02861): they weigh nothing, and are often the sensitive ones.
+    """
+    if states == "8bit" and nbytes < PACK_BELOW_BYTES:
+        states = "float32"
+    return Rule(algorithm, states, DTYPE_NAMES[dtype], master)
 
 
-def allocate_states(runtime: Runtime, tensor: StoreTensor) -> None:
+def missing_planes(tensor: StoreTensor, rule: Rule) -> list[Plane]:
+    """Return the states for which there is no room on SSD yet."""
+    return [plane for plane in rule.planes if plane not in tensor.planes]
+
+
+def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
     """Make room for the states of a tensor; they begin as zeros without being written."""
-    if tensor.exp_avg is not None:
-        return
-    if tensor.exp_avg_sq is None:
-        tensor.exp_avg_sq = runtime.allocate(f"{tensor.name}.exp_avg_sq", tensor.numel * MOMENT_BYTES)
-    if tensor.low is None and tensor.dtype.itemsize == 2:
-        tensor.low = runtime.allocate(f"{tensor.name}.master_low", tensor.numel * 2)
-    # Last, since it is what says that the others are there: each of them may find no room, and be tried again later.
-    tensor.exp_avg = runtime.allocate(f"{tensor.name}.exp_avg", tensor.numel * MOMENT_BYTES)
+    for plane in missing_planes(tensor, rule):
+        # Two optimizers that share a pack may keep states of one name in different formats.
+        extent = runtime.allocate(f"{tensor.name}.{plane.name}", plane.bytes(tensor.numel))
+        tensor.planes[plane] = StorePlane(plane, extent)
 
 
 def add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:

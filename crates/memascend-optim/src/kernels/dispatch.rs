@@ -88,6 +88,48 @@ macro_rules! kernel {
 }
 pub(super) use kernel;
 
+/// As `kernel!`, with bodies written for x86-64, where the processor converts fp16.
+macro_rules! half_kernel {
+    (
+        $(#[$doc:meta])*
+        pub fn $name:ident / $with:ident ($($arg:ident: $ty:ty),+ $(,)?) = $wide:path, $narrow:path, $body:path;
+    ) => {
+        $(#[$doc])*
+        pub fn $name($($arg: $ty),+) {
+            $with($crate::kernels::Isa::best(), $($arg),+);
+        }
+
+        #[doc = concat!("[`", stringify!($name), "`] on a chosen instruction set: the same bits.")]
+        ///
+        /// # Panics
+        /// When this machine lacks `isa`.
+        pub fn $with(isa: $crate::kernels::Isa, $($arg: $ty),+) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
+            fn avx512($($arg: $ty),+) {
+                $wide($($arg),+);
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $ty),+) {
+                $narrow($($arg),+);
+            }
+
+            assert!(isa.is_available(), "this machine cannot run {isa:?} kernels");
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the assertion above and the condition found every feature the function is compiled for.
+                $crate::kernels::Isa::Avx512 if is_x86_feature_detected!("f16c") => unsafe { avx512($($arg),+) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the assertion above and the condition found every feature the function is compiled for.
+                $crate::kernels::Isa::Avx2 if is_x86_feature_detected!("f16c") => unsafe { avx2($($arg),+) },
+                _ => $body($($arg),+),
+            }
+        }
+    };
+}
+pub(super) use half_kernel;
+
 #[cfg(test)]
 mod tests {
     use super::Isa;

@@ -5,8 +5,11 @@
 //! result depends neither on the instruction set nor on how a gradient is cut into chunks, as long as
 //! every chunk but the last is a multiple of [`GRADIENT_BLOCK`].
 
-use super::bf16::{canonical_nan, round_bf16, widen_bf16};
-use super::dispatch::kernel;
+use super::bf16::canonical_nan;
+use super::dispatch::{half_kernel, kernel};
+#[cfg(target_arch = "x86_64")]
+use super::format::F16c;
+use super::format::{Bf16, F16, F32, Format};
 
 /// Elements per partial sum: chunks of a gradient must be multiples of this, except the last.
 pub const GRADIENT_BLOCK: usize = 65536;
@@ -29,7 +32,7 @@ kernel! {
     /// # Panics
     /// When the lengths differ.
     pub fn copy_bf16 / copy_bf16_with(dst: &mut [u16], src: &[u16], stats: &mut GradientStats)
-        = write_body::<Bf16, false, _>;
+        = write_body::<Bf16, false>;
 }
 
 kernel! {
@@ -39,13 +42,31 @@ kernel! {
     /// # Panics
     /// When the lengths differ.
     pub fn add_bf16 / add_bf16_with(dst: &mut [u16], src: &[u16], stats: &mut GradientStats)
-        = write_body::<Bf16, true, _>;
+        = write_body::<Bf16, true>;
 }
 
 kernel! {
     /// Measures a bf16 gradient without moving it.
     pub fn stats_bf16 / stats_bf16_with(src: &[u16], stats: &mut GradientStats)
-        = stats_body::<Bf16, _>;
+        = stats_body::<Bf16>;
+}
+
+half_kernel! {
+    /// Copies an fp16 gradient.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy_f16 / copy_f16_with(dst: &mut [u16], src: &[u16], stats: &mut GradientStats)
+        = write_body::<F16c, false>, write_body::<F16c, false>, write_body::<F16, false>;
+}
+
+half_kernel! {
+    /// Adds an fp16 gradient to `dst`, as [`add_bf16`] does. A NaN sum is written as `0x7E00`.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn add_f16 / add_f16_with(dst: &mut [u16], src: &[u16], stats: &mut GradientStats)
+        = write_body::<F16c, true>, write_body::<F16c, true>, write_body::<F16, true>;
 }
 
 kernel! {
@@ -54,7 +75,7 @@ kernel! {
     /// # Panics
     /// When the lengths differ.
     pub fn copy_f32 / copy_f32_with(dst: &mut [f32], src: &[f32], stats: &mut GradientStats)
-        = write_body::<F32, false, _>;
+        = write_body::<F32, false>;
 }
 
 kernel! {
@@ -63,62 +84,13 @@ kernel! {
     /// # Panics
     /// When the lengths differ.
     pub fn add_f32 / add_f32_with(dst: &mut [f32], src: &[f32], stats: &mut GradientStats)
-        = write_body::<F32, true, _>;
+        = write_body::<F32, true>;
 }
 
 kernel! {
     /// Measures an fp32 gradient without moving it.
     pub fn stats_f32 / stats_f32_with(src: &[f32], stats: &mut GradientStats)
-        = stats_body::<F32, _>;
-}
-
-/// How a gradient's elements are read.
-pub(super) trait Format<T> {
-    /// As wide as the element: signed, because SSE2 has the maximum of signed 16-bit lanes only.
-    type Magnitude: Copy + Default + Ord;
-    /// The magnitude of infinity; a larger one is a NaN.
-    const INFINITY: Self::Magnitude;
-    fn value(element: T) -> f32;
-    fn magnitude(element: T) -> Self::Magnitude;
-    fn add(a: T, b: T) -> T;
-}
-
-pub(super) struct Bf16;
-
-impl Format<u16> for Bf16 {
-    type Magnitude = i16;
-    const INFINITY: i16 = 0x7F80;
-    #[inline(always)]
-    fn value(element: u16) -> f32 {
-        widen_bf16(element)
-    }
-    #[inline(always)]
-    fn magnitude(element: u16) -> i16 {
-        (element & 0x7FFF) as i16
-    }
-    #[inline(always)]
-    fn add(a: u16, b: u16) -> u16 {
-        round_bf16(widen_bf16(a) + widen_bf16(b))
-    }
-}
-
-pub(super) struct F32;
-
-impl Format<f32> for F32 {
-    type Magnitude = i32;
-    const INFINITY: i32 = 0x7F80_0000;
-    #[inline(always)]
-    fn value(element: f32) -> f32 {
-        element
-    }
-    #[inline(always)]
-    fn magnitude(element: f32) -> i32 {
-        (element.to_bits() & 0x7FFF_FFFF) as i32
-    }
-    #[inline(always)]
-    fn add(a: f32, b: f32) -> f32 {
-        canonical_nan(a + b)
-    }
+        = stats_body::<F32>;
 }
 
 /// The partial sums of one block and its largest magnitude, per lane.
@@ -134,9 +106,11 @@ impl<M: Copy + Default + Ord> Lanes<M> {
     }
 
     #[inline(always)]
-    fn take<T: Copy, F: Format<T, Magnitude = M>>(&mut self, elements: &[T; LANES]) {
-        for (sum, &element) in self.sums.iter_mut().zip(elements) {
-            let value = f64::from(F::value(element));
+    fn take<F: Format<Magnitude = M>>(&mut self, elements: &[F::Element; LANES]) {
+        let mut values = [0.0; LANES];
+        F::widen_all(elements, &mut values);
+        for (sum, value) in self.sums.iter_mut().zip(values) {
+            let value = f64::from(value);
             *sum += value * value; // the product is exact: 24 bits squared fit in 53
         }
         for (peak, &element) in self.peaks.iter_mut().zip(elements) {
@@ -146,16 +120,16 @@ impl<M: Copy + Default + Ord> Lanes<M> {
 
     /// The block's last elements, fewer than [`LANES`]: zeros in the other lanes change nothing.
     #[inline(always)]
-    pub(super) fn take_rest<T: Copy + Default, F: Format<T, Magnitude = M>>(&mut self, rest: &[T]) {
-        let mut padded = [T::default(); LANES];
+    pub(super) fn take_rest<F: Format<Magnitude = M>>(&mut self, rest: &[F::Element]) {
+        let mut padded = [F::Element::default(); LANES];
         padded[..rest.len()].copy_from_slice(rest);
-        self.take::<T, F>(&padded);
+        self.take::<F>(&padded);
     }
 
     /// Out of line on purpose: inlined, its tree of additions has LLVM cut the accumulators of the hot
     /// loop into odd pieces, at as little as half the speed.
     #[inline(never)]
-    pub(super) fn finish<T: Copy, F: Format<T, Magnitude = M>>(&mut self, stats: &mut GradientStats) {
+    pub(super) fn finish<F: Format<Magnitude = M>>(&mut self, stats: &mut GradientStats) {
         let mut width = LANES / 2;
         while width > 0 {
             for i in 0..width {
@@ -171,9 +145,9 @@ impl<M: Copy + Default + Ord> Lanes<M> {
 }
 
 #[inline(always)]
-fn write_body<F: Format<T>, const ADD: bool, T: Copy + Default>(
-    dst: &mut [T],
-    src: &[T],
+fn write_body<F: Format, const ADD: bool>(
+    dst: &mut [F::Element],
+    src: &[F::Element],
     stats: &mut GradientStats,
 ) {
     assert_eq!(dst.len(), src.len(), "gradient lengths");
@@ -185,35 +159,45 @@ fn write_body<F: Format<T>, const ADD: bool, T: Copy + Default>(
         for (dst, src) in dst_groups.iter_mut().zip(src_groups) {
             let mut result = *src;
             if ADD {
-                for i in 0..LANES {
-                    result[i] = F::add(dst[i], src[i]);
-                }
+                add::<F, LANES>(dst, src, &mut result);
             }
             *dst = result;
-            lanes.take::<T, F>(&result);
+            lanes.take::<F>(&result);
         }
         if !dst_rest.is_empty() {
             for (dst, &src) in dst_rest.iter_mut().zip(src_rest) {
-                *dst = if ADD { F::add(*dst, src) } else { src };
+                *dst = if ADD { F::round(F::widen(*dst) + F::widen(src)) } else { src };
             }
-            lanes.take_rest::<T, F>(dst_rest);
+            lanes.take_rest::<F>(dst_rest);
         }
-        lanes.finish::<T, F>(stats);
+        lanes.finish::<F>(stats);
     }
 }
 
+/// Sums in fp32, rounded.
 #[inline(always)]
-pub(super) fn stats_body<F: Format<T>, T: Copy + Default>(src: &[T], stats: &mut GradientStats) {
+fn add<F: Format, const N: usize>(a: &[F::Element; N], b: &[F::Element; N], sums: &mut [F::Element; N]) {
+    let (mut values, mut others) = ([0.0; N], [0.0; N]);
+    F::widen_all(a, &mut values);
+    F::widen_all(b, &mut others);
+    for (value, other) in values.iter_mut().zip(others) {
+        *value = canonical_nan(*value + other);
+    }
+    F::round_all(&values, sums);
+}
+
+#[inline(always)]
+pub(super) fn stats_body<F: Format>(src: &[F::Element], stats: &mut GradientStats) {
     for src in src.chunks(GRADIENT_BLOCK) {
         let mut lanes = Lanes::new();
         let (groups, rest) = src.as_chunks::<LANES>();
         for group in groups {
-            lanes.take::<T, F>(group);
+            lanes.take::<F>(group);
         }
         if !rest.is_empty() {
-            lanes.take_rest::<T, F>(rest);
+            lanes.take_rest::<F>(rest);
         }
-        lanes.finish::<T, F>(stats);
+        lanes.finish::<F>(stats);
     }
 }
 

@@ -7,15 +7,53 @@ use std::time::Duration;
 
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{EngineChoice, EngineOptions, Faults, Operation};
-use memascend_optim::kernels::{AdamwScalars, GRADIENT_BLOCK};
+use memascend_optim::kernels::{
+    Algorithm, GRADIENT_BLOCK, Moments, Plane, Rule, StepScalars, Weight, round_bf16, round_f16,
+};
 use memascend_optim::{
-    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, MOMENT_BYTES, OptimError,
-    Pending, Segment, Staging, Ticket, UPDATE_BYTES_PER_ELEMENT, UnitWeights, UpdateTensor, adamw_host,
+    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, OptimError, Pending,
+    Segment, Staging, Ticket, UnitWeights, UpdatePlane, UpdateTensor, step_host,
 };
 use memascend_store::{Extent, Store, StoreOptions};
 
 /// How long anything in a test may take before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Bytes of an update slot for each element of a chunk: enough for AdamW with fp32 moments on bf16 or fp32 weights.
+pub const SLOT_BYTES_PER_ELEMENT: usize = 12;
+
+/// AdamW with fp32 moments and whole masters.
+pub fn adamw(weight: Weight) -> Rule {
+    Rule { algorithm: Algorithm::AdamW { amsgrad: false }, moments: Moments::F32, weight }
+}
+
+/// Every rule there is.
+pub fn every_rule() -> Vec<Rule> {
+    let algorithms = [
+        Algorithm::AdamW { amsgrad: false },
+        Algorithm::AdamW { amsgrad: true },
+        Algorithm::Lion,
+        Algorithm::Sgd { momentum: false },
+        Algorithm::Sgd { momentum: true },
+    ];
+    let mut rules = Vec::new();
+    for algorithm in algorithms {
+        for moments in [Moments::F32, Moments::Bf16, Moments::Block8] {
+            for weight in [Weight::Bf16Split, Weight::Bf16, Weight::F16Master, Weight::F32] {
+                rules.push(Rule { algorithm, moments, weight });
+            }
+        }
+    }
+    rules
+}
+
+pub fn dtype_of(rule: Rule) -> Dtype {
+    match rule.weight {
+        Weight::Bf16Split | Weight::Bf16 => Dtype::Bf16,
+        Weight::F16Master => Dtype::F16,
+        Weight::F32 => Dtype::F32,
+    }
+}
 
 /// Which engine a store runs on.
 #[derive(Debug, Clone, Copy)]
@@ -149,7 +187,8 @@ impl Random {
         for _ in 0..numel {
             let value = (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
             match dtype {
-                Dtype::Bf16 => bytes.extend(((value.to_bits() >> 16) as u16).to_le_bytes()),
+                Dtype::Bf16 => bytes.extend(round_bf16(value).to_le_bytes()),
+                Dtype::F16 => bytes.extend(round_f16(value).to_le_bytes()),
                 Dtype::F32 => bytes.extend(value.to_le_bytes()),
             }
         }
@@ -160,7 +199,7 @@ impl Random {
 /// One tensor of a test's unit.
 #[derive(Debug, Clone)]
 pub struct Shape {
-    pub dtype: Dtype,
+    pub rule: Rule,
     pub numel: usize,
     /// Pages of frozen weights before it in the unit.
     pub gap_pages: usize,
@@ -170,8 +209,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    pub fn whole(dtype: Dtype, numel: usize, gap_pages: usize) -> Self {
-        Self { dtype, numel, gap_pages, segments: vec![(0, numel)] }
+    pub fn whole(rule: Rule, numel: usize, gap_pages: usize) -> Self {
+        Self { rule, numel, gap_pages, segments: vec![(0, numel)] }
+    }
+
+    fn dtype(&self) -> Dtype {
+        dtype_of(self.rule)
     }
 
     fn is_pack(&self) -> bool {
@@ -201,8 +244,8 @@ impl Setup {
 pub struct State {
     /// The unit, frozen pages included.
     pub unit: Vec<u8>,
-    /// Low half, exp_avg, exp_avg_sq of each tensor.
-    pub states: Vec<[Vec<u8>; 3]>,
+    /// The planes of each tensor.
+    pub states: Vec<Vec<Vec<u8>>>,
 }
 
 impl State {
@@ -211,13 +254,12 @@ impl State {
         let first = |a: &[u8], b: &[u8]| a.iter().zip(b).position(|(a, b)| a != b);
         assert_eq!(first(&self.unit, &other.unit), None, "{what}: first wrong byte of the unit");
         for (tensor, (ours, theirs)) in self.states.iter().zip(&other.states).enumerate() {
-            for (name, (ours, theirs)) in ["low", "exp_avg", "exp_avg_sq"].iter().zip(ours.iter().zip(theirs))
-            {
-                assert_eq!(ours.len(), theirs.len(), "{what}: {name} of tensor {tensor}");
+            for (plane, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+                assert_eq!(ours.len(), theirs.len(), "{what}: plane {plane} of tensor {tensor}");
                 assert_eq!(
                     first(ours, theirs),
                     None,
-                    "{what}: first wrong byte of {name} of tensor {tensor}"
+                    "{what}: first wrong byte of plane {plane} of tensor {tensor}"
                 );
             }
         }
@@ -240,30 +282,28 @@ impl Model {
         for shape in &shapes {
             bytes += shape.gap_pages * 4096;
             offsets.push(bytes);
-            bytes += round_up_to_page(shape.numel * shape.dtype.bytes());
+            bytes += round_up_to_page(shape.numel * shape.dtype().bytes());
         }
         bytes += 4096; // frozen weights at the end
         let mut random = Random(seed);
         let mut unit: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
         let mut states = Vec::new();
         for (shape, offset) in shapes.iter().zip(&offsets) {
-            let weights = random.values(shape.dtype, shape.numel);
+            let weights = random.values(shape.dtype(), shape.numel);
             unit[*offset..*offset + weights.len()].copy_from_slice(&weights);
-            let moment = vec![0; shape.numel * MOMENT_BYTES];
-            states.push([vec![0; shape.numel * shape.dtype.low_bytes()], moment.clone(), moment]);
+            states.push(shape.rule.planes().iter().map(|plane| vec![0; plane.bytes(shape.numel)]).collect());
         }
         Self { shapes, offsets, start: State { unit, states }, seed }
     }
 
     pub fn gradient(&self, tensor: usize, step: u64) -> Vec<u8> {
         let shape = &self.shapes[tensor];
-        Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype, shape.numel)
+        Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype(), shape.numel)
     }
 
     /// Other hyper-parameters for every segment.
-    pub fn scalars(&self, tensor: usize, segment: usize, step: u64) -> AdamwScalars {
-        let lr = 1e-2 * (1 + tensor + 3 * segment) as f64;
-        AdamwScalars::new(lr, 0.9, 0.95, 1e-8, 0.1 * segment as f64, step, 0.5)
+    pub fn scalars(&self, tensor: usize, segment: usize, step: u64) -> StepScalars {
+        scalars_of(self.shapes[tensor].rule.algorithm, 1 + tensor + 3 * segment, step)
     }
 
     /// What `steps` steps in host memory give.
@@ -272,25 +312,34 @@ impl Model {
         for step in 1..=steps {
             for (tensor, shape) in self.shapes.iter().enumerate() {
                 let gradient = self.gradient(tensor, step);
-                let [low, exp_avg, exp_avg_sq] = &mut state.states[tensor];
                 for (index, (start, numel)) in shape.segments.iter().enumerate() {
-                    let range = |bytes: usize| start * bytes..(start + numel) * bytes;
-                    let element = shape.dtype.bytes();
-                    let weight = &mut state.unit[self.offsets[tensor]..][range(element)];
+                    let bytes = shape.dtype().bytes();
+                    let range = start * bytes..(start + numel) * bytes;
+                    let planes = shape.rule.planes().into_iter().zip(&mut state.states[tensor]);
                     let tensor_in_memory = HostTensor {
-                        dtype: shape.dtype,
-                        weight,
-                        low: &mut low[range(shape.dtype.low_bytes())],
-                        exp_avg: &mut exp_avg[range(MOMENT_BYTES)],
-                        exp_avg_sq: &mut exp_avg_sq[range(MOMENT_BYTES)],
-                        gradient: &gradient[range(element)],
+                        rule: shape.rule,
+                        weight: &mut state.unit[self.offsets[tensor]..][range.clone()],
+                        planes: planes.map(|(plane, bytes)| &mut bytes[plane.span(*start, *numel)]).collect(),
+                        gradient: &gradient[range],
+                        fresh: step == 1,
                     };
-                    adamw_host(tensor_in_memory, &self.scalars(tensor, index, step), 1);
+                    step_host(tensor_in_memory, &self.scalars(tensor, index, step), 1);
                 }
             }
         }
         state
     }
+}
+
+/// Constants that differ with `which`.
+pub fn scalars_of(algorithm: Algorithm, which: usize, step: u64) -> StepScalars {
+    let (lr, decay) = (1e-2 * which as f64, 0.03 * which as f64);
+    let scalars = match algorithm {
+        Algorithm::AdamW { .. } => StepScalars::adamw(lr, (0.9, 0.95), 1e-8, decay, step),
+        Algorithm::Lion => StepScalars::lion(lr / 10.0, (0.9, 0.99), decay, step),
+        Algorithm::Sgd { .. } => StepScalars::sgd(lr, 0.9, 0.1, decay, false, step),
+    };
+    scalars.with_grad_scale(0.5).with_seed(which as u64)
 }
 
 /// A model's unit on a store, with what it takes to train it.
@@ -310,9 +359,7 @@ pub struct Unit {
 
 struct Tensor {
     gradient: GradientId,
-    low: Option<Extent>,
-    exp_avg: Extent,
-    exp_avg_sq: Extent,
+    planes: Vec<(Plane, Extent)>,
 }
 
 impl Unit {
@@ -338,7 +385,8 @@ impl Unit {
     fn on(bench: Bench, model: &Arc<Model>, setup: Setup, extent: Extent) -> Self {
         let store = &bench.store;
         let chunk_elements = setup.chunk_blocks * GRADIENT_BLOCK;
-        let slots = pool(chunk_elements * UPDATE_BYTES_PER_ELEMENT, setup.slots);
+        let slot_bytes = chunk_elements * SLOT_BYTES_PER_ELEMENT;
+        let slots = pool(slot_bytes, setup.slots);
         let chunks = pool(chunk_elements * 4, setup.staging_chunks);
         let staging = Staging::new(Arc::clone(store), chunks.clone(), chunk_elements * 4);
         let gradients = Gradients::new(staging, chunk_elements);
@@ -346,27 +394,25 @@ impl Unit {
         let mut tensors = Vec::new();
         for (index, shape) in model.shapes.iter().enumerate() {
             let name = |what: &str| format!("layer.0.{index}.{what}");
-            let allocate =
-                |what: &str, bytes: usize| store.allocate(&name(what), (shape.numel * bytes) as u64).unwrap();
+            let allocate = |plane: Plane| {
+                (plane, store.allocate(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap())
+            };
             let gradient = if shape.is_pack() {
-                let bytes = shape.numel * shape.dtype.bytes();
+                let bytes = shape.numel * shape.dtype().bytes();
                 let lease = pool(bytes, 1).try_lease(bytes).unwrap().unwrap();
                 let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
-                gradients.create_packed(shape.dtype, shape.numel, buffer)
+                gradients.create_packed(shape.dtype(), shape.numel, buffer)
             } else {
-                gradients.create(&name("gradient"), shape.dtype, shape.numel, Arc::clone(&pending)).unwrap()
+                gradients.create(&name("gradient"), shape.dtype(), shape.numel, Arc::clone(&pending)).unwrap()
             };
-            tensors.push(Tensor {
-                gradient,
-                low: (shape.dtype == Dtype::Bf16).then(|| allocate("low", 2)),
-                exp_avg: allocate("exp_avg", MOMENT_BYTES),
-                exp_avg_sq: allocate("exp_avg_sq", MOMENT_BYTES),
-            });
+            tensors
+                .push(Tensor { gradient, planes: shape.rule.planes().into_iter().map(allocate).collect() });
         }
         Self {
             executor: Some(Executor::new(
                 Arc::clone(store),
                 slots.clone(),
+                slot_bytes,
                 chunk_elements,
                 setup.compute_threads,
             )),
@@ -387,7 +433,7 @@ impl Unit {
         for (tensor, shape) in self.model.shapes.iter().enumerate() {
             let gradient = self.model.gradient(tensor, step);
             for (start, numel) in &shape.segments {
-                let source = &gradient[start * shape.dtype.bytes()..];
+                let source = &gradient[start * shape.dtype().bytes()..];
                 let id = self.tensors[tensor].gradient;
                 // SAFETY: the gradient outlives the call, which nobody writes meanwhile.
                 unsafe { self.gradients.capture(id, *start, source.as_ptr(), *numel, false)? };
@@ -404,17 +450,16 @@ impl Unit {
             let segments = shape.segments.iter().enumerate().map(|(segment, (start, numel))| Segment {
                 start: *start,
                 numel: *numel,
+                rule: shape.rule,
                 scalars: model.scalars(index, segment, step),
+                fresh: step == 1,
                 host: None,
             });
             UpdateTensor {
-                dtype: shape.dtype,
+                dtype: shape.dtype(),
                 numel: shape.numel,
                 weight_offset: model.offsets[index],
-                exp_avg: tensor.exp_avg,
-                exp_avg_sq: tensor.exp_avg_sq,
-                low: tensor.low,
-                initialized: step > 1,
+                planes: update_planes(&tensor.planes, step),
                 gradient: self.gradients.take(tensor.gradient),
                 segments: segments.collect(),
             }
@@ -464,9 +509,7 @@ impl Unit {
         get: impl Fn(Extent, usize) -> memascend_optim::Result<Vec<u8>>,
     ) -> memascend_optim::Result<State> {
         let states = self.tensors.iter().zip(&self.model.shapes).map(|(tensor, shape)| {
-            let get = |extent: Extent, bytes: usize| get(extent, shape.numel * bytes);
-            let low = tensor.low.map_or_else(|| Ok(Vec::new()), |low| get(low, 2))?;
-            Ok([low, get(tensor.exp_avg, MOMENT_BYTES)?, get(tensor.exp_avg_sq, MOMENT_BYTES)?])
+            tensor.planes.iter().map(|(plane, extent)| get(*extent, plane.bytes(shape.numel))).collect()
         });
         let states = states.collect::<memascend_optim::Result<_>>()?;
         Ok(State { unit: get(self.extent, self.model.start.unit.len())?, states })
@@ -495,30 +538,32 @@ impl Unit {
     }
 }
 
-/// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address.
-#[allow(clippy::too_many_arguments)]
+fn update_planes(planes: &[(Plane, Extent)], step: u64) -> Vec<UpdatePlane> {
+    planes.iter().map(|&(plane, extent)| UpdatePlane { plane, extent, written: step > 1 }).collect()
+}
+
+/// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address. Parts are `(start, weight,
+/// gradient)`.
 pub fn by_address(
-    dtype: Dtype,
+    rule: Rule,
     numel: usize,
-    states: (Option<Extent>, Extent, Extent),
-    initialized: bool,
+    planes: &[(Plane, Extent)],
     parts: &mut [(usize, Vec<u8>, Vec<u8>)],
-    scalars: AdamwScalars,
+    step: u64,
 ) -> UpdateTensor {
     let segments = parts.iter_mut().map(|(start, weight, gradient)| Segment {
         start: *start,
-        numel: weight.len() / dtype.bytes(),
-        scalars,
+        numel: weight.len() / rule.weight.bytes(),
+        rule,
+        scalars: scalars_of(rule.algorithm, 1, step),
+        fresh: step == 1,
         host: Some((Address(weight.as_mut_ptr()), Address(gradient.as_mut_ptr()))),
     });
     UpdateTensor {
-        dtype,
+        dtype: dtype_of(rule),
         numel,
         weight_offset: 0,
-        exp_avg: states.1,
-        exp_avg_sq: states.2,
-        low: states.0,
-        initialized,
+        planes: update_planes(planes, step),
         gradient: GradientSource::addresses(),
         segments: segments.collect(),
     }

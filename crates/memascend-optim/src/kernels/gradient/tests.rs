@@ -1,5 +1,5 @@
-use super::super::Isa;
 use super::super::testing::{any_bits, bits_of};
+use super::super::{Isa, round_bf16, round_f16, stats_f16_with, widen_bf16, widen_f16};
 use super::*;
 use proptest::prelude::*;
 
@@ -85,6 +85,31 @@ fn an_addition_that_overflows_is_reported() {
     assert!(dst.iter().all(|&d| d == 0x7F80));
 }
 
+/// Sums of fp16 numbers: a tie to the even one, the largest one and what overflows, NaN in one spelling.
+#[test]
+fn fp16_sums_are_rounded_to_nearest_even() {
+    let cases = [
+        (0x6800u16, 0x3C00u16, 0x6800u16), // 2048 + 1, a tie
+        (0x6801, 0x3C00, 0x6802),          // 2050 + 1
+        (0x7BFF, 0x4BFF, 0x7BFF),          // just less than half a unit above the largest
+        (0x7BFF, 0x4C00, 0x7C00),
+        (0x0001, 0x8003, 0x8002), // denormals
+        (0x7C00, 0xFC00, 0x7E00),
+        (0xFD01, 0x3C00, 0x7E00),
+    ];
+    for isa in Isa::available() {
+        for (a, b, sum) in cases {
+            for length in [1, LANES, LANES + 1] {
+                let mut dst = vec![a; length];
+                let mut stats = GradientStats::default();
+                add_f16_with(isa, &mut dst, &vec![b; length], &mut stats);
+                assert_eq!(dst, vec![sum; length], "{a:#06x} + {b:#06x} on {isa:?}");
+                assert_eq!(stats.non_finite, sum & 0x7C00 == 0x7C00);
+            }
+        }
+    }
+}
+
 #[test]
 fn an_empty_gradient_changes_nothing() {
     let mut stats = GradientStats { sum_squares: 2.0, non_finite: true };
@@ -142,6 +167,31 @@ proptest! {
 
             let mut stats = GradientStats::default();
             stats_bf16_with(isa, &src, &mut stats);
+            prop_assert_eq!(measured(&stats), reference(&widen(&src)));
+        }
+    }
+
+    #[test]
+    fn every_isa_returns_the_reference_in_f16(bits in any_bits(0..300), other in any_bits(300)) {
+        let src: Vec<u16> = bits.iter().map(|b| (b >> 16) as u16).collect();
+        let old: Vec<u16> = other[..src.len()].iter().map(|b| (b >> 16) as u16).collect();
+        let sum: Vec<u16> =
+            src.iter().zip(&old).map(|(&s, &o)| round_f16(widen_f16(o) + widen_f16(s))).collect();
+        let widen = |g: &[u16]| g.iter().map(|&g| widen_f16(g)).collect::<Vec<_>>();
+        for isa in Isa::available() {
+            let mut dst = old.clone();
+            let mut stats = GradientStats::default();
+            add_f16_with(isa, &mut dst, &src, &mut stats);
+            prop_assert_eq!(&dst, &sum);
+            prop_assert_eq!(measured(&stats), reference(&widen(&sum)));
+
+            let mut stats = GradientStats::default();
+            copy_f16_with(isa, &mut dst, &src, &mut stats);
+            prop_assert_eq!(&dst, &src);
+            prop_assert_eq!(measured(&stats), reference(&widen(&src)));
+
+            let mut stats = GradientStats::default();
+            stats_f16_with(isa, &src, &mut stats);
             prop_assert_eq!(measured(&stats), reference(&widen(&src)));
         }
     }

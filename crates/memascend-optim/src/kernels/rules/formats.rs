@@ -81,6 +81,11 @@ impl Plane {
         self.span((first % RECORD as u64) as usize, elements).len()
     }
 
+    /// Whether it is kept in records of [`GRADIENT_BLOCK`](super::super::GRADIENT_BLOCK) elements, which are read and written whole.
+    pub fn has_records(&self) -> bool {
+        self.format.element_bytes().is_none()
+    }
+
     /// Whether the plane is a master or a part of one.
     pub(super) fn is_master(&self) -> bool {
         matches!(self.name, "master" | "master_low")

@@ -1,0 +1,117 @@
+"""Optimizer states between where they are kept and PyTorch's `state_dict`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend._memascend import Plane, Rule, Runtime
+    from memascend.units import Place
+
+
+def read_states(
+    parameter: torch.nn.Parameter, rule: Rule, state: dict[str, Any], location: tuple[Runtime, Place] | None
+) -> dict[str, Any]:
+    """Return what `state_dict` shows of one parameter: `step` and a tensor for each of its states."""
+    values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
+    for plane in rule.planes:
+        if location is not None:
+            values[plane.name] = _read(*location, plane)
+        elif plane.dtype == "uint8":
+            values[plane.name] = torch.empty(parameter.shape)
+            plane.decode(parameter.numel(), state[plane.name].data_ptr(), values[plane.name].data_ptr())
+        else:
+            values[plane.name] = state[plane.name]
+    return values
+
+
+def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
+    tensor = place.tensor
+    dtype = _shown(plane)
+    kept = tensor.planes.get(plane)
+    whole = torch.zeros(tensor.numel, dtype=dtype) if tensor.packed else _on_file(runtime, tensor.numel, dtype)
+    if kept is not None and kept.written:
+        if plane.dtype == "uint8":
+            runtime.read_plane(kept.extent, plane, tensor.numel, whole.data_ptr())
+        else:
+            runtime.read(kept.extent, whole.data_ptr(), whole.nbytes)
+    part = whole[place.start : place.start + place.numel].view(place.shape)
+    return part.clone() if tensor.packed else part
+
+
+def load_states(
+    parameter: torch.nn.Parameter,
+    rule: Rule,
+    saved: dict[str, Any],
+    location: tuple[Runtime, Place] | None,
+    weights: Callable[[], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Take over the saved states of one parameter; returns those that are kept in memory.
+
+    What is not there begins as zeros. So does the low half of a master: the weight itself is the master then.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    for plane in rule.planes:
+        value = saved.get(plane.name)
+        if value is None:
+            zeros = torch.zeros(parameter.shape)
+            value = weights() if plane.name == "master" else zeros
+        value = value.detach().to(dtype=_shown(plane), device="cpu").contiguous()
+        if location is not None:
+            _write(*location, plane, value)
+        elif plane.dtype == "uint8":
+            kept[plane.name] = torch.zeros(plane.bytes(parameter.numel()), dtype=torch.uint8)
+            plane.encode(parameter.numel(), value.data_ptr(), kept[plane.name].data_ptr())
+        else:
+            kept[plane.name] = value.clone()
+    return kept
+
+
+def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) -> None:
+    tensor = place.tensor
+    kept = tensor.planes[plane]
+    whole = value.view(-1)
+    if tensor.packed:
+        whole = torch.zeros(tensor.numel, dtype=value.dtype)
+        if kept.written:
+            runtime.read(kept.extent, whole.data_ptr(), whole.nbytes)
+        whole[place.start : place.start + place.numel] = value.view(-1)
+    if plane.dtype == "uint8":
+        runtime.write_plane(kept.extent, plane, tensor.numel, whole.data_ptr())
+    else:
+        runtime.write(kept.extent, whole.data_ptr(), whole.nbytes)
+    kept.written = True
+
+
+def _shown(plane: Plane) -> torch.dtype:
+    """Return the dtype in which `state_dict` shows a state."""
+    return torch.float32 if plane.dtype == "uint8" else getattr(torch, plane.dtype)
+
+
+def _on_file(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros in a nameless file beside the store: the system may take its memory back.
+
+    Raises OSError where the drive has no room for it.
+    """
+    with tempfile.TemporaryFile(dir=_directory(runtime)) as file:
+        # Without room for all of it, writing to the mapping later would kill the process.
+        os.posix_fallocate(file.fileno(), 0, max(numel * dtype.itemsize, 1))
+        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype)
+
+
+def _directory(runtime: Runtime) -> Path:
+    """Return a directory on one of the store's drives; the system's temporary one for raw devices alone."""
+    for volume in runtime.stats()["volumes"]:
+        path = Path(volume["path"])
+        if path.is_dir():
+            return path
+        if path.is_file():
+            return path.parent
+    return Path(tempfile.gettempdir())

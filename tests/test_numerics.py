@@ -1,0 +1,605 @@
+"""Numbers of the optimizers: beside torch.optim's and bitsandbytes', across threads, and where rounding is random.
+
+What holds for a step of fp32 AdamW (Adam, AMSGrad, maximize) that starts from the same state as a step of
+`torch.optim.AdamW(foreach=False, fused=False)`, on random and on hostile inputs:
+
+- `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` are within 2 ulp, strictly. Measured: equal bits.
+- The weight is within 2 ulp, strictly, of what PyTorch's own code gives with a correctly rounded square root, and of
+  PyTorch's fused step. Measured: equal bits, cancellation or not.
+- PyTorch's square root (MKL) is one ulp off for one number in six. Two divisions and a sum turn this into up to
+  `ROOT_ULPS` ulp of the update. Strict ulp of the weight therefore mean nothing where weight and update nearly
+  cancel, and 2 ulp of the larger of the weight before and after hold while the update is at most a quarter of it.
+  PyTorch's fused and single-tensor steps differ from each other by just as much.
+
+This is for PyTorch's vector code (AVX2, AVX-512), which fuses multiply-adds in `lerp` and `addcmul`, as memascend does
+on every processor. PyTorch's code for other processors does not, and so differs from its own vector code too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: Steps of a comparison, and elements of each kind of gradient.
+STEPS, ELEMENTS = 100, 257
+#: What a step may differ by, in units of the last place.
+STRICT_ULPS = 2
+#: What PyTorch's square root may add, in ulp of the update.
+ROOT_ULPS = 8
+#: Parameters below this many bytes keep fp32 states.
+SMALLEST_8BIT_BYTES = 64 * 1024
+WEIGHTS = {
+    "fp32": (torch.float32, True),
+    "bf16": (torch.bfloat16, True),
+    "bf16-no-master": (torch.bfloat16, False),
+    "fp16": (torch.float16, True),
+}
+
+
+vector_code = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="PyTorch has no vector code for this processor"
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads, which is one in other tests."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def places(values: torch.Tensor) -> torch.Tensor:
+    """Fp32 numbers counted from zero, in order, so that a difference is a distance in ulp. All NaN are one."""
+    bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32).long()
+    return torch.where(bits < 0, -(bits & 0x7FFF_FFFF), bits)
+
+
+def strict_ulps(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (places(actual) - places(expected)).abs()
+
+
+def ulp_of(values: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs()
+    return (torch.nextafter(magnitude, torch.full_like(magnitude, torch.inf)) - magnitude).double()
+
+
+# ---- fp32, a step at a time -----------------------------------------------------------------------------
+
+
+class CorrectRoot(TorchFunctionMode):
+    """Rounds PyTorch's fp32 square roots correctly, and counts them: fp64 has more than twice the places they need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.roots = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.sqrt and args[0].dtype == torch.float32:
+            self.roots += 1
+            return args[0].double().sqrt().float()
+        return function(*args, **(kwargs or {}))
+
+
+#: Gradients of a step, by the step and by noise. Each kind has `ELEMENTS` of the one parameter that is compared.
+GRADIENTS: dict[str, Callable[[int, torch.Tensor], torch.Tensor]] = {
+    "noise": lambda step, noise: noise * 0.1,
+    "all magnitudes": lambda step, noise: noise * 2.0 ** (torch.arange(ELEMENTS) % 128 - 80),
+    "denormal": lambda step, noise: noise * 1e-39,
+    "squares are denormal": lambda step, noise: noise * 1e-21,
+    "huge": lambda step, noise: noise * 3e18,
+    "squares overflow": lambda step, noise: noise * 1e30,
+    "infinite or NaN once": lambda step, noise: torch.where(
+        noise.abs() < (1.0 if step == 30 else 0.0), torch.inf * (noise - 0.5).clamp(min=-0.5).sign(), noise
+    ),
+    "zero after three steps": lambda step, noise: noise * (step < 3),
+    "always zero, of either sign": lambda step, noise: noise * 0.0,
+    "alternating": lambda step, noise: noise.abs() * (-1) ** step,
+    "constant": lambda step, noise: torch.full_like(noise, 0.25),
+    "one spike": lambda step, noise: noise * (1e10 if step == 30 else 1e-3),
+    "sparse": lambda step, noise: noise * (noise > 2.0),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "betas 0": {"betas": (0.0, 0.0)},
+    "beta1 0": {"betas": (0.0, 0.999)},
+    "beta2 0": {"betas": (0.9, 0.0)},
+    "betas 0.5": {"betas": (0.5, 0.5)},
+    "betas near 1": {"betas": (0.9999, 0.999999)},
+    "eps 0": {"eps": 0.0},
+    "eps tiny": {"eps": 1e-30},
+    "eps large": {"eps": 1.0},
+    "lr large": {"lr": 1.0},
+    "lr tiny": {"lr": 1e-12},
+    "no decay": {"weight_decay": 0.0},
+    "half decays": {"weight_decay": 50.0},
+    "all decays": {"weight_decay": 100.0},
+    "sign turns": {"weight_decay": 150.0},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+    "amsgrad and maximize": {"amsgrad": True, "maximize": True, "betas": (0.7, 0.6)},
+}
+
+
+class Differences:
+    """The largest differences of a comparison in ulp, and how often the weight differs at all."""
+
+    def __init__(self) -> None:
+        self.elements = self.differing = 0
+        #: Of the states and of the weight, strictly.
+        self.states = self.weight = 0
+        #: Of the weight, in ulp of the larger of it before and after, where the update is at most a quarter of that.
+        self.small_update = 0.0
+        #: Of the weight, in ulp of the largest of it before, after, and the update.
+        self.any_update = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"states {self.states}, weight {self.weight} strictly ({self.differing} of {self.elements} differ), "
+            f"{self.small_update} where the update is small, {self.any_update} of weight or update"
+        )
+
+    def add(self, before: torch.Tensor, decay: float, one: torch.Tensor, other: torch.Tensor) -> None:
+        strict = strict_ulps(one, other)
+        self.elements += strict.numel()
+        self.differing += int((strict > 0).sum())
+        self.weight = max(self.weight, int(strict.max()))
+        update = (other.double() - before.double() * decay).abs()
+        known = update < torch.finfo(torch.float32).max  # neither NaN nor infinite
+        assert torch.equal(other.isfinite(), one.isfinite())
+        apart = (one.double() - other.double()).abs()[known]
+        larger, update = torch.maximum(before.abs(), other.abs())[known], update.float()[known]
+        small = update <= larger / 4
+        self.small_update = max([self.small_update, *(apart / ulp_of(larger))[small].tolist()])
+        self.any_update = max([self.any_update, *(apart / ulp_of(torch.maximum(larger, update))).tolist()])
+
+
+def compare_steps(
+    ours: Callable[..., torch.optim.Optimizer],
+    theirs: Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    root: CorrectRoot | None = None,
+) -> Differences:
+    """Steps of both, each from the state that the reference had before it."""
+    found = Differences()
+    generator = torch.Generator().manual_seed(1)
+    numel = len(GRADIENTS) * ELEMENTS
+    # As large as the updates to come, up to a million times smaller, and a hundred times larger.
+    start = torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-20, 8, (numel,), generator=generator)
+    one, other = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    mine, reference = ours([one], **options), theirs([other], **options)
+    for step in range(STEPS):
+        if step:
+            mine.load_state_dict(copy.deepcopy(reference.state_dict()))
+        before = other.detach().clone()
+        with torch.no_grad():
+            one.copy_(other)
+        other.grad = torch.cat([kind(step, torch.randn(ELEMENTS, generator=generator)) for kind in GRADIENTS.values()])
+        one.grad = other.grad.clone()
+        mine.step()
+        with root or contextlib.nullcontext():
+            reference.step()
+        actual, expected = mine.state_dict()["state"][0], reference.state_dict()["state"][0]
+        assert actual["step"] == expected["step"] == step + 1
+        names = [name for name, value in expected.items() if value.shape == other.shape]
+        assert len(names) == 2 + bool(options.get("amsgrad"))
+        for name in names:
+            found.states = max(found.states, int(strict_ulps(actual[name], expected[name]).max()))
+        found.add(before, 1 - options["lr"] * options["weight_decay"], one.detach(), other.detach())
+    assert found.elements == STEPS * numel
+    return found
+
+
+@vector_code
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_step_is_that_of_torch_with_a_correct_root(options: dict[str, Any]) -> None:
+    root = CorrectRoot()
+    options = {"lr": 1e-2, "weight_decay": 1e-2} | options
+    found = compare_steps(memascend.AdamW, partial(torch.optim.AdamW, foreach=False, fused=False), options, root)
+    assert root.roots == STEPS
+    print(found)
+    assert found.states <= STRICT_ULPS and found.weight <= STRICT_ULPS, str(found)
+
+
+@vector_code
+@pytest.mark.parametrize("weight_decay", [0.01, 3.0])
+@pytest.mark.parametrize("more", [{}, {"amsgrad": True, "maximize": True}], ids=["plain", "amsgrad and maximize"])
+def test_a_step_of_adam_is_that_of_torch_with_a_correct_root(more: dict[str, Any], weight_decay: float) -> None:
+    options = {"lr": 1e-2, "weight_decay": weight_decay} | more
+    found = compare_steps(memascend.Adam, partial(torch.optim.Adam, foreach=False, fused=False), options, CorrectRoot())
+    print(found)
+    assert found.states <= STRICT_ULPS and found.weight <= STRICT_ULPS, str(found)
+
+
+@vector_code
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_step_is_near_that_of_torch(options: dict[str, Any]) -> None:
+    options = {"lr": 1e-2, "weight_decay": 1e-2} | options
+    found = compare_steps(memascend.AdamW, partial(torch.optim.AdamW, foreach=False, fused=False), options)
+    print(found)
+    assert found.states <= STRICT_ULPS, str(found)
+    assert found.small_update <= STRICT_ULPS and found.any_update <= ROOT_ULPS, str(found)
+
+
+@vector_code
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "weight_decay" not in options])
+def test_a_step_is_the_fused_one_of_torch(name: str) -> None:
+    # Without decay, whose factor the fused step computes in fp32 and the others in fp64.
+    options = {"lr": 1e-2, **OPTIONS[name], "weight_decay": 0.0}
+    found = compare_steps(memascend.AdamW, partial(torch.optim.AdamW, fused=True), options)
+    print(found)
+    assert found.states <= STRICT_ULPS and found.weight <= STRICT_ULPS, str(found)
+
+
+# ---- the number of threads ------------------------------------------------------------------------------
+
+ALGORITHMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(memascend.AdamW, lr=1e-2, weight_decay=0.1),
+    "amsgrad": partial(memascend.AdamW, lr=1e-2, amsgrad=True, maximize=True),
+    "adam": partial(memascend.Adam, lr=1e-2, weight_decay=0.1),
+    "lion": partial(memascend.Lion, lr=1e-3, weight_decay=0.1),
+    "sgd": partial(memascend.SGD, lr=1e-2, weight_decay=0.1),
+    "momentum": partial(memascend.SGD, lr=1e-2, momentum=0.9, dampening=0.1),
+    "nesterov": partial(memascend.SGD, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+}
+STATES = ("float32", "bfloat16", "8bit")
+#: More than a chunk of every size, and no multiple of anything.
+SHAPES = [(211, 1237), (65_537,), (3,), ()]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bits_do_not_depend_on_threads(
+    threads: Callable[[int], None], algorithm: str, states: str, weight: str
+) -> None:
+    dtype, master = WEIGHTS[weight]
+
+    def run(count: int) -> tuple[list[torch.Tensor], dict[int, dict[str, Any]]]:
+        threads(count)
+        generator = torch.Generator().manual_seed(2)
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+        optimizer = ALGORITHMS[algorithm](parameters, states=states, master=master, seed=5)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters], optimizer.state_dict()["state"]
+
+    weights, expected = run(1)
+    for count in (2, 5):
+        again, actual = run(count)
+        for one, other in zip(again, weights, strict=True):
+            assert torch.equal(one, other)
+        assert actual.keys() == expected.keys()
+        for key, state in expected.items():
+            assert actual[key].keys() == state.keys()
+            for name, value in state.items():
+                assert torch.equal(torch.as_tensor(actual[key][name]), torch.as_tensor(value)), (key, name)
+
+
+# ---- what PyTorch tests its own optimizers with -----------------------------------------------------------
+
+THEIRS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
+    "adamw": (memascend.AdamW, torch.optim.AdamW),
+    "adam": (memascend.Adam, torch.optim.Adam),
+    "sgd": (memascend.SGD, torch.optim.SGD),
+}
+#: Updates run outside of autograd and of CUDA graphs.
+REFUSED_OPTIONS = ("capturable", "differentiable")
+
+
+def common() -> Any:
+    """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
+    pytest.importorskip("expecttest", reason="PyTorch's own inputs for optimizers need the package expecttest")
+    from torch.testing._internal import common_optimizers
+
+    return common_optimizers
+
+
+def model_and_loss() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 3))
+    inputs, targets = torch.randn(23, 7), torch.randn(23, 3)
+    return model, lambda: (model(inputs) - targets).square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "cuda"])  # which kinds of inputs: all are for the CPU here
+@pytest.mark.parametrize("name", THEIRS)
+def test_inputs_of_torch(name: str, device: str) -> None:
+    ours, theirs = THEIRS[name]
+    inputs = getattr(common(), f"optim_inputs_func_{name}")(device)
+    assert len(inputs) >= 5
+    compared = 0
+    for given in inputs:
+        assert given.params is None
+        refused = [key for key in given.kwargs if key in REFUSED_OPTIONS]
+        if refused:
+            with pytest.raises(ValueError, match=refused[0]):
+                ours(model_and_loss()[0].parameters(), **given.kwargs)
+        runs = []
+        for optimizer_type, more in ((ours, {}), (theirs, {"foreach": False})):
+            model, loss = model_and_loss()
+            options = {key: copy.deepcopy(value) for key, value in given.kwargs.items() if key not in refused}
+            optimizer = optimizer_type(model.parameters(), **options, **more)
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss().backward()
+                optimizer.step()
+                lr = optimizer.param_groups[0]["lr"]
+                if torch.is_tensor(lr):
+                    lr.mul_(0.9)  # as a scheduler changes it
+            runs.append((model.state_dict(), optimizer.state_dict()["state"]))
+        (weights, states), (expected_weights, expected_states) = runs
+        torch.testing.assert_close(weights, expected_weights, msg=lambda text, given=given: f"{given.desc}: {text}")
+        for key, state in expected_states.items():
+            for entry, value in state.items():
+                if value is not None:
+                    torch.testing.assert_close(torch.as_tensor(states[key][entry]), torch.as_tensor(value).float())
+        compared += 1
+    assert compared == len(inputs)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_error_inputs_of_torch(name: str) -> None:
+    ours, theirs = THEIRS[name]
+    errors = getattr(common(), f"optim_error_inputs_func_{name}")("cpu", torch.float32)
+    assert len(errors) >= 7
+    for error in errors:
+        given = error.optimizer_error_input
+        params = [nn.Parameter(torch.ones(2, 3))] if given.params is None else given.params
+        expect = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
+        for optimizer_type in (theirs, ours):
+            print(f"{optimizer_type.__module__}: {given.desc}, {given.kwargs}")  # the last one is what failed
+            with expect(error.error_type, match=error.error_regex):
+                optimizer_type(params, **given.kwargs)
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+@pytest.mark.parametrize("name", THEIRS)
+def test_options_that_are_refused(name: str, option: str) -> None:
+    if (name, option) == ("sgd", "capturable"):
+        pytest.skip("torch.optim.SGD has no such option")
+    with pytest.raises(ValueError, match=option):
+        THEIRS[name][0]([nn.Parameter(torch.ones(2))], **{option: True})
+
+
+# ---- 8 bits beside bitsandbytes' rule ---------------------------------------------------------------------
+
+
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """The 256 values of dynamic tree quantisation with 8 bits (Dettmers 2016, arXiv 1511.04561): seven decades up to 1,
+    the pieces of a decade twice those of the one below, a value in the middle of each; and 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        values += middles.tolist() + ((-middles).tolist() if signed else [])
+    return torch.tensor(sorted(values))
+
+
+class BlockwiseAdamW:
+    """AdamW as bitsandbytes has it: both moments kept in codes of the dynamic map, a scale for 256 of them."""
+
+    def __init__(self, weight: torch.Tensor, lr: float, eps: float, weight_decay: float) -> None:
+        self.weight, self.lr, self.eps, self.weight_decay = weight, lr, eps, weight_decay
+        self.maps = dynamic_map(signed=True), dynamic_map(signed=False)
+        self.moments = [torch.zeros_like(weight), torch.zeros_like(weight)]
+        self.step_number = 0
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.step_number += 1
+        first, second = self.moments
+        first.mul_(0.9).add_(gradient, alpha=0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        scale = math.sqrt(1 - 0.999**self.step_number)
+        self.weight.mul_(1 - self.lr * self.weight_decay)
+        step_size = self.lr / (1 - 0.9**self.step_number)
+        self.weight.addcdiv_(first, (second.sqrt() / scale).add_(self.eps), value=-step_size)
+        self.moments = [rounded(moment, map_) for moment, map_ in zip(self.moments, self.maps, strict=True)]
+
+
+def rounded(values: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
+    """Return values as 8 bits keep them: the nearest of the map times the largest magnitude of a block of 256."""
+    codes, scales = quantised(values, map_)
+    return (map_[codes] * scales).flatten()[: values.numel()]
+
+
+def quantised(values: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (blocks, 256) and scales (blocks, 1)."""
+    blocks = nn.functional.pad(values, (0, -values.numel() % 256)).view(-1, 256)
+    scales = blocks.abs().amax(dim=1, keepdim=True)
+    boundaries = (map_[1:] + map_[:-1]) / 2
+    return torch.bucketize(torch.where(scales > 0, blocks / scales, 0.0), boundaries), scales
+
+
+PROBLEMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    # Gradients by noise, the weight (0 at the best) and a factor of each element.
+    "noise": lambda noise, weight, factor: noise,
+    "drift": lambda noise, weight, factor: noise + 0.3,
+    "quadratic": lambda noise, weight, factor: weight + 0.1 * noise,
+    "ill-conditioned": lambda noise, weight, factor: factor * (weight + 0.1 * noise),
+    "sparse": lambda noise, weight, factor: noise * (noise.abs() > 1.5),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_8_bits_are_no_worse_than_those_of_bitsandbytes(problem: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    numel = SMALLEST_8BIT_BYTES // 4 + 4321
+    options = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 1e-2}
+    factor = 10.0 ** torch.empty(numel).uniform_(-1, 1, generator=generator)
+    start = torch.randn(numel, generator=generator)
+    exact, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    reference = memascend.AdamW([exact], **options)
+    mine = memascend.AdamW([ours], states="8bit", **options)
+    theirs = BlockwiseAdamW(start.clone(), **options)
+    for _ in range(STEPS):
+        # The same gradients for all: those of the fp32 run.
+        gradient = PROBLEMS[problem](torch.randn(numel, generator=generator), exact.detach(), factor)
+        exact.grad, ours.grad = gradient.clone(), gradient.clone()
+        for optimizer in (reference, mine):
+            optimizer.step()
+        theirs.step(gradient)
+    travelled = float((exact.detach() - start).norm())
+    mine_apart, theirs_apart = (float((one - exact).detach().norm()) for one in (ours, theirs.weight))
+    print(f"{problem}: {mine_apart / travelled:.5f} of the way, bitsandbytes' rule {theirs_apart / travelled:.5f}")
+    assert 0.0 < mine_apart <= 1.05 * theirs_apart
+    assert mine_apart < 0.1 * travelled
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+TOKENS, TRAINING_STEPS, PEAK_LR = 64, 250, 5e-3
+
+
+def trained(dtype: torch.dtype, **options: Any) -> float:
+    """The loss of a small language model at the end of its training, on text that it has not seen."""
+    generator = torch.Generator().manual_seed(7)
+    # A language in which each of the last two words makes some words likelier to come next.
+    first, second = 2 * torch.randn(2, TOKENS, TOKENS, generator=generator)
+
+    def text(words: int) -> tuple[torch.Tensor, torch.Tensor]:
+        last = torch.randint(TOKENS, (words, 2), generator=generator)
+        chances = (first[last[:, 0]] + second[last[:, 1]]).softmax(dim=-1)
+        return last, torch.multinomial(chances, 1, generator=generator).squeeze(1)
+
+    torch.manual_seed(8)
+    # Both matrices are large enough for 8 bits, in 16-bit weights as well.
+    model = nn.Sequential(
+        nn.Embedding(TOKENS, 32), nn.Flatten(), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, TOKENS)
+    ).to(dtype)
+    optimizer = memascend.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.1, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=TRAINING_STEPS)
+    for _ in range(TRAINING_STEPS):
+        last, following = text(128)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(last).float(), following).backward()
+        optimizer.step()
+        schedule.step()
+    last, following = text(4096)
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(last).float(), following))
+
+
+@pytest.fixture(scope="module")
+def loss_in_fp32() -> float:
+    return trained(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def loss_in_bf16() -> float:
+    return trained(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def loss_in_fp16() -> float:
+    return trained(torch.float16)
+
+
+def test_the_network_learns_in_every_dtype(loss_in_fp32: float, loss_in_bf16: float, loss_in_fp16: float) -> None:
+    # Half of the entropy of a guess is learned, and 16-bit weights with masters are as good as fp32.
+    assert loss_in_fp32 < 0.6 * math.log(TOKENS)
+    assert loss_in_bf16 == pytest.approx(loss_in_fp32, rel=0.01)
+    assert loss_in_fp16 == pytest.approx(loss_in_fp32, rel=0.01)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("states", STATES)
+def test_training_ends_where_fp32_states_and_masters_end(
+    request: pytest.FixtureRequest, states: str, weight: str
+) -> None:
+    dtype, master = WEIGHTS[weight]
+    if master and states == "float32":
+        pytest.skip("this is the reference")
+    expected = request.getfixturevalue(f"loss_in_{weight.split('-')[0]}")
+    loss = trained(dtype, states=states, master=master)
+    print(f"{states} {weight}: {loss / expected - 1:+.3%}")
+    assert loss == pytest.approx(expected, rel=0.01)
+
+
+# ---- rounding at random -----------------------------------------------------------------------------------
+
+
+def within_four_sigma(sample: torch.Tensor, expected: float) -> bool:
+    sample = sample.double()
+    return abs(float(sample.mean()) - expected) <= 4 * float(sample.std()) / math.sqrt(sample.numel())
+
+
+@pytest.mark.parametrize("gradient", [2e-4, -3.0])
+def test_weights_without_masters_move_as_fp32_on_average(gradient: float) -> None:
+    numel, steps, lr = 2**18, 60, 1e-5
+    start = (1 + torch.rand(numel, generator=torch.Generator().manual_seed(9))).bfloat16()
+
+    def run(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        parameter = nn.Parameter(value.clone())
+        optimizer = memascend.AdamW([parameter], lr=lr, weight_decay=0.0, **options)
+        for _ in range(steps):
+            parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+        return parameter.detach()
+
+    expected = float(run(torch.full((1,), 1.5)) - 1.5)
+    assert expected == pytest.approx(-math.copysign(steps * lr, gradient), rel=0.01)
+    # The nearest bf16 after a step is the weight before it, so rounding to nearest would stay for ever.
+    assert torch.equal((start.float() + math.copysign(lr, gradient)).bfloat16(), start)
+
+    moved = run(start, master=False).float() - start.float()
+    assert within_four_sigma(moved, expected), f"{float(moved.mean())} instead of {expected}"
+    # A step takes the one or the other neighbour, so some have moved by a place of bf16 and most have not moved.
+    assert 0.02 < float((moved != 0).float().mean()) < 0.2
+    assert float(moved.abs().max()) <= 4 * 2**-7
+
+    # Seeded: the same numbers again, others by another seed.
+    assert torch.equal(run(start, master=False).float() - start.float(), moved)
+    assert not torch.equal(run(start, master=False, seed=1).float() - start.float(), moved)
+
+
+def test_moments_in_bf16_grow_as_in_fp32_on_average() -> None:
+    numel, steps = 2**15, 400
+    parameter = nn.Parameter(torch.zeros(numel))
+    optimizer = memascend.AdamW([parameter], betas=(0.995, 0.999), states="bfloat16")
+    nearest = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(steps):
+        parameter.grad = torch.ones(numel)
+        optimizer.step()
+        nearest = (0.999 * nearest.float() + 0.001).bfloat16()
+    state = optimizer.state_dict()["state"][0]
+    for name, beta in (("exp_avg", 0.995), ("exp_avg_sq", 0.999)):
+        assert state[name].dtype == torch.bfloat16
+        expected = 1 - beta**steps
+        mean = float(state[name].double().mean())
+        assert within_four_sigma(state[name], expected), f"{name}: {mean} instead of {expected}"
+    # Rounded to nearest, the second moment would have come to a halt on the way.
+    assert float(nearest) < 0.9 * (1 - 0.999**steps)
+
+
+def test_parameters_of_one_optimizer_round_independently() -> None:
+    parameters = [nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = memascend.AdamW(parameters, lr=1e-3, weight_decay=0.0, master=False)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moved = [parameter.detach() != 1 for parameter in parameters]
+    shares = [float(each.double().mean()) for each in moved]
+    both = float((moved[0] & moved[1]).double().mean())
+    # Each is moved with a chance of a quarter, and both with the product of theirs.
+    expected = shares[0] * shares[1]
+    assert 0.2 < shares[0] < 0.32
+    assert abs(both - expected) <= 4 * math.sqrt(expected * (1 - expected) / 2**14), shares
