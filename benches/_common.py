@@ -11,8 +11,11 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 GB = 1e9  # tables print GB = 10^9 bytes, as DESIGN.md does
 
@@ -120,3 +123,21 @@ def fio(workdir: Path, size: str = "2G", seconds: int = 10) -> dict[str, float] 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def finish(results: dict[str, object], written: Path | None, faults: list[str]) -> int:
+    """Write the results as JSON if wanted, tell the limits that were missed, and return the exit status."""
+    if written is not None:
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(results, indent=1) + "\n")
+    if faults:
+        print("\n" + "\n".join(faults))
+    return 1 if faults else 0
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a benchmark's main function and exit."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _common import machine, markdown, rss, versions
+from _common import machine, markdown, rss, run, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 CENSUS = ROOT / "benches/configs/qwen2.5-7b.json"
@@ -975,7 +975,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

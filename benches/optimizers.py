@@ -27,10 +27,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _common import GB, machine, markdown, mem_available, versions
+from _common import GB, finish, machine, markdown, mem_available, run, versions
 
 import memascend
 
@@ -321,22 +319,10 @@ def main() -> int:
             rows += measure(group, groups[group], millions * MI, args.repeats)
             gc.collect()
     print("\n" + report(rows))
-    found = faults(rows)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        results = {"machine": about, "repeats": args.repeats, "rows": rows, "left_out": left_out, "missed": found}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if not args.check:
-        return 0
-    if not rows:
-        found.append("nothing was measured")
-    if found:
-        print("\n" + "\n".join(found))
-    return 1 if found else 0
+    missed = faults(rows) if rows else ["nothing was measured"]
+    results = {"machine": about, "repeats": args.repeats, "rows": rows, "left_out": left_out, "missed": missed}
+    return finish(results, args.json, missed if args.check else [])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

@@ -15,15 +15,13 @@ read.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from _common import machine, markdown
+from _common import finish, machine, markdown, run
 
 from memascend.overflow import check
 
@@ -185,17 +183,9 @@ def main() -> int:
     print("\n" + report(rows, device_rows))
     if not device_rows:
         print("\nNot measured: a GPU, for there is no CUDA device")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": about, "cpu": rows, "gpu": device_rows}, indent=1) + "\n")
-    found = faults(rows, device_rows) if args.check else []
-    if found:
-        print("\n" + "\n".join(found))
-    return 1 if found else 0
+    results = {"machine": about, "cpu": rows, "gpu": device_rows}
+    return finish(results, args.json, faults(rows, device_rows) if args.check else [])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

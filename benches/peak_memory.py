@@ -28,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _common import GB, block_io, fio, machine, markdown, mem_available, rss, versions
+from _common import GB, block_io, fio, machine, markdown, mem_available, rss, run, versions
 
 VOCABULARY, TOKENS, LEARNING_RATE, MAX_NORM, SEED = 32_000, 128, 1e-4, 1.0, 1
 # name: hidden, intermediate, layers, heads, key/value heads
@@ -723,7 +723,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

@@ -12,15 +12,13 @@ CUDA device, as "cuda" and "registered" do. Without one the script measures the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _common import machine, markdown, rss
+from _common import finish, machine, markdown, rss, run
 
 import memascend
 
@@ -219,19 +217,10 @@ def main() -> int:
     print("\n" + report(allocations, copied))
     if missing:
         print("\nNot measured:\n" + "\n".join(f"- {what}: {why}" for what, why in missing.items()))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        # Only what was not measured, not why: the reasons hold paths of this machine.
-        written = {"machine": about, "allocations": allocations, "copies": copied, "not_measured": list(missing)}
-        args.json.write_text(json.dumps(written, indent=1) + "\n")
-    found = faults(allocations, copied) if args.check else []
-    if found:
-        print("\n" + "\n".join(found))
-    return 1 if found else 0
+    # Only what was not measured, not why: the reasons hold paths of this machine.
+    results = {"machine": about, "allocations": allocations, "copies": copied, "not_measured": list(missing)}
+    return finish(results, args.json, faults(allocations, copied) if args.check else [])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

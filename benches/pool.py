@@ -19,7 +19,6 @@ import json
 import math
 import mmap
 import os
-import sys
 import tempfile
 import time
 import weakref
@@ -29,7 +28,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from _common import machine, markdown
+from _common import finish, machine, markdown, run
 
 import memascend
 from memascend import activations, zero_infinity
@@ -630,15 +629,9 @@ def main() -> int:
         f"\nbelow {UTILISATION_MIN:.0%} of use, {SAVING_MIN:.0%} saved at the least or {ROUNDING_MAX} of rounding: "
         f"{', '.join(low) or 'none'}"
     )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        written = {"machine": about, "tokens": args.tokens, "steps": args.steps, "results": results}
-        args.json.write_text(json.dumps(written, indent=1) + "\n")
-    return 1 if args.check and low else 0
+    written = {"machine": about, "tokens": args.tokens, "steps": args.steps, "results": results}
+    return finish(written, args.json, []) or int(args.check and bool(low))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)
