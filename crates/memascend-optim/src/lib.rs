@@ -15,7 +15,7 @@ pub use error::{OptimError, Result};
 pub use executor::{Address, Executor, Segment, Ticket, UnitWeights, UpdatePlane, UpdateTensor};
 pub use gradients::{GradientId, GradientSource, Gradients};
 pub use host::{HostTensor, step_host};
-pub use overflow::{CheckedDtype, CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};
+pub use overflow::{CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};
 pub use pending::{Pending, Underway};
 pub use staging::Staging;
 pub use stash::Stash;

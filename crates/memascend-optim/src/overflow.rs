@@ -8,6 +8,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
+use crate::Dtype;
 use crate::kernels::{
     GRADIENT_BLOCK, GradientStats, check_bf16, check_f16, check_f32, stats_f16, stats_f32, sum_bf16,
     unscale_bf16, unscale_f16, unscale_f32,
@@ -19,21 +20,10 @@ const RING: usize = 256;
 /// Below this many blocks a thread costs more than it saves.
 const BLOCKS_PER_THREAD: usize = 4;
 
-/// Element type of a tensor that is checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CheckedDtype {
-    /// fp32.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
 /// A tensor to be checked, or checked and unscaled.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckedTensor<'a> {
-    dtype: CheckedDtype,
+    dtype: Dtype,
     numel: usize,
     address: *mut u8,
     tensor: PhantomData<&'a mut [u8]>,
@@ -50,7 +40,7 @@ impl CheckedTensor<'_> {
     /// # Safety
     /// The elements are initialised, aligned as their type and live for `'a`; nobody writes them during a check. If
     /// they are unscaled, nobody else reads them either, and no other tensor of the list overlaps them.
-    pub unsafe fn new(dtype: CheckedDtype, numel: usize, address: *mut u8) -> Self {
+    pub unsafe fn new(dtype: Dtype, numel: usize, address: *mut u8) -> Self {
         CheckedTensor { dtype, numel, address, tensor: PhantomData }
     }
 
@@ -89,19 +79,19 @@ impl CheckedTensor<'_> {
         unsafe {
             if let CheckedWork::Unscale(scale) = work {
                 match self.dtype {
-                    CheckedDtype::F32 => unscale_f32(self.block_mut(block), scale, &mut found),
-                    CheckedDtype::F16 => unscale_f16(self.block_mut(block), scale, &mut found),
-                    CheckedDtype::Bf16 => unscale_bf16(self.block_mut(block), scale, &mut found),
+                    Dtype::F32 => unscale_f32(self.block_mut(block), scale, &mut found),
+                    Dtype::F16 => unscale_f16(self.block_mut(block), scale, &mut found),
+                    Dtype::Bf16 => unscale_bf16(self.block_mut(block), scale, &mut found),
                 }
             }
             match (sum, self.dtype) {
-                (true, CheckedDtype::F32) => stats_f32(self.block(block), &mut stats),
-                (true, CheckedDtype::F16) => stats_f16(self.block(block), &mut stats),
-                (true, CheckedDtype::Bf16) => sum_bf16(self.block(block), &mut stats),
+                (true, Dtype::F32) => stats_f32(self.block(block), &mut stats),
+                (true, Dtype::F16) => stats_f16(self.block(block), &mut stats),
+                (true, Dtype::Bf16) => sum_bf16(self.block(block), &mut stats),
                 (false, _) if work != CheckedWork::Look => {}
-                (false, CheckedDtype::F32) => check_f32(self.block(block), &mut stats.non_finite),
-                (false, CheckedDtype::F16) => check_f16(self.block(block), &mut stats.non_finite),
-                (false, CheckedDtype::Bf16) => check_bf16(self.block(block), &mut stats.non_finite),
+                (false, Dtype::F32) => check_f32(self.block(block), &mut stats.non_finite),
+                (false, Dtype::F16) => check_f16(self.block(block), &mut stats.non_finite),
+                (false, Dtype::Bf16) => check_bf16(self.block(block), &mut stats.non_finite),
             }
         }
         if work != CheckedWork::Look {

@@ -5,7 +5,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memascend_optim::{CheckedDtype, CheckedTensor, CheckedWork, check_overflow};
+use memascend_optim::{CheckedTensor, CheckedWork, Dtype, check_overflow};
 
 struct Counting;
 
@@ -28,8 +28,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-fn allocated(values: &mut [u32], dtype: CheckedDtype, work: CheckedWork, threads: usize) -> usize {
-    let numel = if dtype == CheckedDtype::F32 { values.len() } else { 2 * values.len() };
+fn allocated(values: &mut [u32], dtype: Dtype, work: CheckedWork, threads: usize) -> usize {
+    let numel = if dtype == Dtype::F32 { values.len() } else { 2 * values.len() };
     // SAFETY: the slice is borrowed throughout, and 4 bytes are aligned for either type.
     let tensor = unsafe { CheckedTensor::new(dtype, numel, values.as_mut_ptr().cast()) };
     let mut sums = [0.0];
@@ -43,7 +43,7 @@ fn allocated(values: &mut [u32], dtype: CheckedDtype, work: CheckedWork, threads
 #[test]
 fn nothing_is_allocated_but_threads() {
     let mut values = vec![0u32; 40 << 20];
-    for dtype in [CheckedDtype::F32, CheckedDtype::F16, CheckedDtype::Bf16] {
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for work in [CheckedWork::Look, CheckedWork::Unscale(0.5)] {
             allocated(&mut values[..1 << 20], dtype, work, 4); // what the first threads of a process set up
             assert_eq!(allocated(&mut values, dtype, work, 1), 0, "{dtype:?} {work:?}");

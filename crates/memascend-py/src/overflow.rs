@@ -1,17 +1,7 @@
-use memascend_optim::{CheckedDtype, CheckedTensor, CheckedWork};
-use pyo3::exceptions::PyValueError;
+use memascend_optim::{CheckedTensor, CheckedWork};
 use pyo3::prelude::*;
 
-fn parse(name: &str) -> PyResult<CheckedDtype> {
-    match name {
-        "float32" => Ok(CheckedDtype::F32),
-        "float16" => Ok(CheckedDtype::F16),
-        "bfloat16" => Ok(CheckedDtype::Bf16),
-        other => {
-            Err(PyValueError::new_err(format!("unsupported dtype {other}: use float32, float16 or bfloat16")))
-        }
-    }
-}
+use crate::host::parse_dtype;
 
 /// `(any non-finite, sum of squares of each tensor, blocks read)` of dense tensors in host memory, given as
 /// (dtype, numel, `Tensor.data_ptr()`). `unscale` multiplies them in place. Without `norm` there are no sums.
@@ -28,7 +18,7 @@ pub(crate) fn check_overflow(
         .map(|(dtype, numel, address)| {
             // SAFETY: the Python layer passes live, dense CPU tensors of these sizes and holds them for the duration of
             // the call. It refuses to unscale tensors that overlap.
-            Ok(unsafe { CheckedTensor::new(parse(&dtype)?, numel, address as *mut u8) })
+            Ok(unsafe { CheckedTensor::new(parse_dtype(&dtype)?, numel, address as *mut u8) })
         })
         .collect::<PyResult<Vec<_>>>()?;
     let work = unscale.map_or(CheckedWork::Look, CheckedWork::Unscale);

@@ -9,7 +9,7 @@ fn numbers(length: usize, mut state: u32) -> Vec<f32> {
     (0..length).map(|_| next()).collect()
 }
 
-fn tensor<T>(elements: &mut [T], dtype: CheckedDtype) -> CheckedTensor<'_> {
+fn tensor<T>(elements: &mut [T], dtype: Dtype) -> CheckedTensor<'_> {
     // SAFETY: the slice is borrowed for as long as the tensor, and `T` is the type of `dtype`.
     unsafe { CheckedTensor::new(dtype, elements.len(), elements.as_mut_ptr().cast()) }
 }
@@ -29,7 +29,7 @@ fn sums_are_those_of_whole_tensors_on_any_number_of_threads() {
             stats.sum_squares.to_bits()
         })
         .collect();
-    let tensors: Vec<_> = lists.iter_mut().map(|list| tensor(list, CheckedDtype::F32)).collect();
+    let tensors: Vec<_> = lists.iter_mut().map(|list| tensor(list, Dtype::F32)).collect();
     for threads in [0, 1, 2, 3, 7, 16] {
         let mut sums = vec![1.0; tensors.len()];
         let outcome = check_overflow(&tensors, CheckedWork::Look, threads, &mut sums);
@@ -48,11 +48,8 @@ fn dtypes_mix_and_unscaling_reaches_everything() {
     brain[7] = 0x7F80;
     let mut sums = [0.0; 3];
     let outcome = {
-        let tensors = [
-            tensor(&mut single, CheckedDtype::F32),
-            tensor(&mut brain, CheckedDtype::Bf16),
-            tensor(&mut half, CheckedDtype::F16),
-        ];
+        let tensors =
+            [tensor(&mut single, Dtype::F32), tensor(&mut brain, Dtype::Bf16), tensor(&mut half, Dtype::F16)];
         check_overflow(&tensors, CheckedWork::Unscale(0.25), 3, &mut sums)
     };
     assert_eq!(outcome, CheckedOutcome { non_finite: true, blocks: 14 });
@@ -70,18 +67,18 @@ fn an_early_infinity_ends_the_check_early() {
     values[100] = f32::INFINITY;
     for mut sums in [vec![], vec![0.0]] {
         let work = CheckedWork::Look;
-        let outcome = check_overflow(&[tensor(&mut values, CheckedDtype::F32)], work, 1, &mut sums);
+        let outcome = check_overflow(&[tensor(&mut values, Dtype::F32)], work, 1, &mut sums);
         assert_eq!(outcome, CheckedOutcome { non_finite: true, blocks: 1 });
         assert!(sums.iter().all(|sum| sum.is_nan()));
         for threads in [2, 5] {
-            let outcome = check_overflow(&[tensor(&mut values, CheckedDtype::F32)], work, threads, &mut sums);
+            let outcome = check_overflow(&[tensor(&mut values, Dtype::F32)], work, threads, &mut sums);
             assert!(outcome.non_finite && outcome.blocks >= 1);
         }
     }
     values[100] = 0.0;
     let last = values.len() - 1;
     values[last] = f32::NAN;
-    let outcome = check_overflow(&[tensor(&mut values, CheckedDtype::F32)], CheckedWork::Look, 2, &mut []);
+    let outcome = check_overflow(&[tensor(&mut values, Dtype::F32)], CheckedWork::Look, 2, &mut []);
     assert_eq!(outcome, CheckedOutcome { non_finite: true, blocks: 64 });
 }
 
@@ -94,7 +91,7 @@ fn a_thread_that_runs_ahead_waits_for_the_sum_before_it() {
         stats_f32(&values, &mut stats);
         stats.sum_squares
     };
-    let one = tensor(&mut values, CheckedDtype::F32);
+    let one = tensor(&mut values, Dtype::F32);
     let tensors = vec![one; 400];
     let mut sums = vec![0.0; tensors.len()];
     check_overflow(&tensors, CheckedWork::Look, 32, &mut sums);
