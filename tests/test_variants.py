@@ -247,7 +247,7 @@ def test_pytorch_trains_float16_no_better() -> None:
 # ---- saved and loaded ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "8-bit" not in variant])
+@variants
 def test_a_run_goes_on_from_its_state_dict_as_if_nothing_had_happened(
     offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str
 ) -> None:

@@ -34,6 +34,7 @@ class GradientCapture:
             return
 
         def before(_: torch.Tensor) -> None:
+            self._accumulating.discard(place)  # a backward pass that failed in between may have left it
             self.settle(place)
             if parameter.grad is place.marker:
                 # AccumulateGrad would add to the marker: let it find nothing, and add ourselves.
@@ -56,9 +57,9 @@ class GradientCapture:
         """Move `parameter.grad` (a real tensor) into the store's keeping."""
         gradient = place.parameter.grad
         assert gradient is not None
-        place.parameter.grad = None
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
+        place.parameter.grad = None
         gradient = gradient.detach().contiguous()
         tensor = place.tensor
         self.streamer.apply_update(tensor.unit)
@@ -68,6 +69,11 @@ class GradientCapture:
         place.sum_squares, place.non_finite = self.runtime.capture(
             tensor.gradient, start, gradient.data_ptr(), place.numel, accumulate
         )
+        place.held = True
+        if accumulate:
+            place.added += 1
+        else:
+            place.captured += 1
         place.parameter.grad = place.marker
 
     def allocate(self, tensor: StoreTensor) -> None:
@@ -92,6 +98,7 @@ class GradientCapture:
         """Discard a parameter's gradient, as `zero_grad` does."""
         if place.parameter.grad is place.marker and not place.tensor.packed:
             self.runtime.clear_gradient(place.tensor.gradient)
+        place.held = False
         place.parameter.grad = None
         self._accumulating.discard(place)
 

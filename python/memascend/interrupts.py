@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,26 @@ class Abandoned(KeyboardInterrupt):
         """Remember which signal it was, for the exit code."""
         super().__init__(signal_number)
         self.signal_number = signal_number
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C, and SIGTERM where it is handled, off until the end of the block."""
+    came: list[tuple[int, FrameType | None]] = []
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                previous[number] = handler
+                signal.signal(number, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            previous[number](number, frame)
 
 
 class Interrupts:

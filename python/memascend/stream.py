@@ -263,12 +263,16 @@ class Streamer:
 
     # ---- updates ----------------------------------------------------------------------------------------
 
-    def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
-        """Have the next fetch of `unit` apply `updates`; what is in host memory becomes stale."""
+    def let_go(self, unit: Unit) -> None:
+        """Drop a unit that is about to change, with what a fetch of it may have to tell."""
         residency = self.residencies[unit]
         if residency.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         self._drop(residency)
+
+    def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
+        """Have the next fetch of `unit`, which was let go, apply `updates`."""
+        residency = self.residencies[unit]
         waiting = {update.tensor: update for update in residency.updates}
         for update in updates:
             known = waiting.setdefault(update.tensor, update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from memascend._memascend import Extent, Plane
+    from memascend._memascend import Extent, Plane, Rule
 
 PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -50,8 +50,16 @@ class Place:
     marker: torch.Tensor
     #: Optimizer steps taken on the parameter: a graph made before one of them is out of date.
     version: int = 0
+    #: Of gradients kept by memascend: whether there is one, how many were taken over, and how often they were added to.
+    held: bool = False
+    captured: int = 0
+    added: int = 0
     sum_squares: float = 0.0
     non_finite: bool = False
+    #: The optimizer whose states are on the store (a weak reference), how it keeps them, and which of them it has made.
+    owner: Any = None
+    rule: Rule | None = None
+    made: set[Plane] = field(default_factory=set)
     hooks: list = field(default_factory=list)
 
     @property

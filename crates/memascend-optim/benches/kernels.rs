@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use memascend_optim::kernels::{
-    AdamwScalars, Algorithm, GRADIENT_BLOCK, Moments, Rule, StepScalars, Weight, adamw_bf16_split, step,
+    Algorithm, GRADIENT_BLOCK, GradientStats, Moments, Rule, StepScalars, Weight, add_bf16, add_f16,
+    copy_bf16, copy_f16, step,
 };
 
 const ELEMENTS: usize = 64 << 20;
@@ -28,8 +29,9 @@ impl Tensor {
             Weight::F32 => &[0x12, 0x34, 0x3A, 0x3F, 0x56, 0x78, 0x91, 0xBE],
         };
         let weight = pattern.repeat(ELEMENTS * rule.weight.bytes() / pattern.len());
-        let mut planes: Vec<_> = rule.planes().iter().map(|plane| vec![1; plane.bytes(ELEMENTS)]).collect();
-        rule.initialize(&weight, &mut planes.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+        let mut planes: Vec<_> = rule.planes().iter().map(|plane| vec![0; plane.bytes(ELEMENTS)]).collect();
+        // Zeros of the allocator's have no memory of their own before they are written.
+        planes.iter_mut().for_each(|plane| black_box(plane).fill(0));
         Self { rule, gradient: weight.clone(), weight, planes }
     }
 
@@ -143,22 +145,29 @@ fn variants(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The kernel without staging, for comparison.
-fn direct(criterion: &mut Criterion) {
-    let scalars = AdamwScalars::new(1e-5, 0.9, 0.999, 1e-8, 0.01, 10, 1.0);
-    let (mut high, mut low) = (vec![0x3F3Au16; ELEMENTS], vec![0x1234u16; ELEMENTS]);
-    let (mut exp_avg, mut exp_avg_sq) = (vec![0.1f32; ELEMENTS], vec![0.1f32; ELEMENTS]);
-    let gradient = vec![0x3E91u16; ELEMENTS];
-    let mut group = criterion.benchmark_group("direct");
+/// Capture of gradients, on one thread. A format is its kernels for copying and for adding.
+fn gradients(criterion: &mut Criterion) {
+    type Kernel = fn(&mut [u16], &[u16], &mut GradientStats);
+    let source = vec![0x2E91u16; ELEMENTS];
+    let mut target = vec![0x0102u16; ELEMENTS];
+    let mut group = criterion.benchmark_group("gradient");
     group.sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    group.throughput(Throughput::Bytes(26 * ELEMENTS as u64));
-    group.bench_function("adamw_bf16_split, 1 thread", |bencher| {
-        bencher.iter(|| {
-            adamw_bf16_split(&mut high, &mut low, &mut exp_avg, &mut exp_avg_sq, &gradient, &scalars)
+    let kernels: [(&str, u64, Kernel); 4] = [
+        ("copy_bf16", 4, copy_bf16),
+        ("copy_f16", 4, copy_f16),
+        ("add_bf16", 6, add_bf16),
+        ("add_f16", 6, add_f16),
+    ];
+    for (name, bytes, kernel) in kernels {
+        group.throughput(Throughput::Bytes(bytes * ELEMENTS as u64));
+        group.bench_function(name, |bencher| {
+            let mut stats = GradientStats::default();
+            bencher.iter(|| kernel(&mut target, black_box(&source), &mut stats));
+            black_box(stats);
         });
-    });
+    }
     group.finish();
 }
 
-criterion_group!(benches, plain, direct, variants);
+criterion_group!(benches, plain, gradients, variants);
 criterion_main!(benches);

@@ -44,8 +44,9 @@ pub struct Segment {
     pub rule: Rule,
     /// Hyper-parameters of this step.
     pub scalars: StepScalars,
-    /// Whether this is the parameter's first step: its states are made, whatever the planes hold.
-    pub fresh: bool,
+    /// For each of the rule's planes, whether the parameter has no such state yet: it begins as zeros, whatever the plane
+    /// holds.
+    pub fresh: Vec<bool>,
     /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
     pub host: Option<(Address, Address)>,
 }
@@ -532,8 +533,8 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
         // SAFETY: see above; the planes of a rule are different ones.
         .map(|area| unsafe { area.as_mut_slice() })
         .collect();
-    if segment.fresh {
-        segment.rule.initialize(weight, &mut planes);
+    for (plane, _) in planes.iter_mut().zip(&segment.fresh).filter(|(_, fresh)| **fresh) {
+        plane.fill(0);
     }
     step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
 }

@@ -10,8 +10,6 @@ pub struct HostTensor<'a> {
     pub planes: Vec<&'a mut [u8]>,
     /// Gradient.
     pub gradient: &'a [u8],
-    /// Whether this is the first step: the states are made, whatever the planes hold.
-    pub fresh: bool,
 }
 
 /// One optimizer step on a tensor in host memory, on up to `threads` threads: bit for bit what the executor
@@ -20,7 +18,7 @@ pub struct HostTensor<'a> {
 /// # Panics
 /// As [`step`].
 pub fn step_host(tensor: HostTensor<'_>, scalars: &StepScalars, threads: usize) {
-    let HostTensor { rule, weight, planes: mut rest, gradient, fresh } = tensor;
+    let HostTensor { rule, weight, planes: mut rest, gradient } = tensor;
     let element = rule.weight.bytes();
     let elements = gradient.len() / element;
     let share = elements.div_ceil(threads.max(1)).max(1).next_multiple_of(GRADIENT_BLOCK);
@@ -38,9 +36,6 @@ pub fn step_host(tensor: HostTensor<'_>, scalars: &StepScalars, threads: usize) 
                 *rest = left;
             }
             let mut run = move || {
-                if fresh {
-                    rule.initialize(weight, &mut planes);
-                }
                 step(rule, weight, &mut planes, gradient, first as u64, scalars);
             };
             if elements <= share {

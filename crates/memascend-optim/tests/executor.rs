@@ -172,7 +172,6 @@ fn tensors_in_host_memory_are_updated_by_address() {
                         weight: w,
                         planes: states.iter_mut().map(Vec::as_mut_slice).collect(),
                         gradient,
-                        fresh: step == 1,
                     };
                     step_host(tensor, &scalars_of(rule.algorithm, 1, step), 3);
                 }
@@ -237,7 +236,6 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
                 weight: &mut theirs[index],
                 planes: states[index].iter_mut().map(Vec::as_mut_slice).collect(),
                 gradient: &gradients[index],
-                fresh: own_step == 1,
             };
             step_host(tensor, &scalars, 1);
             let addresses =
@@ -247,7 +245,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
                 numel: part,
                 rule,
                 scalars,
-                fresh: own_step == 1,
+                fresh: vec![own_step == 1; rule.planes().len()],
                 host: Some(addresses),
             });
         }
@@ -296,13 +294,7 @@ fn a_plane_is_read_and_written_as_numbers() {
 #[test]
 fn an_empty_tensor_is_updated_to_nothing() {
     let rule = adamw(Weight::Bf16Split);
-    let empty = HostTensor {
-        rule,
-        weight: &mut [],
-        planes: vec![&mut [], &mut [], &mut []],
-        gradient: &[],
-        fresh: true,
-    };
+    let empty = HostTensor { rule, weight: &mut [], planes: vec![&mut [], &mut [], &mut []], gradient: &[] };
     step_host(empty, &scalars_of(rule.algorithm, 1, 1), 4);
 }
 

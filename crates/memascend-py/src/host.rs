@@ -224,10 +224,9 @@ pub(crate) unsafe fn floats_mut<'a>(address: usize, length: usize) -> &'a mut [f
 }
 
 /// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place. Addresses are `Tensor.data_ptr()`
-/// of contiguous CPU tensors: weight, gradient, and one for each of the rule's planes, of `Plane.bytes(numel)` bytes. With
-/// `fresh` the planes are made first.
+/// of contiguous CPU tensors: weight, gradient, and one for each of the rule's planes, of `Plane.bytes(numel)` bytes.
 #[pyfunction]
-#[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, fresh, threads))]
+#[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, threads))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn step_host(
     py: Python<'_>,
@@ -237,7 +236,6 @@ pub(crate) fn step_host(
     planes: Vec<usize>,
     gradient: usize,
     scalars: &Bound<'_, StepScalars>,
-    fresh: bool,
     threads: usize,
 ) -> PyResult<()> {
     let (rule, scalars) = (rule.get().0, scalars.get().0);
@@ -259,7 +257,6 @@ pub(crate) fn step_host(
                     .map(|(plane, address)| bytes_mut(address, plane.bytes(numel)))
                     .collect(),
                 gradient: bytes(gradient, numel * element),
-                fresh,
             }
         };
         memascend_optim::step_host(tensor, &scalars, threads);

@@ -54,7 +54,7 @@ struct SegmentArgument<'py> {
     numel: usize,
     rule: Bound<'py, Rule>,
     scalars: Bound<'py, StepScalars>,
-    fresh: bool,
+    fresh: Vec<bool>,
     /// `(weight, gradient)` addresses for a tensor in host memory.
     host: Option<(usize, usize)>,
 }
@@ -103,6 +103,9 @@ impl UpdateArgument<'_> {
                 if plane.has_records() && (segment.start, segment.numel) != (0, numel) {
                     return Err(PyValueError::new_err("8-bit states of a part of a tensor"));
                 }
+            }
+            if segment.fresh.len() != rule.planes().len() {
+                return Err(PyValueError::new_err("not a word on each plane on whether it is fresh"));
             }
             if rule.weight.bytes() != dtype.bytes() {
                 return Err(PyValueError::new_err(format!("a rule of another dtype than {}", self.dtype)));
@@ -255,6 +258,12 @@ impl Runtime {
     fn allocate(&self, py: Python<'_>, name: &str, bytes: u64) -> PyResult<Extent> {
         let parts = self.parts()?;
         py.detach(|| parts.store.allocate(name, bytes)).map(Extent).map_err(|error| store_error(&error))
+    }
+
+    /// Gives back the room of a tensor of which nothing is under way.
+    fn free(&self, extent: &Bound<'_, Extent>) -> PyResult<()> {
+        self.parts()?.store.free(extent.get().0);
+        Ok(())
     }
 
     /// Raises StoreError if `bytes` more bytes do not fit on the volumes.

@@ -64,7 +64,7 @@ class Adam(OffloadedOptimizer):
     def _algorithm(self, group: dict[str, Any]) -> str:
         return "adamw amsgrad" if group["amsgrad"] else "adamw"
 
-    def _scalars(self, group: dict[str, Any], step: int, grad_scale: float, seed: int) -> StepScalars:
+    def _scalars(self, group: dict[str, Any], step: int, begins: bool, grad_scale: float, seed: int) -> StepScalars:
         beta1, beta2 = group["betas"]
         return StepScalars.adamw(
             float(group["lr"]),
@@ -121,3 +121,6 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
             **options,
         )
+
+    # It is what makes this AdamW, whatever a loaded dictionary says.
+    _own_options = (*Adam._own_options, "decoupled_weight_decay")

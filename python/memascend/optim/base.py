@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +15,18 @@ from torch.optim import Optimizer
 
 from memascend import _memascend
 from memascend.errors import MemascendError
+from memascend.interrupts import uninterrupted
 from memascend.offload import OPTIONS, Offload, close_at_exit, open_runtime, place_of
 from memascend.optim.states import load_states, read_states
-from memascend.optim.update import Segment, Update, add_segment, allocate_states, missing_planes, rule_for
+from memascend.optim.update import (
+    Segment,
+    Update,
+    add_segment,
+    allocate_states,
+    free_unused,
+    missing_planes,
+    rule_for,
+)
 from memascend.plan import make_states_plan, parse_size
 from memascend.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
 
@@ -84,8 +96,6 @@ class OffloadedOptimizer(Optimizer):
             raise TypeError(
                 f"{type(self).__name__} has no option {', '.join(sorted(unknown))}; those of a store are {known}"
             )
-        if not 0 <= int(seed) < _SEEDS:
-            raise ValueError(f"Invalid seed: {seed}: it must be from 0 to below 2^32")
         for name in ("capturable", "differentiable"):
             if defaults.get(name):
                 raise ValueError(f"{name}=True is not supported: updates run outside of autograd and CUDA graphs")
@@ -97,7 +107,7 @@ class OffloadedOptimizer(Optimizer):
         self._options = options
         #: What becomes of a step whose gradients are not all finite; may be changed at any time.
         self.nonfinite = nonfinite
-        defaults |= {"states": str(states).removeprefix("torch."), "master": bool(master), "seed": int(seed)}
+        defaults |= {"states": states, "master": bool(master), "seed": int(seed)}
         super().__init__(params, defaults)
         self._built = True
         self._prepare(self.param_groups)
@@ -111,9 +121,10 @@ class OffloadedOptimizer(Optimizer):
         self._offloads: list[Offload] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}
         self._rules: dict[torch.nn.Parameter, Rule] = {}
-        self._grad_scale = 1.0
-        self._inv_scale = 1.0
+        #: What the next step multiplies gradients by, of those that were clipped or unscaled.
+        self._factors: dict[torch.nn.Parameter, tuple[_Seen, float]] = {}
         self._built = False
+        self._closed = False
         #: Steps left out for a gradient that was not finite, with `nonfinite="skip"`.
         self.skipped_steps = 0
         self.nonfinite = "propagate"
@@ -137,21 +148,33 @@ class OffloadedOptimizer(Optimizer):
         """Name the algorithm of a group, as `memascend._memascend.Rule` takes it."""
         raise NotImplementedError
 
-    def _scalars(self, group: dict[str, Any], step: int, grad_scale: float, seed: int) -> StepScalars:
-        """Return the constants of step number `step`, the first being 1, with a group's options."""
+    def _scalars(self, group: dict[str, Any], step: int, begins: bool, grad_scale: float, seed: int) -> StepScalars:
+        """Return the constants of step number `step`, the first being 1, with a group's options.
+
+        `begins` says that a state of the parameter is new, as all are in its first step.
+        """
         raise NotImplementedError
+
+    #: Options that `load_state_dict` leaves as they are.
+    _own_options: tuple[str, ...] = ("params", "param_names", "states", "master")
 
     # ---- set-up -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in PyTorch, and make room for its states."""
         super().add_param_group(param_group)
-        if self._built:
-            try:
-                self._prepare(self.param_groups[-1:])
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        known = len(self._numbers)
+        try:
+            group = self.param_groups[-1]
+            group["states"] = str(group["states"]).removeprefix("torch.")
+            if not 0 <= int(group["seed"]) < _SEEDS:
+                raise ValueError(f"Invalid seed: {group['seed']}: it must be from 0 to below 2^32")
+            if self._built:
+                self._prepare([group])
+        except BaseException:
+            self.param_groups.pop()
+            self._numbers = dict(list(self._numbers.items())[:known])
+            raise
 
     def _prepare(self, groups: Iterable[dict[str, Any]]) -> None:
         offloaded: defaultdict[Offload, dict[StoreTensor, list[Rule]]] = defaultdict(dict)
@@ -170,7 +193,12 @@ class OffloadedOptimizer(Optimizer):
                 state, place = found
                 if state.runtime.closed:
                     raise MemascendError(f"{place.name} belongs to a model that was closed")
-                offloaded[state].setdefault(place.tensor, []).append(self._rule(group, parameter))
+                rule = self._rule(group, parameter)
+                offloaded[state].setdefault(place.tensor, []).append(rule)
+                if place.owner is None:
+                    place.rule = rule
+                elif place.owner() is None:  # of an optimizer that is no more
+                    self._take_over(state, place, rule)
         for state, tensors in offloaded.items():
             self._prepare_offloaded(state, tensors)
         if self._store is not None and ordinary:
@@ -242,27 +270,50 @@ class OffloadedOptimizer(Optimizer):
     def unscale_in_step(self, inv_scale: float) -> bool:
         """Have the next `step` multiply all other gradients by `inv_scale`, in fp32, and clip them so.
 
-        Returns whether any of them is not finite. For `memascend.GradScaler`; `step` and `zero_grad` end it.
+        Returns whether any of them is not finite. For `memascend.GradScaler`; `step` and `zero_grad` end it, and a new
+        gradient is not one of them.
         """
-        self._inv_scale = inv_scale
         non_finite = False
         for _, parameter in self._with_gradient():
             if self._unscaled_in_step(parameter):
                 self._capture(parameter)
                 non_finite = self._squares(parameter)[1] or non_finite
+                self._factors[parameter] = _Seen(parameter), inv_scale
         return non_finite
 
-    def _capture(self, parameter: torch.nn.Parameter) -> bool:
-        """Take over a gradient that somebody put on an offloaded parameter; returns whether there was one."""
+    def _factor(self, parameter: torch.nn.Parameter) -> float:
+        """What the next step multiplies the gradient by: that of unscaling and clipping it, if it is still that one."""
+        if parameter not in self._factors:
+            return 1.0
+        seen, factor = self._factors[parameter]
+        same = seen.same(parameter)
+        if same is None:
+            raise RuntimeError(
+                f"the gradient of {self._name(parameter)} was changed after it was clipped or unscaled: unscale and "
+                "clip after the last backward pass of a step, with the optimizer's clip_grad_norm_"
+            )
+        return factor if same else 1.0
+
+    def _name(self, parameter: torch.nn.Parameter) -> str:
+        found = place_of(parameter)
+        return f"parameter number {self._numbers.get(parameter, 0)}" if found is None else found[1].name
+
+    def _capture(self, parameter: torch.nn.Parameter) -> None:
+        """Take over a gradient that somebody put on an offloaded parameter."""
         found = place_of(parameter)
         if found is None:
-            return False
+            return
         state, place = found
         state.gradients.settle(place)
-        if parameter.grad is place.marker:
-            return False
-        state.gradients.capture(place, accumulate=False)
-        return True
+        if parameter.grad is not place.marker:
+            assert parameter.grad is not None
+            self._usable(parameter, parameter.grad)
+            state.gradients.capture(place, accumulate=False)
+        elif not place.held:
+            raise MemascendError(
+                f"{place.name} was given back the stand-in of a gradient that a step or zero_grad has consumed: its "
+                "values are gone"
+            )
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their 2-norm is at most `max_norm`, in the next `step`.
@@ -271,29 +322,31 @@ class OffloadedOptimizer(Optimizer):
         same for offloaded and ordinary parameters. Not finite when a gradient overflowed.
         """
         total, finite = 0.0, True
-        for _, parameter in self._with_gradient():
-            squares, non_finite, inv_scale = self._squares(parameter)
-            total += squares * inv_scale**2
+        parameters = [parameter for _, parameter in self._with_gradient()]
+        factors = {}
+        for parameter in parameters:
+            self._capture(parameter)
+            factors[parameter] = self._factor(parameter)
+            squares, non_finite = self._squares(parameter)
+            total += squares * factors[parameter] ** 2
             finite = finite and not non_finite
         norm = math.sqrt(total) if finite else math.nan
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError("the norm of the gradients is not finite, so they cannot be clipped")
         scale = torch.tensor(max_norm, dtype=torch.float64) / (norm + 1e-6)
-        self._grad_scale = float(scale.clamp(max=1.0).to(torch.float32))
+        coefficient = float(scale.clamp(max=1.0).to(torch.float32))
+        self._factors = {parameter: (_Seen(parameter), coefficient * factors[parameter]) for parameter in parameters}
         return torch.tensor(norm, dtype=torch.float32)
 
-    def _squares(self, parameter: torch.nn.Parameter) -> tuple[float, bool, float]:
-        """Sum of squares of a gradient as it is kept, whether it is not finite, and what still scales it."""
+    def _squares(self, parameter: torch.nn.Parameter) -> tuple[float, bool]:
+        """Sum of squares of a gradient as it is kept, and whether it is not finite."""
         found = place_of(parameter)
-        if found is not None:
-            found[0].gradients.settle(found[1])
         gradient = parameter.grad
         assert gradient is not None
         if found is not None and gradient is found[1].marker:
-            return found[1].sum_squares, found[1].non_finite, self._inv_scale
+            return found[1].sum_squares, found[1].non_finite
         gradient = self._usable(parameter, gradient)
-        stats = _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
-        return *stats, self._inv_scale if found is None and parameter.dtype == torch.float16 else 1.0
+        return _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
 
     def _usable(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient in one piece, on the CPU and of its parameter's shape and dtype."""
@@ -312,159 +365,212 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update every parameter that has a gradient. On offloaded parameters the work is deferred."""
+        """Update every parameter that has a gradient. On offloaded parameters the work is deferred.
+
+        Whatever is refused is refused before anything has changed, and Ctrl-C waits until the step is complete.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = list(self._with_gradient())
-        # What can be refused is refused before anything changes.
-        for group, parameter in work:
+        if self._closed:
+            raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
+        chosen = list(self._with_gradient())
+        for group, parameter in chosen:
             if place_of(parameter) is None:
                 self._check_ordinary(parameter)
                 assert parameter.grad is not None
                 self._usable(parameter, parameter.grad)
+            else:
+                self._capture(parameter)
             self._check_rule(group, parameter)
-        put_by_hand = {parameter for _, parameter in work if self._capture(parameter)}
-        if self._leave_out(work):
+        if self._leave_out(chosen):
             return loss
-        deferred: defaultdict[Offload, dict[StoreTensor, Update]] = defaultdict(dict)
-        in_host = []
-        for group, parameter in work:
-            found = place_of(parameter)
-            if found is None:
-                in_host.append((group, parameter))
-                continue
-            state, place = found
+        self._make_room(chosen)
+        work = [self._plan(group, parameter) for group, parameter in chosen]
+        for state, unit in {(each.state, each.place.tensor.unit) for each in work if each.state and each.place}:
+            state.streamer.let_go(unit)
+        with uninterrupted():
+            self._carry_out(work)
+        return loss
+
+    def _check_rule(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        rule, known = self._rule(group, parameter), self._rules.get(parameter)
+        if known in (None, rule) or "step" not in self.state.get(parameter, {}):
+            return
+        replaced = {plane.name for plane in rule.planes if plane not in known.planes}
+        lost = [
+            plane.name
+            for plane in known.planes
+            if plane.name in replaced or (plane.name.startswith("master") and plane not in rule.planes)
+        ]
+        if lost:
+            raise MemascendError(
+                f"states or master of a group, or the dtype of {self._name(parameter)}, changed after the first step, "
+                f"which would lose {', '.join(lost)}: make a new optimizer and load the state_dict of this one"
+            )
+
+    def _leave_out(self, chosen: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> bool:
+        """Whether the user wants no step with such gradients."""
+        if self.nonfinite == "propagate":
+            return False
+        bad = next((parameter for _, parameter in chosen if self._squares(parameter)[1]), None)
+        if bad is None:
+            return False
+        if self.nonfinite == "raise":
+            raise MemascendError(
+                f"the gradient of {self._name(bad)} is not finite, and the optimizer's policy is nonfinite='raise': "
+                "nothing has changed; zero_grad() discards the gradients"
+            )
+        self.skipped_steps += 1
+        self._factors.clear()
+        return True
+
+    def _make_room(self, chosen: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
+        """Make room for the states that a step needs, and take over what another optimizer or place has kept."""
+        added = []
+        for group, parameter in chosen:
             rule = self._rule(group, parameter)
-            if missing_planes(place.tensor, rule) or state not in self._offloads:
-                # Frozen when the optimizer was made, or keeping more than it did then.
-                self._prepare_offloaded(state, {place.tensor: [rule]})
-            # Somebody's own gradient was put there after unscaling.
-            inv_scale = 1.0 if parameter in put_by_hand else self._inv_scale
-            place.version += 1
-            segment = self._segment(group, parameter, place, inv_scale)
-            add_segment(deferred[state], place, segment, captured=True)
-            parameter.grad = None
-        self._step_in_host(in_host)
-        self._grad_scale = self._inv_scale = 1.0
+            found = place_of(parameter)
+            if found is not None:
+                state, place = found
+                if place.owner is None or place.owner() is not self:
+                    if place.owner is not None and "step" in self.state.get(parameter, {}):
+                        raise MemascendError(
+                            f"{place.name} has been trained by another optimizer since: its states on the store are "
+                            "that one's; load a state_dict to go on with this one"
+                        )
+                    self._take_over(state, place, rule)
+                place.rule = rule
+                if missing_planes(place.tensor, rule) or state not in self._offloads:
+                    self._prepare_offloaded(state, {place.tensor: [rule]})
+                self._adopt(parameter, place)
+            elif self._store is not None:
+                place = self._host_places.get(parameter)
+                if place is None:
+                    added.append((group, parameter))  # frozen when the optimizer was made
+                    continue
+                if place.shape != parameter.shape or place.dtype != parameter.dtype:
+                    raise RuntimeError(
+                        f"{self._name(parameter)} was {place.dtype} of shape {tuple(place.shape)} when its states were "
+                        f"made, and is now {parameter.dtype} of shape {tuple(parameter.shape)}"
+                    )
+                allocate_states(self._states_of(parameter).runtime, place.tensor, rule)
+            else:
+                self._make_in_memory(parameter, rule)
+        if added:
+            self._put_on_store(added)
+
+    def _take_over(self, state: Offload, place: Place, rule: Rule) -> None:
+        """Have a parameter's states begin anew here; what other optimizers kept of it is of no use any more."""
+        place.owner, place.rule = weakref.ref(self), rule
+        place.made.clear()
+        unit = place.tensor.unit
+        state.streamer.apply_update(unit)
+        state.runtime.wait_unit(unit.index)
+        free_unused(state.runtime, place.tensor)
+
+    def _adopt(self, parameter: torch.nn.Parameter, place: Place) -> None:
+        """Write the states of a parameter to the store that had them in memory before it was offloaded."""
+        kept, rule = self.state.get(parameter, {}), self._rules.get(parameter)
+        if rule is not None and parameter in self._host_places and not place.made:
+            raise MemascendError(
+                f"{place.name} was offloaded while its states were on the optimizer's own store: make a new optimizer "
+                "and load the state_dict that this one gave before"
+            )
+        if rule is None or not any(plane.name in kept for plane in rule.planes):
+            return
+        assert place.rule is not None
+        self._load_states(parameter, place.rule, read_states(parameter, rule, kept, None))
+        self.state[parameter] = {"step": kept["step"]}
+
+    def _make_in_memory(self, parameter: torch.nn.Parameter, rule: Rule) -> None:
+        """Make the states that are missing, and see that the others are what the kernels take them for."""
+        state = self.state[parameter]
+        for plane in rule.planes:
+            dtype = getattr(torch, plane.dtype)
+            shape = (plane.bytes(parameter.numel()),) if dtype == torch.uint8 else parameter.shape
+            kept = state.get(plane.name)
+            if kept is None:
+                state[plane.name] = torch.zeros(shape, dtype=dtype)
+            elif kept.dtype != dtype or kept.shape != shape or not kept.is_contiguous() or kept.device.type != "cpu":
+                raise RuntimeError(
+                    f"{plane.name} of {self._name(parameter)}, of shape {tuple(parameter.shape)}, is {kept.dtype} of "
+                    f"shape {tuple(kept.shape)}: one of them was replaced; states are replaced by load_state_dict"
+                )
+
+    def _plan(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> _Work:
+        """Everything about a parameter's step, without a trace of it yet."""
+        rule = self._rule(group, parameter)
+        found = place_of(parameter)
+        place = self._host_places.get(parameter) if found is None else found[1]
+        step = self.state.get(parameter, {}).get("step", 0) + 1
+        if place is None:
+            known = self._rules.get(parameter, rule)
+            fresh = [step == 1 or plane not in known.planes for plane in rule.planes]
+        else:
+            fresh = [plane not in place.made for plane in rule.planes]
+        # Two parameters must not round by the same random numbers.
+        seed = int(group["seed"]) << 32 | self._numbers[parameter]
+        scalars = self._scalars(group, step, step == 1 or any(fresh), self._factor(parameter), seed)
+        weight = gradient = None
+        if found is None:
+            assert parameter.grad is not None
+            weight, gradient = parameter.detach().contiguous(), self._usable(parameter, parameter.grad)
+        return _Work(parameter, rule, step, fresh, scalars, found and found[0], place, weight, gradient)
+
+    def _carry_out(self, work: list[_Work]) -> None:
+        deferred: defaultdict[Offload, dict[StoreTensor, Update]] = defaultdict(dict)
+        on_ssd: defaultdict[_HostStates, dict[StoreTensor, Update]] = defaultdict(dict)
+        in_host = [each for each in work if each.state is None]
+        for each in work:
+            if each.state is not None:
+                each.add_to(deferred[each.state])
         for state, updates in deferred.items():
             by_unit: defaultdict[Unit, list[Update]] = defaultdict(list)
             for update in updates.values():
                 by_unit[update.tensor.unit].append(update)
             for unit, of_unit in by_unit.items():
                 state.streamer.defer(unit, of_unit)
-            state.streamer.start_next_pass()
-        return loss
-
-    def _check_rule(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
-        rule = self._rule(group, parameter)
-        known = self._rules.get(parameter)
-        if known not in (None, rule) and "step" in self.state.get(parameter, {}):
-            replaced = {plane.name for plane in rule.planes if plane not in known.planes}
-            lost = [
-                plane.name
-                for plane in known.planes
-                if plane.name in replaced or (plane.name.startswith("master") and plane not in rule.planes)
-            ]
-            if lost:
-                raise MemascendError(
-                    f"states or master of a group changed after the first step, which would lose {', '.join(lost)}: "
-                    "make a new optimizer and load the state_dict of this one"
-                )
-        self._rules[parameter] = rule
-
-    def _leave_out(self, work: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> bool:
-        """Whether the user wants no step with such gradients."""
-        if self.nonfinite == "propagate" or not any(self._squares(parameter)[1] for _, parameter in work):
-            return False
-        if self.nonfinite == "raise":
-            bad = next(parameter for _, parameter in work if self._squares(parameter)[1])
-            found = place_of(bad)
-            name = f"parameter number {self._numbers[bad]}" if found is None else found[1].name
-            raise MemascendError(
-                f"the gradient of {name} is not finite, and the optimizer was made with nonfinite='raise': nothing has "
-                "changed; zero_grad() discards the gradients"
-            )
-        self.skipped_steps += 1
-        self._grad_scale = self._inv_scale = 1.0
-        return True
-
-    def _segment(
-        self,
-        group: dict[str, Any],
-        parameter: torch.nn.Parameter,
-        place: Place,
-        inv_scale: float,
-        host: tuple[int, int] | None = None,
-    ) -> Segment:
-        rule = self._rule(group, parameter)
-        scalars, fresh = self._next(group, parameter, inv_scale)
-        return Segment(place.start, place.numel, rule, scalars, fresh, host)
-
-    def _next(self, group: dict[str, Any], parameter: torch.nn.Parameter, inv_scale: float) -> tuple[StepScalars, bool]:
-        """Count a step of a parameter: its constants, and whether it is the first."""
-        state = self.state[parameter]
-        fresh = "step" not in state
-        state["step"] = 1 if fresh else state["step"] + 1
-        # Two parameters must not round by the same random numbers.
-        seed = group["seed"] << 32 | self._numbers[parameter]
-        return self._scalars(group, state["step"], self._grad_scale * inv_scale, seed), fresh
-
-    def _step_in_host(self, work: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
-        if self._store is not None:
-            added = [(group, parameter) for group, parameter in work if parameter not in self._host_places]
-            if added:  # frozen when the optimizer was made
-                self._put_on_store(added)
-        on_ssd: defaultdict[_HostStates, dict[StoreTensor, Update]] = defaultdict(dict)
-        for group, parameter in work:
-            assert parameter.grad is not None
-            # The kernels write behind autograd's back: tell it, so that it refuses graphs made before the step.
-            torch.autograd.graph.increment_version(parameter)
-            gradient = self._usable(parameter, parameter.grad)
-            weight = parameter.detach().contiguous()
-            inv_scale = self._inv_scale if self._unscaled_in_step(parameter) else 1.0
-            place = self._host_places.get(parameter)
-            if place is None:
-                self._step_in_memory(group, parameter, weight, gradient, inv_scale)
-                _copy_back(parameter, weight)
+        for each in work:
+            self._rules[each.parameter] = each.rule
+            if each.state is None:
+                # The kernels write behind autograd's back: tell it, so that it refuses graphs made before the step.
+                torch.autograd.graph.increment_version(each.parameter)
                 continue
-            states = next(states for states in self._stores if parameter in states.places)
-            rule = self._rule(group, parameter)
-            if missing_planes(place.tensor, rule):
-                allocate_states(states.runtime, place.tensor, rule)
-            segment = self._segment(group, parameter, place, inv_scale, (weight.data_ptr(), gradient.data_ptr()))
-            states.hold.append((parameter, weight, gradient))
-            add_segment(on_ssd[states], place, segment, captured=False)
+            assert each.place is not None
+            each.place.version += 1
+            each.place.held = False
+            each.parameter.grad = None
+            each.count(self.state)
+        self._factors.clear()
+        for each in in_host:
+            each.count(self.state)
+            if each.place is not None:
+                each.add_to(on_ssd[self._states_of(each.parameter)])
+                continue
+            assert each.weight is not None and each.gradient is not None
+            kept = self.state[each.parameter]
+            _memascend.step_host(
+                each.rule,
+                each.parameter.numel(),
+                each.weight.data_ptr(),
+                [kept[plane.name].data_ptr() for plane in each.rule.planes],
+                each.gradient.data_ptr(),
+                each.scalars,
+                torch.get_num_threads(),
+            )
+            each.copy_back()
         for states, updates in on_ssd.items():
             states.step(list(updates.values()))
+        for each in in_host:
+            if each.place is not None:
+                each.copy_back()
+        for state in deferred:
+            state.streamer.start_next_pass()
 
-    def _step_in_memory(
-        self,
-        group: dict[str, Any],
-        parameter: torch.nn.Parameter,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        inv_scale: float,
-    ) -> None:
-        rule = self._rule(group, parameter)
-        scalars, fresh = self._next(group, parameter, inv_scale)
-        state = self.state[parameter]
-        for plane in rule.planes:
-            if plane.name not in state:
-                dtype = getattr(torch, plane.dtype)
-                shape = (plane.bytes(parameter.numel()),) if dtype == torch.uint8 else parameter.shape
-                state[plane.name] = torch.zeros(shape, dtype=dtype)
-        _memascend.step_host(
-            rule,
-            parameter.numel(),
-            weight.data_ptr(),
-            [state[plane.name].data_ptr() for plane in rule.planes],
-            gradient.data_ptr(),
-            scalars,
-            fresh,
-            torch.get_num_threads(),
-        )
+    def _states_of(self, parameter: torch.nn.Parameter) -> _HostStates:
+        return next(states for states in self._stores if parameter in states.places)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, those kept on SSD too."""
@@ -472,7 +578,7 @@ class OffloadedOptimizer(Optimizer):
             found = place_of(parameter)
             if found is not None:
                 found[0].gradients.clear(found[1])
-        self._inv_scale = 1.0
+        self._factors.clear()
         super().zero_grad(set_to_none)
 
     def flush(self) -> None:
@@ -480,6 +586,9 @@ class OffloadedOptimizer(Optimizer):
         for state in self._offloads:
             if not state.runtime.closed:
                 state.flush()
+        for states in self._stores:
+            if not states.runtime.closed:
+                states.runtime.wait_unit(states.unit.index)
 
     # ---- state ------------------------------------------------------------------------------------------
 
@@ -491,7 +600,7 @@ class OffloadedOptimizer(Optimizer):
         place = self._host_places.get(parameter)
         if place is None:
             return None
-        return next(states.runtime for states in self._stores if parameter in states.places), place
+        return self._states_of(parameter).runtime, place
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states in PyTorch's format, to be saved by `torch.save` or loaded by a namesake in `torch.optim`.
@@ -534,52 +643,55 @@ class OffloadedOptimizer(Optimizer):
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             raise ValueError("the loaded state dict has parameter groups of other sizes than this optimizer")
         pairs = [
-            (group, parameter, state_dict["state"].get(key))
+            (group, parameter, state_dict["state"].get(key) or {})
             for group, saved in zip(groups, saved_groups, strict=True)
             for key, parameter in zip(saved["params"], group["params"], strict=True)
         ]
-        for _, parameter, saved in pairs:
-            for name, value in (saved or {}).items():
-                if isinstance(value, torch.Tensor) and name != "step" and value.shape != parameter.shape:
-                    raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+        for _, parameter, states in pairs:
+            _check_saved(parameter, states)
         self.flush()
         for group, saved in zip(groups, saved_groups, strict=True):
-            own = ("params", "param_names", "states", "master")
-            group.update({name: value for name, value in saved.items() if name not in own})
-        for group, parameter, saved in pairs:
-            self._load(group, parameter, saved)
+            options = {name: value for name, value in saved.items() if name not in self._own_options}
+            group.update(copy.deepcopy(options))
+        for group, parameter, states in pairs:
+            self._load(group, parameter, states)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load(self, group: dict[str, Any], parameter: torch.nn.Parameter, saved: dict[str, Any] | None) -> None:
+    def _load(self, group: dict[str, Any], parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
         self.state.pop(parameter, None)
         self._rules.pop(parameter, None)
-        # A parameter without states begins anew with its next gradient: whatever is on the SSD counts no more.
-        step = _step_of(saved or {})
-        if saved is None or not step:
-            return
-        rule = self._rule(group, parameter)
         found = place_of(parameter)
+        place = self._host_places.get(parameter) if found is None else found[1]
+        step, rule = _step_of(saved), self._rule(group, parameter)
+        if found is not None:
+            self._take_over(*found, rule)
+        elif place is not None:
+            place.made.clear()
+        # Without states it begins anew with its next gradient: whatever is on the SSD counts no more.
+        if not step:
+            return
         if found is not None:
             self._prepare_offloaded(found[0], {found[1].tensor: [rule]})
-        elif self._store is not None and parameter not in self._host_places:
-            self._put_on_store([(group, parameter)])
-        location = self.location(parameter)
-        if location is not None:
-            allocate_states(location[0], location[1].tensor, rule)
-
-        def weights() -> torch.Tensor:
-            if found is None:
-                return parameter.detach()
-            state, place = found
-            return place.view(state.read_unit(place.tensor.unit))
-
+        elif self._store is not None:
+            if place is None:
+                self._put_on_store([(group, parameter)])
+            else:
+                allocate_states(self._states_of(parameter).runtime, place.tensor, rule)
         self._rules[parameter] = rule
-        loaded = load_states(parameter, rule, saved, location, weights)
-        self.state[parameter] = {"step": step} | loaded
+        self.state[parameter] = {"step": step} | self._load_states(parameter, rule, saved)
+
+    def _load_states(self, parameter: torch.nn.Parameter, rule: Rule, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Take over states for which there is room; returns those that are kept in memory."""
+        location = self.location(parameter)
+        loaded = load_states(parameter, rule, saved, location)
+        if location is not None:
+            location[1].made.update(rule.planes)
+        return loaded
 
     def close(self) -> None:
         """Remove the store of ordinary parameters' states, if there is one."""
+        self._closed = self._closed or bool(self._stores)
         # Those of parameters added later lie inside the first one's directory.
         for states in reversed(self._stores):
             states.close()
@@ -592,10 +704,78 @@ def _step_of(saved: dict[str, Any]) -> int:
     return 1 if any(value is not None for value in saved.values()) else 0
 
 
-def _copy_back(parameter: torch.nn.Parameter, weight: torch.Tensor) -> None:
-    """Write updated weights to a parameter that was not contiguous."""
-    if weight.data_ptr() != parameter.data_ptr():
-        parameter.detach().copy_(weight)
+def _check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless everything in a parameter's saved states can be loaded."""
+    for name, value in saved.items():
+        if name == "step" or value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} of the loaded state dict is a {type(value).__name__}, not a tensor")
+        if value.shape != parameter.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+    _step_of(saved)
+
+
+class _Seen:
+    """Which gradient a parameter had, and in what condition."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        found = place_of(parameter)
+        gradient = parameter.grad
+        assert gradient is not None
+        self._kept = None if found is None else (found[1].captured, found[1].added)
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def same(self, parameter: torch.nn.Parameter) -> bool | None:
+        """Whether the parameter has that gradient still; None if the gradient was changed since."""
+        now = _Seen(parameter)
+        if self._kept is None or now._kept is None:
+            if self._gradient() is not parameter.grad:
+                return False
+            return True if self._version == now._version else None
+        if self._kept[0] != now._kept[0]:
+            return False
+        return True if self._kept == now._kept else None
+
+
+@dataclass(slots=True)
+class _Work:
+    """The step of one parameter, ready to be carried out."""
+
+    parameter: torch.nn.Parameter
+    rule: Rule
+    step: int
+    fresh: list[bool]
+    scalars: StepScalars
+    #: The model that the parameter belongs to, if it is offloaded.
+    state: Offload | None
+    #: Where its states are on a store.
+    place: Place | None
+    #: Of an ordinary parameter; contiguous, so perhaps a copy.
+    weight: torch.Tensor | None
+    gradient: torch.Tensor | None
+
+    def add_to(self, updates: dict[StoreTensor, Update]) -> None:
+        """Add the parameter to what is done to its tensor on a store."""
+        assert self.place is not None
+        host = None
+        if self.weight is not None and self.gradient is not None:
+            host = self.weight.data_ptr(), self.gradient.data_ptr()
+        place = self.place
+        segment = Segment(place.start, place.numel, self.rule, self.scalars, self.fresh, host)
+        add_segment(updates, place, segment, captured=host is None)
+
+    def count(self, states: defaultdict[torch.nn.Parameter, dict[str, Any]]) -> None:
+        """Note that the step was taken."""
+        states[self.parameter]["step"] = self.step
+        if self.place is not None:
+            self.place.made.update(self.rule.planes)
+
+    def copy_back(self) -> None:
+        """Write updated weights to a parameter that is not contiguous."""
+        if self.weight is not None and self.weight.data_ptr() != self.parameter.data_ptr():
+            self.parameter.detach().copy_(self.weight)
 
 
 class _HostStates:
@@ -611,8 +791,6 @@ class _HostStates:
         self.unit = Unit("parameters", repeated=False)
         lay_out(self.unit, ((f"parameter{index}", parameter) for index, parameter in enumerate(rules)))
         self.places = {place.parameter: place for place in self.unit.places}
-        #: Parameters, their weights and gradients, while a step is under way.
-        self.hold: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
         plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory))
         self.runtime = open_runtime(plan, store, options)
         try:
@@ -631,12 +809,8 @@ class _HostStates:
         self.runtime.close(keep=False)
 
     def step(self, updates: list[Update]) -> None:
-        try:
-            self.runtime.fetch(self.unit.index, None, None, 0, updates).wait()
-            for update in updates:
-                update.started()
-            for parameter, weight, _ in self.hold:
-                _copy_back(parameter, weight)
-            self.runtime.wait_unit(self.unit.index)
-        finally:
-            self.hold.clear()
+        ticket = self.runtime.fetch(self.unit.index, None, None, 0, updates)
+        for update in updates:
+            update.started()
+        ticket.wait()
+        self.runtime.wait_unit(self.unit.index)

@@ -52,7 +52,7 @@ class Lion(OffloadedOptimizer):
     def _algorithm(self, group: dict[str, Any]) -> str:
         return "lion"
 
-    def _scalars(self, group: dict[str, Any], step: int, grad_scale: float, seed: int) -> StepScalars:
+    def _scalars(self, group: dict[str, Any], step: int, begins: bool, grad_scale: float, seed: int) -> StepScalars:
         beta1, beta2 = group["betas"]
         return StepScalars.lion(
             float(group["lr"]),

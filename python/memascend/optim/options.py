@@ -34,6 +34,8 @@ def check_from_zero(what: str, name: str, value: float) -> None:
 
 def check_betas(betas: Sequence[float | torch.Tensor], foreach: bool | None = None) -> None:
     """Raise ValueError unless both are numbers from 0 to below 1, or tensors of one."""
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {tuple(betas)}: there are two")
     for index, beta in enumerate(betas):
         if isinstance(beta, torch.Tensor) and foreach:
             raise ValueError(f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True")

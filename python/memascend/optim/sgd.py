@@ -60,14 +60,14 @@ class SGD(OffloadedOptimizer):
     def _algorithm(self, group: dict[str, Any]) -> str:
         return "sgd momentum" if group["momentum"] else "sgd"
 
-    def _scalars(self, group: dict[str, Any], step: int, grad_scale: float, seed: int) -> StepScalars:
+    def _scalars(self, group: dict[str, Any], step: int, begins: bool, grad_scale: float, seed: int) -> StepScalars:
         return StepScalars.sgd(
             float(group["lr"]),
             float(group["momentum"]),
             float(group["dampening"]),
             float(group["weight_decay"]),
             bool(group["nesterov"]),
-            step,
+            1 if begins else step,  # the first momentum is the gradient, whenever it comes
             grad_scale=grad_scale,
             maximize=bool(group["maximize"]),
             seed=seed,

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memascend._memascend import Plane, Rule, Runtime
     from memascend.units import Place
 
@@ -47,22 +45,18 @@ def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
 
 
 def load_states(
-    parameter: torch.nn.Parameter,
-    rule: Rule,
-    saved: dict[str, Any],
-    location: tuple[Runtime, Place] | None,
-    weights: Callable[[], torch.Tensor],
+    parameter: torch.nn.Parameter, rule: Rule, saved: dict[str, Any], location: tuple[Runtime, Place] | None
 ) -> dict[str, torch.Tensor]:
     """Take over the saved states of one parameter; returns those that are kept in memory.
 
-    What is not there begins as zeros. So does the low half of a master: the weight itself is the master then.
+    What is not there begins as zeros. So does a master, which then becomes the weight itself: also one that another
+    optimizer carried along and converted.
     """
     kept: dict[str, torch.Tensor] = {}
     for plane in rule.planes:
         value = saved.get(plane.name)
-        if value is None:
-            zeros = torch.zeros(parameter.shape)
-            value = weights() if plane.name == "master" else zeros
+        if value is None or (plane.name.startswith("master") and value.dtype != _shown(plane)):
+            value = torch.zeros(parameter.shape)
         value = value.detach().to(dtype=_shown(plane), device="cpu").contiguous()
         if location is not None:
             _write(*location, plane, value)

@@ -24,8 +24,8 @@ class Segment:
     numel: int
     rule: Rule
     scalars: StepScalars
-    #: The first step of the parameter: its states are made, whatever lies there.
-    fresh: bool
+    #: For each of the rule's planes: the parameter has no such state yet; it begins as zeros, whatever lies there.
+    fresh: list[bool]
     #: Addresses of weight and gradient, for a parameter in host memory.
     host: tuple[int, int] | None = None
 
@@ -56,8 +56,9 @@ class Update:
 
     @property
     def planes(self) -> list[StorePlane]:
-        """All states of the tensor."""
-        return list(self.tensor.planes.values())
+        """The states that the segments' rules keep; others of the tensor stay as they are."""
+        wanted = dict.fromkeys(plane for segment in self.segments for plane in segment.rule.planes)
+        return [self.tensor.planes[plane] for plane in wanted]
 
     @property
     def gradient(self) -> int | None:
@@ -66,7 +67,7 @@ class Update:
 
     def started(self) -> None:
         """Note that the native side has taken the update: it writes every state, and later reads find them."""
-        for plane in self.tensor.planes.values():
+        for plane in self.planes:
             plane.written = True
 
 
@@ -93,6 +94,13 @@ def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
         # Two optimizers that share a pack may keep states of one name in different formats.
         extent = runtime.allocate(f"{tensor.name}.{plane.name}", plane.bytes(tensor.numel))
         tensor.planes[plane] = StorePlane(plane, extent)
+
+
+def free_unused(runtime: Runtime, tensor: StoreTensor) -> None:
+    """Give back the room of states that no parameter of a tensor has any more; nothing of its unit is under way."""
+    used = {plane for place in tensor.places if place.rule is not None for plane in place.rule.planes}
+    for plane in [plane for plane in tensor.planes if plane not in used]:
+        runtime.free(tensor.planes.pop(plane).extent)
 
 
 def add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:

@@ -26,8 +26,7 @@ pub const fn round_bf16(value: f32) -> u16 {
 /// The value itself, or the canonical NaN. A select on integers, so every path returns the same bits.
 #[inline(always)]
 pub(super) const fn canonical_nan(value: f32) -> f32 {
-    let bits = value.to_bits();
-    f32::from_bits(if bits & 0x7FFF_FFFF > 0x7F80_0000 { NAN_BITS } else { bits })
+    f32::from_bits(if value.is_nan() { NAN_BITS } else { value.to_bits() })
 }
 
 #[cfg(test)]

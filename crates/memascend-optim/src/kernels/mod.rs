@@ -6,7 +6,6 @@
 //! between machines.
 //!
 //! - [`split()`], [`join`]: fp32 master weight to and from its bf16 weight and the low half;
-//! - [`adamw_bf16_split`], [`adamw_f32`]: one fused AdamW step;
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a gradient, with its
 //!   sum of squares and its overflow check, in one pass;
@@ -22,7 +21,6 @@ mod overflow;
 mod rules;
 mod split;
 
-pub use adamw::{AdamwScalars, adamw_bf16_split, adamw_bf16_split_with, adamw_f32, adamw_f32_with};
 pub use bf16::{round_bf16, widen_bf16};
 pub use dispatch::Isa;
 pub use fp16::{round_f16, widen_f16};

@@ -321,7 +321,6 @@ impl Model {
                         weight: &mut state.unit[self.offsets[tensor]..][range.clone()],
                         planes: planes.map(|(plane, bytes)| &mut bytes[plane.span(*start, *numel)]).collect(),
                         gradient: &gradient[range],
-                        fresh: step == 1,
                     };
                     step_host(tensor_in_memory, &self.scalars(tensor, index, step), 1);
                 }
@@ -452,7 +451,7 @@ impl Unit {
                 numel: *numel,
                 rule: shape.rule,
                 scalars: model.scalars(index, segment, step),
-                fresh: step == 1,
+                fresh: vec![step == 1; shape.rule.planes().len()],
                 host: None,
             });
             UpdateTensor {
@@ -556,7 +555,7 @@ pub fn by_address(
         numel: weight.len() / rule.weight.bytes(),
         rule,
         scalars: scalars_of(rule.algorithm, 1, step),
-        fresh: step == 1,
+        fresh: vec![step == 1; planes.len()],
         host: Some((Address(weight.as_mut_ptr()), Address(gradient.as_mut_ptr()))),
     });
     UpdateTensor {

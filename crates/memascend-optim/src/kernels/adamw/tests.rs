@@ -1,13 +1,19 @@
-use super::super::testing::{any_bits, bits_of};
-use super::super::{Isa, join_slice, split_slice};
+use super::super::bf16::{canonical_nan, widen_bf16};
+use super::super::testing::{adamw_bf16_split, adamw_f32, any_bits, bits_of};
+use super::super::{Isa, StepScalars, join_slice, split_slice};
 use super::*;
 use proptest::prelude::*;
 
 const LR: f64 = 1e-3;
 const EPS: f64 = 1e-8;
 
-fn scalars(step: u64, grad_scale: f32) -> AdamwScalars {
-    AdamwScalars::new(LR, 0.9, 0.999, EPS, 0.01, step, grad_scale)
+fn scalars(step: u64, grad_scale: f32) -> StepScalars {
+    StepScalars::adamw(LR, (0.9, 0.999), EPS, 0.01, step).with_grad_scale(grad_scale)
+}
+
+/// A step on the widest instruction set.
+fn step_f32(w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], s: &StepScalars) {
+    adamw_f32(Isa::best(), w, [m, v], g, 0, s);
 }
 
 /// The textbook step in fp64: (master, exp_avg, exp_avg_sq).
@@ -38,8 +44,8 @@ fn one_step_is_the_textbook_step_to_two_ulp() {
                 let g = [(x * 1.3).sin() as f32 * 1e-2];
                 let [w0, m0, v0, g0] = [w[0], m[0], v[0], g[0]].map(f64::from);
                 let exact = exact_step(w0, m0, v0, g0, (beta1, beta2), step);
-                let s = AdamwScalars::new(LR, beta1, beta2, EPS, 0.01, step, 1.0);
-                adamw_f32(&mut w, &mut m, &mut v, &g, &s);
+                let s = StepScalars::adamw(LR, (beta1, beta2), EPS, 0.01, step);
+                step_f32(&mut w, &mut m, &mut v, &g, &s);
                 assert_close(w[0], exact.0, w0.abs() + 1e-3, 2.0);
                 assert_close(m[0], exact.1, m0.abs() + g0.abs(), 2.0);
                 assert_close(v[0], exact.2, exact.2, 2.0);
@@ -55,8 +61,8 @@ fn follows_torch_from_the_first_step() {
     let expected = TORCH_WEIGHTS;
     let (mut w, mut m, mut v) = ([1.0f32], [0.0f32], [0.0f32]);
     for (i, grad) in [0.5f32, -0.25, 2.0, 1e-3].into_iter().enumerate() {
-        let s = AdamwScalars::new(LR, 0.9, 0.999, EPS, 0.1, i as u64 + 1, 1.0);
-        adamw_f32(&mut w, &mut m, &mut v, &[grad], &s);
+        let s = StepScalars::adamw(LR, (0.9, 0.999), EPS, 0.1, i as u64 + 1);
+        step_f32(&mut w, &mut m, &mut v, &[grad], &s);
         let ulps = w[0].to_bits().abs_diff(expected[i]);
         assert!(ulps <= 1, "step {}: {ulps} ulp", i + 1);
     }
@@ -65,10 +71,10 @@ const TORCH_WEIGHTS: [u32; 4] = [0x3F7F_B7E9, 0x3F7F_9FE9, 0x3F7F_6D69, 0x3F7F_4
 
 #[test]
 fn no_decay_and_no_gradient_leave_the_weight_alone() {
-    let s = AdamwScalars::new(LR, 0.9, 0.999, EPS, 0.0, 1, 1.0);
+    let s = StepScalars::adamw(LR, (0.9, 0.999), EPS, 0.0, 1);
     let mut w = [1.5f32, -0.0, f32::MIN_POSITIVE / 4.0];
     let before = bits_of(&w);
-    adamw_f32(&mut w, &mut [0.0; 3], &mut [0.0; 3], &[0.0; 3], &s);
+    step_f32(&mut w, &mut [0.0; 3], &mut [0.0; 3], &[0.0; 3], &s);
     assert_eq!(bits_of(&w)[0], before[0]);
     assert_eq!(bits_of(&w)[2], before[2], "denormals are kept");
 }
@@ -79,7 +85,7 @@ fn the_gradient_scale_is_a_product_in_f32() {
     let scaled: Vec<f32> = grad.iter().map(|g| g * 0.123).collect();
     let run = |grad: &[f32], scale| {
         let (mut w, mut m, mut v) = (vec![0.5; 100], vec![0.1; 100], vec![0.2; 100]);
-        adamw_f32(&mut w, &mut m, &mut v, grad, &scalars(3, scale));
+        step_f32(&mut w, &mut m, &mut v, grad, &scalars(3, scale));
         (bits_of(&w), bits_of(&m), bits_of(&v))
     };
     assert_eq!(run(&grad, 0.123), run(&scaled, 1.0));
@@ -91,7 +97,7 @@ fn a_nan_never_becomes_a_number() {
     let (mut hi, mut low) = ([0x7F80u16; 40], [0x0001u16; 40]);
     let (mut m, mut v) = ([0.0; 40], [0.0; 40]);
     let grad = [0xFFFFu16; 40];
-    adamw_bf16_split(&mut hi, &mut low, &mut m, &mut v, &grad, &scalars(1, 1.0));
+    adamw_bf16_split(Isa::best(), [&mut hi, &mut low], [&mut m, &mut v], &grad, 0, &scalars(1, 1.0));
     assert!(hi.iter().all(|&h| h == 0x7FC0) && low.iter().all(|&l| l == 0));
     assert!(m.iter().chain(&v).all(|x| x.to_bits() == 0x7FC0_0000));
 }
@@ -105,8 +111,13 @@ fn step_zero_is_refused() {
 #[test]
 #[should_panic(expected = "exp_avg_sq")]
 fn unequal_lengths_are_refused() {
-    let s = scalars(1, 1.0);
-    adamw_f32(&mut [0.0; 4], &mut [0.0; 4], &mut [0.0; 3], &[0.0; 4], &s);
+    step_f32(&mut [0.0; 4], &mut [0.0; 4], &mut [0.0; 3], &[0.0; 4], &scalars(1, 1.0));
+}
+
+/// One element by itself: (master, exp_avg, exp_avg_sq).
+fn update(w: f32, m: f32, v: f32, g: f32, s: &AdamwScalars) -> [f32; 3] {
+    let (m, v) = moments(m, v, g, s);
+    [weight(w, m, v, s), m, v].map(canonical_nan)
 }
 
 fn floats(bits: &[u32]) -> Vec<f32> {
@@ -124,9 +135,11 @@ proptest! {
         step in 1u64..100_000,
         beta1 in prop::sample::select(vec![0.0, 0.4, 0.9]),
         scale in prop::sample::select(vec![1.0f32, 0.3, 1e-3]),
+        first in 0u64..1000,
     ) {
         let length = weight.len();
-        let s = AdamwScalars::new(LR, beta1, 0.999, EPS, 0.1, step, scale);
+        let s = StepScalars::adamw(LR, (beta1, 0.999), EPS, 0.1, step).with_grad_scale(scale);
+        let plain = AdamwScalars::new(LR, (beta1, 0.999), EPS, 0.1, step);
         let weight = floats(&weight);
         let moment = floats(&moment[..length]);
         let square = floats(&square[..length]);
@@ -135,20 +148,20 @@ proptest! {
 
         let (mut w, mut m, mut v) = (weight.clone(), moment.clone(), square.clone());
         for i in 0..length {
-            (w[i], m[i], v[i]) = update(w[i], m[i], v[i], gradient[i], &s);
+            [w[i], m[i], v[i]] = update(w[i], m[i], v[i], gradient[i] * scale, &plain);
         }
         let expected = (bits_of(&w), bits_of(&m), bits_of(&v));
 
         for isa in Isa::available() {
             let (mut w, mut m, mut v) = (weight.clone(), moment.clone(), square.clone());
-            adamw_f32_with(isa, &mut w, &mut m, &mut v, &gradient, &s);
+            adamw_f32(isa, &mut w, [&mut m, &mut v], &gradient, first, &s);
             prop_assert_eq!(&(bits_of(&w), bits_of(&m), bits_of(&v)), &expected);
 
             // The split form holds the same master.
             let (mut m, mut v) = (moment.clone(), square.clone());
             let (mut hi, mut low) = (vec![0; length], vec![0; length]);
             split_slice(&weight, &mut hi, &mut low);
-            adamw_bf16_split_with(isa, &mut hi, &mut low, &mut m, &mut v, &low_gradient, &s);
+            adamw_bf16_split(isa, [&mut hi, &mut low], [&mut m, &mut v], &low_gradient, first, &s);
             join_slice(&hi, &low, &mut w);
             prop_assert_eq!(&(bits_of(&w), bits_of(&m), bits_of(&v)), &expected);
         }

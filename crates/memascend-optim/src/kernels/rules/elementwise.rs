@@ -1,110 +1,98 @@
-//! The algorithms, on blocks of fp32: gradient in, weight and moments changed in place. Sums of products are fused where
+//! The algorithms, on an element in fp32: gradient in, weight and moments out. Sums of products are fused where
 //! PyTorch's vector code fuses them (`add` with `alpha`, `lerp`, `addcmul`), and nowhere else.
 //! A NaN has any payload here: storing gives it one.
 
-use super::super::AdamwScalars;
-use super::super::adamw;
-use super::scalars::{Constants, StepScalars};
-use super::{Algorithm, BLOCK, Block, STATES_MAX};
+use super::super::adamw::{self, AdamwScalars};
+use super::STATES_MAX;
+use super::scalars::StepScalars;
+
+/// What a step does to an element.
+pub(super) trait Update {
+    /// How many states it has; the others are zeros, and are not kept.
+    const STATES: usize;
+    /// Weight and states after the step, for a gradient that is [`prepare`]d.
+    fn step(&self, w: f32, g: f32, states: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]);
+}
 
 /// What the gradient is before the algorithm sees it: scaled, and with L2 weight decay added.
 #[inline(always)]
-pub(super) fn prepare(weight: &Block, gradient: &mut Block, scalars: &StepScalars) {
-    let l2 = scalars.l2;
-    let scale = scalars.signed_scale();
-    for g in gradient.iter_mut() {
-        *g *= scale;
-    }
+pub(super) fn prepare(w: f32, g: f32, scalars: &StepScalars) -> f32 {
+    let g = g * scalars.signed_scale();
     // Zero times an infinite weight would be NaN.
-    if l2 != 0.0 {
-        for i in 0..BLOCK {
-            gradient[i] = l2.mul_add(weight[i], gradient[i]);
-        }
+    if scalars.has_l2 { scalars.l2.mul_add(w, g) } else { g }
+}
+
+pub(super) struct Adamw(pub AdamwScalars);
+
+impl Update for Adamw {
+    const STATES: usize = 2;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, [m, v, _]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        let (m, v) = adamw::moments(m, v, g, &self.0);
+        (adamw::weight(w, m, v, &self.0), [m, v, 0.0])
     }
 }
 
-/// One step. `states` beyond those of the algorithm are not looked at.
-#[inline(always)]
-pub(super) fn apply(
-    algorithm: Algorithm,
-    weight: &mut Block,
-    gradient: &Block,
-    states: &mut [Block; STATES_MAX],
-    scalars: &StepScalars,
-) {
-    let [first, second, third] = states;
-    match (algorithm, scalars.constants) {
-        (Algorithm::AdamW { amsgrad: false }, Constants::Adamw(s)) => {
-            adamw_block(weight, gradient, first, second, &s);
-        }
-        (Algorithm::AdamW { amsgrad: true }, Constants::Adamw(s)) => {
-            amsgrad_block(weight, gradient, first, second, third, &s);
-        }
-        (
-            Algorithm::Lion,
-            Constants::Lion { beta1, one_minus_beta1, beta2, one_minus_beta2, decay, negative_lr },
-        ) => {
-            for i in 0..BLOCK {
-                let (g, m) = (gradient[i], first[i]);
-                let direction = sign(one_minus_beta1.mul_add(g, m * beta1));
-                weight[i] = negative_lr.mul_add(direction, weight[i] * decay);
-                first[i] = one_minus_beta2.mul_add(g, m * beta2);
-            }
-        }
-        (Algorithm::Sgd { momentum: false }, Constants::Sgd { negative_lr, .. }) => {
-            for i in 0..BLOCK {
-                weight[i] = negative_lr.mul_add(gradient[i], weight[i]);
-            }
-        }
-        (Algorithm::Sgd { momentum: true }, Constants::Sgd { momentum, undamped, nesterov, negative_lr }) => {
-            // The first buffer is the gradient, undamped.
-            let begins = scalars.step <= 1;
-            for i in 0..BLOCK {
-                let g = gradient[i];
-                let buffer = if begins { g } else { undamped.mul_add(g, first[i] * momentum) };
-                let step = if nesterov { momentum.mul_add(buffer, g) } else { buffer };
-                weight[i] = negative_lr.mul_add(step, weight[i]);
-                first[i] = buffer;
-            }
-        }
-        _ => panic!("the scalars are those of another algorithm"),
-    }
-}
+pub(super) struct Amsgrad(pub AdamwScalars);
 
-#[inline(always)]
-fn adamw_block(
-    weight: &mut Block,
-    gradient: &Block,
-    exp_avg: &mut Block,
-    exp_avg_sq: &mut Block,
-    s: &AdamwScalars,
-) {
-    for i in 0..BLOCK {
-        let (m, v) = adamw::moments(exp_avg[i], exp_avg_sq[i], gradient[i], s);
-        weight[i] = adamw::weight(weight[i], m, v, s);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-    }
-}
-
-#[inline(always)]
-fn amsgrad_block(
-    weight: &mut Block,
-    gradient: &Block,
-    exp_avg: &mut Block,
-    exp_avg_sq: &mut Block,
-    max_exp_avg_sq: &mut Block,
-    s: &AdamwScalars,
-) {
-    for i in 0..BLOCK {
-        let (m, v) = adamw::moments(exp_avg[i], exp_avg_sq[i], gradient[i], s);
-        let before = max_exp_avg_sq[i];
+impl Update for Amsgrad {
+    const STATES: usize = 3;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, [m, v, before]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        let (m, v) = adamw::moments(m, v, g, &self.0);
         // A NaN stays the largest, as in `torch.maximum`.
         let largest = if v > before || v.is_nan() { v } else { before };
-        weight[i] = adamw::weight(weight[i], m, largest, s);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-        max_exp_avg_sq[i] = largest;
+        (adamw::weight(w, m, largest, &self.0), [m, v, largest])
+    }
+}
+
+pub(super) struct Lion {
+    pub beta1: f32,
+    pub one_minus_beta1: f32,
+    pub beta2: f32,
+    pub one_minus_beta2: f32,
+    pub decay: f32,
+    pub negative_lr: f32,
+}
+
+impl Update for Lion {
+    const STATES: usize = 1;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, [m, ..]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        let direction = sign(self.one_minus_beta1.mul_add(g, m * self.beta1));
+        let w = self.negative_lr.mul_add(direction, w * self.decay);
+        (w, [self.one_minus_beta2.mul_add(g, m * self.beta2), 0.0, 0.0])
+    }
+}
+
+pub(super) struct Momentum {
+    pub momentum: f32,
+    pub undamped: f32,
+    pub nesterov: bool,
+    pub negative_lr: f32,
+    /// The first buffer is the gradient, undamped.
+    pub begins: bool,
+}
+
+impl Update for Momentum {
+    const STATES: usize = 1;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, [buffer, ..]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        let buffer = if self.begins { g } else { self.undamped.mul_add(g, buffer * self.momentum) };
+        let step = if self.nesterov { self.momentum.mul_add(buffer, g) } else { buffer };
+        (self.negative_lr.mul_add(step, w), [buffer, 0.0, 0.0])
+    }
+}
+
+pub(super) struct Descent {
+    pub negative_lr: f32,
+}
+
+impl Update for Descent {
+    const STATES: usize = 0;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, states: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        (self.negative_lr.mul_add(g, w), states)
     }
 }
 

@@ -4,9 +4,7 @@ use std::ops::Range;
 
 use super::super::bf16::{canonical_nan, round_bf16, widen_bf16};
 use super::super::fp16::{round_f16, widen_f16};
-use super::super::split::{join, split};
 use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
-use super::stochastic::{Keys, round_stochastic};
 use super::{BLOCK, Block};
 
 /// Blocks of a drive, so that every chunk of a plane begins and ends at one.
@@ -99,7 +97,7 @@ impl Plane {
         assert_eq!(bytes.len(), self.span_len(first as u64, values.len()), "{}", self.name);
         let mut block = [0.0; BLOCK];
         for (place, values) in blocks(first, values.len()).zip(values.chunks_mut(BLOCK)) {
-            load_plane(self.format, bytes, place, &mut block);
+            load_plane::<false>(self.format, bytes, place, &mut block);
             values.copy_from_slice(&block[..values.len()]);
         }
     }
@@ -114,7 +112,7 @@ impl Plane {
         for (place, values) in blocks(first, values.len()).zip(values.chunks(BLOCK)) {
             block[..values.len()].copy_from_slice(values);
             block[values.len()..].fill(0.0);
-            store_plane(self.format, bytes, place, &block, None);
+            store_plane::<false>(self.format, bytes, place, &block);
         }
     }
 }
@@ -162,7 +160,12 @@ impl PlaneBlock {
 
 /// A block of any plane but the low half of a master.
 #[inline(always)]
-pub(super) fn load_plane(format: PlaneFormat, bytes: &[u8], place: PlaneBlock, block: &mut Block) {
+pub(super) fn load_plane<const WIDE: bool>(
+    format: PlaneFormat,
+    bytes: &[u8],
+    place: PlaneBlock,
+    block: &mut Block,
+) {
     let map = match format {
         PlaneFormat::Block8Signed => &SIGNED,
         PlaneFormat::Block8Unsigned => &UNSIGNED,
@@ -170,120 +173,63 @@ pub(super) fn load_plane(format: PlaneFormat, bytes: &[u8], place: PlaneBlock, b
     };
     let (scale, codes) = place.record();
     let scale = f32::from_ne_bytes(*bytes[scale..].first_chunk().expect("a scale"));
-    map.decode(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
+    map.decode::<WIDE>(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
     // What other elements' codes may be is not this tensor's business.
     block[place.count..].fill(0.0);
 }
 
-/// Stores a block of any plane but the low half of a master. With `keys` bf16 is rounded stochastically.
+/// Stores a block of any plane but the low half of a master, rounded to the nearest.
 #[inline(always)]
-pub(super) fn store_plane(
+pub(super) fn store_plane<const WIDE: bool>(
     format: PlaneFormat,
     bytes: &mut [u8],
     place: PlaneBlock,
     block: &Block,
-    keys: Option<Keys>,
 ) {
     if format.element_bytes().is_some() {
-        return store(format, &mut bytes[place.range(format)], block, place.at as u32, keys);
+        return store(format, &mut bytes[place.range(format)], block);
     }
     let (scale, codes) = place.record();
     let codes = bytes[codes..].first_chunk_mut().expect("codes in whole blocks");
     let peak = match format {
-        PlaneFormat::Block8Signed => SIGNED.encode::<true>(block, codes),
-        _ => UNSIGNED.encode::<false>(block, codes),
+        PlaneFormat::Block8Signed => SIGNED.encode::<true, WIDE>(block, codes),
+        _ => UNSIGNED.encode::<false, WIDE>(block, codes),
     };
     bytes[scale..][..4].copy_from_slice(&peak.to_ne_bytes());
 }
 
-/// Up to a block of elements that are all alike; the rest of the block becomes zero.
+/// Up to a block of elements that are all alike.
 #[inline(always)]
-pub(super) fn load(format: PlaneFormat, bytes: &[u8], block: &mut Block) {
+fn load(format: PlaneFormat, bytes: &[u8], block: &mut Block) {
     match format {
-        // Canonical, so that the loop is not made a call of memcpy, which takes longer.
-        PlaneFormat::F32 => load_each(bytes, block, |bytes| canonical_nan(f32::from_ne_bytes(bytes))),
+        PlaneFormat::F32 => load_each(bytes, block, f32::from_ne_bytes),
         PlaneFormat::Bf16 => load_each(bytes, block, |bytes| widen_bf16(u16::from_ne_bytes(bytes))),
         PlaneFormat::F16 => load_each(bytes, block, |bytes| widen_f16(u16::from_ne_bytes(bytes))),
         _ => panic!("not a format of numbers by themselves"),
     }
 }
 
-/// Stores up to a block of elements that are all alike, the first of which has the index `at`.
+/// Stores up to a block of elements that are all alike.
 #[inline(always)]
-pub(super) fn store(format: PlaneFormat, bytes: &mut [u8], block: &Block, at: u32, keys: Option<Keys>) {
-    match (format, keys) {
-        (PlaneFormat::F32, _) => store_each(bytes, block, |_, value| canonical_nan(value).to_ne_bytes()),
-        (PlaneFormat::F16, _) => store_each(bytes, block, |_, value| round_f16(value).to_ne_bytes()),
-        (PlaneFormat::Bf16, None) => store_each(bytes, block, |_, value| round_bf16(value).to_ne_bytes()),
-        (PlaneFormat::Bf16, Some(keys)) => store_each(bytes, block, |i, value| {
-            round_stochastic(value, keys.bits(at.wrapping_add(i as u32))).to_ne_bytes()
-        }),
+fn store(format: PlaneFormat, bytes: &mut [u8], block: &Block) {
+    match format {
+        PlaneFormat::F32 => store_each(bytes, block, |value| canonical_nan(value).to_ne_bytes()),
+        PlaneFormat::F16 => store_each(bytes, block, |value| round_f16(value).to_ne_bytes()),
+        PlaneFormat::Bf16 => store_each(bytes, block, |value| round_bf16(value).to_ne_bytes()),
         _ => panic!("not a format of numbers by themselves"),
     }
 }
 
 #[inline(always)]
 fn load_each<const N: usize>(bytes: &[u8], block: &mut Block, value: impl Fn([u8; N]) -> f32) {
-    let elements = bytes.as_chunks::<N>().0;
-    // The usual length is a constant, so that the loop has no remainder.
-    if let Some(elements) = elements.first_chunk::<BLOCK>() {
-        for i in 0..BLOCK {
-            block[i] = value(elements[i]);
-        }
-    } else {
-        block.fill(0.0);
-        for (slot, &element) in block.iter_mut().zip(elements) {
-            *slot = value(element);
-        }
+    for (slot, &element) in block.iter_mut().zip(bytes.as_chunks::<N>().0) {
+        *slot = value(element);
     }
 }
 
 #[inline(always)]
-fn store_each<const N: usize>(bytes: &mut [u8], block: &Block, value: impl Fn(usize, f32) -> [u8; N]) {
-    let elements = bytes.as_chunks_mut::<N>().0;
-    if let Some(elements) = elements.first_chunk_mut::<BLOCK>() {
-        for i in 0..BLOCK {
-            elements[i] = value(i, block[i]);
-        }
-    } else {
-        for (i, element) in elements.iter_mut().enumerate() {
-            *element = value(i, block[i]);
-        }
-    }
-}
-
-/// Masters of up to a block from bf16 weights and low halves.
-#[inline(always)]
-pub(super) fn load_split(high: &[u8], low: &[u8], block: &mut Block) {
-    let (high, low) = (high.as_chunks::<2>().0, low.as_chunks::<2>().0);
-    let master = |high, low| join(u16::from_ne_bytes(high), u16::from_ne_bytes(low));
-    if let (Some(high), Some(low)) = (high.first_chunk::<BLOCK>(), low.first_chunk::<BLOCK>()) {
-        for i in 0..BLOCK {
-            block[i] = master(high[i], low[i]);
-        }
-    } else {
-        block.fill(0.0);
-        for (slot, (&high, &low)) in block.iter_mut().zip(high.iter().zip(low)) {
-            *slot = master(high, low);
-        }
-    }
-}
-
-/// bf16 weights and low halves of up to a block of masters.
-#[inline(always)]
-pub(super) fn store_split(block: &Block, high: &mut [u8], low: &mut [u8]) {
-    let (high, low) = (high.as_chunks_mut::<2>().0, low.as_chunks_mut::<2>().0);
-    let halves = |master: f32| {
-        let (high, low) = split(canonical_nan(master).to_bits());
-        (high.to_ne_bytes(), low.to_ne_bytes())
-    };
-    if let (Some(high), Some(low)) = (high.first_chunk_mut::<BLOCK>(), low.first_chunk_mut::<BLOCK>()) {
-        for i in 0..BLOCK {
-            (high[i], low[i]) = halves(block[i]);
-        }
-    } else {
-        for (&value, (high, low)) in block.iter().zip(high.iter_mut().zip(low)) {
-            (*high, *low) = halves(value);
-        }
+fn store_each<const N: usize>(bytes: &mut [u8], block: &Block, value: impl Fn(f32) -> [u8; N]) {
+    for (element, &number) in bytes.as_chunks_mut::<N>().0.iter_mut().zip(block) {
+        *element = value(number);
     }
 }

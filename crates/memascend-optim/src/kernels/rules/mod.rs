@@ -1,40 +1,40 @@
 //! One fused optimizer step for every algorithm, format of the moments and kind of weight.
 //!
-//! A step goes through its elements in blocks of 256. A block of the weight, the gradient and each
-//! state is widened to fp32 in the first-level cache, updated there and stored again in its format, so memory sees one
-//! pass. Formats and algorithms are chosen per block, outside of the loops that are vectorised: code grows with
-//! their sum, not with their product.
+//! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees one pass. There is one
+//! loop for each algorithm, format of the states and kind of weight, made of small parts. 8-bit states and what is
+//! fp16 are staged, in blocks of 256 elements in the first-level cache: their loop is that of fp32.
 //!
-//! - `formats.rs`: what lies in a plane, and blocks of it to and from fp32;
-//! - `block8.rs`, `stochastic.rs`: 8-bit moments, stochastic rounding;
-//! - `direct.rs`: two rules that are faster without staging, for the same bits;
+//! - `fused.rs`: the loop, and what its parts are for each format and kind of weight;
 //! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works element by
-//!   element is a variant of [`Algorithm`] and an arm there.
+//!   element is a variant of [`Algorithm`], an `Update` there, and an arm in `fused.rs`;
+//! - `stochastic.rs`, `block8.rs`: stochastic rounding, 8-bit states;
+//! - `formats.rs`: where what lies in a plane, and whole planes to and from fp32.
 //!
 //! An algorithm that needs a whole matrix at once gets a file of its own beside `elementwise.rs`: it walks the gradient and
 //! its states with [`Plane::read`] and [`Plane::write`] as it likes, and ends with a [`step`] whose scale it has found.
 
 mod block8;
-mod direct;
 mod elementwise;
 mod formats;
+mod fused;
 mod scalars;
 mod stochastic;
 
 pub use formats::{Plane, PlaneFormat};
 pub use scalars::StepScalars;
 
-use super::dispatch::kernel;
+use super::dispatch::half_kernel;
+#[cfg(target_arch = "x86_64")]
+use super::format::F16c;
+use super::format::{F16, Format};
 use formats::PlaneBlock;
 use stochastic::Randomness;
 
-/// Elements that are staged at once, and that share a scale in 8 bits.
+/// Elements that share a scale in 8 bits, and are staged at once.
 const BLOCK: usize = 256;
 /// Most states an algorithm has, its master left out.
 const STATES_MAX: usize = 3;
 const PLANES_MAX: usize = STATES_MAX + 1;
-/// Number of the weight among the planes, where random numbers are drawn.
-const WEIGHT: usize = PLANES_MAX;
 
 /// A block in fp32.
 type Block = [f32; BLOCK];
@@ -64,7 +64,7 @@ pub enum Moments {
     F32,
     /// bf16, rounded stochastically.
     Bf16,
-    /// 8 bits in blocks of 256, by bitsandbytes' dynamic map.
+    /// 8 bits in blocks of 256, by bitsandbytes' dynamic map and a scale that has the sign of the largest element.
     Block8,
 }
 
@@ -75,7 +75,7 @@ pub enum Weight {
     Bf16Split,
     /// bf16 without a master, rounded stochastically.
     Bf16,
-    /// fp16 beside an fp32 master.
+    /// fp16 beside an fp32 master, which is the weight wherever the weight is not the master rounded.
     F16Master,
     /// fp32, its own master.
     F32,
@@ -87,15 +87,6 @@ impl Weight {
         match self {
             Self::Bf16Split | Self::Bf16 | Self::F16Master => 2,
             Self::F32 => 4,
-        }
-    }
-
-    /// The format of the weight and of the gradient.
-    const fn format(self) -> PlaneFormat {
-        match self {
-            Self::Bf16Split | Self::Bf16 => PlaneFormat::Bf16,
-            Self::F16Master => PlaneFormat::F16,
-            Self::F32 => PlaneFormat::F32,
         }
     }
 }
@@ -113,30 +104,9 @@ pub struct Rule {
 
 impl Rule {
     /// What is kept beside weight and gradient: the states, then the master. The names are those of PyTorch's
-    /// `state_dict`, and `master`, or `master_low` for the low half of a split one.
+    /// `state_dict`, and `master`, or `master_low` for the low half of a split one. All begin as bytes of zero.
     pub fn planes(self) -> Vec<Plane> {
         self.layout().into_iter().flatten().collect()
-    }
-
-    /// Makes `planes` those of a tensor before its first step: states are zeros, and a master is the weight.
-    ///
-    /// Bytes of zero are zeros in every format, so only an fp16 weight's master needs this.
-    ///
-    /// # Panics
-    /// When the number of planes or a length is wrong.
-    pub fn initialize(self, weight: &[u8], planes: &mut [&mut [u8]]) {
-        let elements = weight.len() / self.weight.bytes();
-        let layout = self.layout();
-        self.check(&layout, weight.len(), planes, elements, 0);
-        for (plane, bytes) in layout.into_iter().flatten().zip(planes) {
-            bytes.fill(0);
-            if plane.format == PlaneFormat::F32 && plane.name == "master" {
-                let (weights, masters) = (weight.as_chunks::<2>().0, bytes.as_chunks_mut::<4>().0);
-                for (master, &weight) in masters.iter_mut().zip(weights) {
-                    *master = super::widen_f16(u16::from_ne_bytes(weight)).to_ne_bytes();
-                }
-            }
-        }
     }
 
     /// [`Rule::planes`] without an allocation.
@@ -184,7 +154,7 @@ impl Rule {
     }
 }
 
-kernel! {
+half_kernel! {
     /// One step of `rule` on the elements `first_element ..` of a tensor, as many as `gradient` holds. `planes` are those
     /// of [`Rule::planes`], each the bytes of its [`Plane::span`].
     ///
@@ -201,11 +171,12 @@ kernel! {
         gradient: &[u8],
         first_element: u64,
         scalars: &StepScalars,
-    ) = step_body;
+    ) = step_body::<F16c, true>, step_body::<F16c, false>, step_body::<F16, false>;
 }
 
+/// `WIDE` says that there is AVX-512 F, BW and VL.
 #[inline(always)]
-fn step_body(
+fn step_body<H: Format<Element = u16>, const WIDE: bool>(
     rule: Rule,
     weight: &mut [u8],
     planes: &mut [&mut [u8]],
@@ -218,67 +189,119 @@ fn step_body(
     assert_eq!(gradient.len(), elements * element_bytes, "gradient");
     let layout = rule.layout();
     rule.check(&layout, weight.len(), planes, elements, first_element);
-    if direct::step(rule, weight, planes, gradient, scalars) {
-        return;
-    }
     let states_count = layout.iter().flatten().filter(|plane| !plane.is_master()).count();
-    let randomness: [Randomness; PLANES_MAX + 1] =
-        std::array::from_fn(|plane| Randomness::new(scalars.seed, scalars.step, plane));
-
-    let mut weights: Block = [0.0; BLOCK];
-    let mut gradients: Block = [0.0; BLOCK];
-    let mut states: [Block; STATES_MAX] = [[0.0; BLOCK]; STATES_MAX];
+    let in_blocks = rule.moments == Moments::Block8 && states_count > 0;
+    let randomness = Randomness::new(scalars.seed, scalars.step);
+    let halves = rule.weight == Weight::F16Master;
+    let mut staged = [[0.0; BLOCK]; STATES_MAX];
+    let mut staged_gradient = [0.0; BLOCK];
     let mut done = 0;
     while done < elements {
         let at = first_element + done as u64;
-        // Blocks begin at multiples of 256, so that all elements of one have the same upper half of the index.
-        let count = (BLOCK - at as usize % BLOCK).min(elements - done);
-        let block = PlaneBlock { first_element, at, count };
+        // Random numbers need elements whose index has the same upper half.
+        let unit = if in_blocks || halves { BLOCK as u64 } else { 1 << 32 };
+        let count = (unit - at % unit).min((elements - done) as u64) as usize;
+        let place = PlaneBlock { first_element, at, count };
         let flat = done * element_bytes..(done + count) * element_bytes;
-
-        formats::load(rule.weight.format(), &gradient[flat.clone()], &mut gradients);
-        match rule.weight {
-            Weight::Bf16Split => {
-                let low = &planes[states_count][block.range(PlaneFormat::Low)];
-                formats::load_split(&weight[flat.clone()], low, &mut weights);
-            }
-            Weight::F16Master => {
-                let master = &planes[states_count][block.range(PlaneFormat::F32)];
-                formats::load(PlaneFormat::F32, master, &mut weights);
-            }
-            Weight::Bf16 | Weight::F32 => {
-                formats::load(rule.weight.format(), &weight[flat.clone()], &mut weights);
+        let (states, master) = planes.split_at_mut(states_count);
+        let master = match (layout[states_count..].first(), master) {
+            (Some(&Some(plane)), [master]) => &mut master[place.range(plane.format)],
+            _ => &mut [],
+        };
+        if in_blocks {
+            for ((bytes, plane), block) in states.iter().zip(layout).zip(&mut staged) {
+                formats::load_plane::<WIDE>(
+                    plane.expect("a plane of each state").format,
+                    bytes,
+                    place,
+                    block,
+                );
             }
         }
-        for (plane, (state, bytes)) in states.iter_mut().zip(planes.iter()).take(states_count).enumerate() {
-            let format = layout[plane].expect("as many planes as states").format;
-            formats::load_plane(format, bytes, block, state);
-        }
-
-        elementwise::prepare(&weights, &mut gradients, scalars);
-        elementwise::apply(rule.algorithm, &mut weights, &gradients, &mut states, scalars);
-
-        for (plane, (state, bytes)) in states.iter().zip(planes.iter_mut()).take(states_count).enumerate() {
-            let format = layout[plane].expect("as many planes as states").format;
-            formats::store_plane(format, bytes, block, state, Some(randomness[plane].keys(at)));
-        }
-        match rule.weight {
-            Weight::Bf16Split => {
-                let low = &mut planes[states_count][block.range(PlaneFormat::Low)];
-                formats::store_split(&weights, &mut weight[flat], low);
+        let mut views: [&mut [u8]; STATES_MAX] = Default::default();
+        if in_blocks {
+            for (view, block) in views.iter_mut().zip(&mut staged) {
+                *view = &mut bytes_of(block)[..count * 4];
             }
-            Weight::F16Master => {
-                let master = &mut planes[states_count][block.range(PlaneFormat::F32)];
-                formats::store(PlaneFormat::F32, master, &weights, 0, None);
-                formats::store(PlaneFormat::F16, &mut weight[flat], &weights, 0, None);
+        } else {
+            for ((view, bytes), plane) in views.iter_mut().zip(states.iter_mut()).zip(layout) {
+                *view = &mut bytes[place.range(plane.expect("a plane of each state").format)];
             }
-            Weight::Bf16 | Weight::F32 => {
-                let keys = randomness[WEIGHT].keys(at);
-                formats::store(rule.weight.format(), &mut weight[flat], &weights, at as u32, Some(keys));
+        }
+        let (index, keys) = (at as u32, randomness.keys(at));
+        let (weight, gradient) = (&mut weight[flat.clone()], &gradient[flat]);
+        if halves {
+            widen_block::<H>(gradient, &mut staged_gradient);
+            let gradient = &bytes_of(&mut staged_gradient)[..count * 4];
+            follow::<H>(master, weight);
+            let elements =
+                fused::Elements { weight: master, low: &mut [], gradient, states: views, index, keys };
+            fused::step(rule, elements, scalars);
+            round_block::<H>(master, weight);
+        } else {
+            let elements = fused::Elements { weight, low: master, gradient, states: views, index, keys };
+            fused::step(rule, elements, scalars);
+        }
+        if in_blocks {
+            for ((bytes, plane), block) in states.iter_mut().zip(layout).zip(&staged) {
+                formats::store_plane::<WIDE>(
+                    plane.expect("a plane of each state").format,
+                    bytes,
+                    place,
+                    block,
+                );
             }
         }
         done += count;
     }
+}
+
+/// fp16 numbers of up to a block.
+#[inline(always)]
+fn widen_block<H: Format<Element = u16>>(bytes: &[u8], block: &mut Block) {
+    // SAFETY: any bytes are numbers.
+    if let ([], halves, []) = unsafe { bytes.align_to() } {
+        return H::widen_all(halves, &mut block[..halves.len()]);
+    }
+    for (number, &bytes) in block.iter_mut().zip(bytes.as_chunks().0) {
+        *number = F16::widen(u16::from_ne_bytes(bytes));
+    }
+}
+
+/// fp16 weights of up to a block of masters, which have no NaN but the canonical one.
+#[inline(always)]
+fn round_block<H: Format<Element = u16>>(masters: &[u8], weights: &mut [u8]) {
+    // SAFETY: any bytes are numbers, and the reverse.
+    if let (([], numbers, []), ([], halves, [])) = unsafe { (masters.align_to(), weights.align_to_mut()) } {
+        return H::round_all(numbers, halves);
+    }
+    for (half, &bytes) in weights.as_chunks_mut().0.iter_mut().zip(masters.as_chunks().0) {
+        *half = F16::round(f32::from_ne_bytes(bytes)).to_ne_bytes();
+    }
+}
+
+/// Makes a master of a weight that is not its rounded master: before the first step, and where somebody set the weight.
+#[inline(always)]
+fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
+    let mut rounded = [0; BLOCK * 2];
+    let rounded = &mut rounded[..weights.len()];
+    round_block::<H>(masters, rounded);
+    if rounded == weights {
+        return;
+    }
+    let pairs = rounded.as_chunks::<2>().0.iter().zip(weights.as_chunks::<2>().0);
+    for (master, (rounded, &weight)) in masters.as_chunks_mut::<4>().0.iter_mut().zip(pairs) {
+        if *rounded != weight {
+            *master = F16::widen(u16::from_ne_bytes(weight)).to_ne_bytes();
+        }
+    }
+}
+
+/// The numbers as the loops take them.
+#[inline(always)]
+fn bytes_of(block: &mut Block) -> &mut [u8] {
+    // SAFETY: all bytes of fp32 numbers are initialised, any bytes are numbers, and the borrow is passed on.
+    unsafe { std::slice::from_raw_parts_mut(block.as_mut_ptr().cast(), size_of::<Block>()) }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-use super::super::AdamwScalars;
+use super::super::adamw::AdamwScalars;
 
 /// The constants of one step of a parameter: computed in fp64 and rounded once to fp32, as PyTorch does.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -8,6 +8,8 @@ pub struct StepScalars {
     pub(super) maximize: bool,
     /// Times the weight, added to the gradient (L2); 0 for decoupled weight decay.
     pub(super) l2: f32,
+    /// Whether there is any: asked in the loop, where a comparison of fp32 takes longer.
+    pub(super) has_l2: bool,
     pub(super) seed: u64,
     pub(super) step: u64,
     pub(super) constants: Constants,
@@ -41,7 +43,7 @@ impl StepScalars {
     /// # Panics
     /// When `step` is 0.
     pub fn adamw(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64) -> Self {
-        let constants = AdamwScalars::new(lr, betas.0, betas.1, eps, weight_decay, step, 1.0);
+        let constants = AdamwScalars::new(lr, betas, eps, weight_decay, step);
         Self::new(Constants::Adamw(constants), 0.0, step)
     }
 
@@ -50,7 +52,7 @@ impl StepScalars {
     /// # Panics
     /// When `step` is 0.
     pub fn adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64) -> Self {
-        let constants = AdamwScalars::new(lr, betas.0, betas.1, eps, 0.0, step, 1.0);
+        let constants = AdamwScalars::new(lr, betas, eps, 0.0, step);
         Self::new(Constants::Adamw(constants), weight_decay, step)
     }
 
@@ -80,7 +82,8 @@ impl StepScalars {
     }
 
     fn new(constants: Constants, l2: f64, step: u64) -> Self {
-        Self { grad_scale: 1.0, maximize: false, l2: l2 as f32, seed: 0, step, constants }
+        let l2 = l2 as f32;
+        Self { grad_scale: 1.0, maximize: false, l2, has_l2: l2 != 0.0, seed: 0, step, constants }
     }
 
     /// Multiplies the gradient by `scale` first: the clipping coefficient, and one over a loss scale. 1 changes nothing.

@@ -2,10 +2,10 @@
 
 use super::super::bf16::canonical_nan;
 
-/// The random numbers of one plane in one step.
+/// The random numbers of one step.
 ///
-/// Each is a hash of the seed, the step, the plane and the element's index, so that neither the number of
-/// threads, nor the cut into chunks, nor the instruction set changes a bit.
+/// Each is a hash of the seed, the step, the element's index and what of the element is rounded, so that neither the
+/// number of threads, nor the cut into chunks, nor the instruction set changes a bit.
 #[derive(Clone, Copy)]
 pub(super) struct Randomness(u64);
 
@@ -14,8 +14,8 @@ pub(super) struct Randomness(u64);
 pub(super) struct Keys(u32, u32);
 
 impl Randomness {
-    pub(super) fn new(seed: u64, step: u64, plane: usize) -> Self {
-        Self(mix(mix(mix(seed) ^ step) ^ plane as u64))
+    pub(super) fn new(seed: u64, step: u64) -> Self {
+        Self(mix(mix(seed) ^ step))
     }
 
     /// The keys of the elements whose index has the same upper half as `element`.
@@ -27,14 +27,19 @@ impl Randomness {
 }
 
 impl Keys {
-    /// 16 random bits for the element with this lower half of the index. Two rounds of a 32-bit mixer
-    /// (multipliers by C. Wellons), each with a key: 32-bit products are what every instruction set can do.
+    /// 16 random bits for each of the states and, last, for the weight of the element with this lower half of the index.
+    ///
+    /// Two rounds of a 32-bit mixer (multipliers by C. Wellons), each with a key, give the first two numbers, and one more
+    /// product the others: 32-bit products are what every instruction set can do, and hashing is a fifth of a step in bf16.
+    /// Any two of the numbers are independent; all four have 32 bits of randomness between them.
     #[inline(always)]
-    pub(super) fn bits(self, index: u32) -> u32 {
-        let mut x = index ^ self.0;
-        x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
-        x = (x ^ (x >> 15) ^ self.1).wrapping_mul(0x846C_A68B);
-        x >> 16
+    pub(super) fn numbers(self, index: u32) -> [u32; 4] {
+        let x = index.wrapping_add(self.0);
+        let x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
+        let x = (x ^ (x >> 15) ^ self.1).wrapping_mul(0x846C_A68B);
+        let x = x ^ (x >> 16);
+        let y = x.wrapping_mul(0x7FEB_352D);
+        [x >> 16, x & 0xFFFF, (y ^ (y >> 15)) & 0xFFFF, y >> 16]
     }
 }
 
@@ -75,57 +80,75 @@ mod tests {
         assert_eq!((round_stochastic(above, 0), round_stochastic(above, 0x8000)), (0x7F7F, 0x7F80));
     }
 
-    /// The mean over many steps is the value, within four standard deviations of the mean.
+    /// The number drawn for what is number `which` of an element.
+    fn draw(seed: u64, step: u64, which: usize, element: u64) -> u32 {
+        Randomness::new(seed, step).keys(element).numbers(element as u32)[which]
+    }
+
+    /// The mean over many steps, and over many elements, is the value, within four standard deviations of the mean.
     #[test]
     fn rounding_is_unbiased() {
         const DRAWS: u64 = 100_000;
         for (index, bits) in
             [0x3F80_0001u32, 0x3F80_4000, 0xBF81_8000, 0x0000_F000, 0x7F00_1234].into_iter().enumerate()
         {
-            let fraction = f64::from(bits & 0xFFFF) / 65536.0;
-            let ups = (0..DRAWS)
-                .filter(|&step| {
-                    let keys = Randomness::new(42, step, 1).keys(0);
-                    round_stochastic(f32::from_bits(bits), keys.bits(index as u32)) != (bits >> 16) as u16
-                })
-                .count();
-            let sigma = (fraction * (1.0 - fraction) / DRAWS as f64).sqrt();
-            let mean = ups as f64 / DRAWS as f64;
-            assert!((mean - fraction).abs() <= 4.0 * sigma, "{bits:#010x}: {mean} against {fraction}");
-        }
-    }
-
-    /// Neighbours, planes, steps and seeds are independent: every bit of the difference is set half the time.
-    #[test]
-    fn random_bits_depend_on_all_of_seed_step_plane_and_index() {
-        const DRAWS: u32 = 100_000;
-        let number = |seed, step, plane, element: u64| {
-            Randomness::new(seed, step, plane).keys(element).bits(element as u32)
-        };
-        let mut differing = [[0u32; 16]; 6];
-        for i in 0..DRAWS {
-            let element = u64::from(i);
-            let here = number(7, 3, 1, element);
-            let others = [
-                number(8, 3, 1, element),
-                number(7, 4, 1, element),
-                number(7, 3, 2, element),
-                number(7, 3, 1, element + 1),
-                number(7, 3, 1, element + 256),
-                number(7, 3, 1, element + (1 << 32)),
-            ];
-            for (counts, other) in differing.iter_mut().zip(others) {
-                for (bit, count) in counts.iter_mut().enumerate() {
-                    *count += (here ^ other) >> bit & 1;
+            for which in 0..4 {
+                for over_steps in [true, false] {
+                    let fraction = f64::from(bits & 0xFFFF) / 65536.0;
+                    let ups = (0..DRAWS)
+                        .filter(|&i| {
+                            let (step, element) =
+                                if over_steps { (i, index as u64) } else { (index as u64, i) };
+                            let random = draw(42, step, which, element);
+                            round_stochastic(f32::from_bits(bits), random) != (bits >> 16) as u16
+                        })
+                        .count();
+                    let sigma = (fraction * (1.0 - fraction) / DRAWS as f64).sqrt();
+                    let mean = ups as f64 / DRAWS as f64;
+                    assert!(
+                        (mean - fraction).abs() <= 4.0 * sigma,
+                        "{bits:#010x}: {mean} against {fraction}"
+                    );
                 }
             }
         }
-        // Five standard deviations of a fair coin: 96 coins are thrown.
-        let allowed = 2.5 * f64::from(DRAWS).sqrt();
-        for (other, counts) in differing.iter().enumerate() {
-            for (bit, &count) in counts.iter().enumerate() {
-                let off = (f64::from(count) - f64::from(DRAWS) / 2.0).abs();
-                assert!(off <= allowed, "other {other}, bit {bit}: {count} of {DRAWS}");
+    }
+
+    /// Neighbours, steps, seeds and what is rounded of an element are independent: every bit of the difference is
+    /// set half the time.
+    #[test]
+    fn random_bits_depend_on_all_of_seed_step_index_and_what_is_rounded() {
+        const DRAWS: u32 = 100_000;
+        for which in 0..4 {
+            let mut differing = [[0u32; 16]; 9];
+            for i in 0..DRAWS {
+                let element = u64::from(i);
+                let here = draw(7, 3, which, element);
+                let others = [
+                    draw(8, 3, which, element),
+                    draw(7, 4, which, element),
+                    draw(7, 3, which, element + 1),
+                    draw(7, 3, which, element + 16),
+                    draw(7, 3, which, element + 256),
+                    draw(7, 3, which, element + (1 << 32)),
+                    draw(7, 3, (which + 1) % 4, element),
+                    draw(7, 3, (which + 2) % 4, element),
+                    draw(7, 3, (which + 1) % 4, element + 1),
+                ];
+                assert!(here < 1 << 16);
+                for (counts, other) in differing.iter_mut().zip(others) {
+                    for (bit, count) in counts.iter_mut().enumerate() {
+                        *count += (here ^ other) >> bit & 1;
+                    }
+                }
+            }
+            // Five standard deviations of a fair coin: 576 coins are thrown.
+            let allowed = 2.5 * f64::from(DRAWS).sqrt();
+            for (other, counts) in differing.iter().enumerate() {
+                for (bit, &count) in counts.iter().enumerate() {
+                    let off = (f64::from(count) - f64::from(DRAWS) / 2.0).abs();
+                    assert!(off <= allowed, "{which}, other {other}, bit {bit}: {count} of {DRAWS}");
+                }
             }
         }
     }
