@@ -12,28 +12,25 @@ use super::format::{Bf16, F16, F32, Format};
 use super::gradient::{GRADIENT_BLOCK, LANES, Lanes};
 use super::gradient::{GradientStats, stats_body};
 
-/// Groups looked at between two questions whether to go on: enough for the question to cost nothing.
-const CHECK_GROUPS: usize = 512;
-
-/// Elements that are looked at together: four AVX-512 registers of 16-bit elements, eight of 32-bit ones.
-const CHECK_LANES: usize = 128;
+/// Elements looked at between two questions whether to go on: enough for the question to cost nothing.
+const CHECK_ELEMENTS: usize = 65536;
 
 /// Elements converted together: their values stay in the first cache.
 const TILE: usize = 1024;
 
 kernel! {
     /// Sets `found` when an fp32 element is infinite or NaN, and stops soon after the first one.
-    pub fn check_f32 / check_f32_with(src: &[f32], found: &mut bool) = check_body::<F32>;
+    pub fn check_f32 / check_f32_with(src: &[f32], found: &mut bool) = check_body::<F32, 32>;
 }
 
 kernel! {
     /// Sets `found` when a bf16 element is infinite or NaN, and stops soon after the first one.
-    pub fn check_bf16 / check_bf16_with(src: &[u16], found: &mut bool) = check_body::<Bf16>;
+    pub fn check_bf16 / check_bf16_with(src: &[u16], found: &mut bool) = check_body::<Bf16, 64>;
 }
 
 kernel! {
     /// Sets `found` when an fp16 element is infinite or NaN, and stops soon after the first one.
-    pub fn check_f16 / check_f16_with(src: &[u16], found: &mut bool) = check_body::<F16>;
+    pub fn check_f16 / check_f16_with(src: &[u16], found: &mut bool) = check_body::<F16, 64>;
 }
 
 kernel! {
@@ -164,14 +161,15 @@ mod x86 {
     }
 }
 
+/// `LANES` elements are looked at together. Those of two AVX-512 registers: with more memory is read no faster, but more slowly.
 #[inline(always)]
-fn check_body<F: Format>(src: &[F::Element], found: &mut bool) {
-    let (groups, rest) = src.as_chunks::<CHECK_LANES>();
-    for groups in groups.chunks(CHECK_GROUPS) {
+fn check_body<F: Format, const LANES: usize>(src: &[F::Element], found: &mut bool) {
+    let (groups, rest) = src.as_chunks::<LANES>();
+    for groups in groups.chunks(CHECK_ELEMENTS / LANES) {
         if *found {
             return;
         }
-        let mut peaks = [F::Magnitude::default(); CHECK_LANES];
+        let mut peaks = [F::Magnitude::default(); LANES];
         for group in groups {
             for (peak, &element) in peaks.iter_mut().zip(group) {
                 *peak = F::magnitude(element).max(*peak);
@@ -184,7 +182,7 @@ fn check_body<F: Format>(src: &[F::Element], found: &mut bool) {
 
 /// Out of line, as the end of a block of sums is: the loop before it stays whole.
 #[inline(never)]
-fn any_from<F: Format>(peaks: &[F::Magnitude; CHECK_LANES]) -> bool {
+fn any_from<F: Format>(peaks: &[F::Magnitude]) -> bool {
     peaks.iter().any(|&peak| peak >= F::INFINITY)
 }
 
