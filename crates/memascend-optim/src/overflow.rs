@@ -5,7 +5,6 @@
 //! the threads: sums that came too early wait in a ring of fixed size.
 
 use std::marker::PhantomData;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -52,50 +51,50 @@ impl CheckedTensor<'_> {
         self.numel.div_ceil(GRADIENT_BLOCK)
     }
 
-    /// The elements of some consecutive blocks.
+    /// The elements of one block.
     ///
     /// # Safety
     /// As [`CheckedTensor::new`], and the address is aligned for `T`, the type that `dtype` says.
-    unsafe fn blocks_of<T>(&self, blocks: Range<usize>) -> &[T] {
-        let start = blocks.start * GRADIENT_BLOCK;
-        let numel = (blocks.len() * GRADIENT_BLOCK).min(self.numel - start);
+    unsafe fn block<T>(&self, block: usize) -> &[T] {
+        let start = block * GRADIENT_BLOCK;
+        let numel = GRADIENT_BLOCK.min(self.numel - start);
         // SAFETY: within the tensor, as the caller of `new` promised.
         unsafe { std::slice::from_raw_parts(self.address.cast::<T>().add(start), numel) }
     }
 
-    /// As [`CheckedTensor::blocks_of`], to write.
+    /// The elements of one block, to write.
     ///
     /// # Safety
-    /// As there, and nobody else uses these blocks.
+    /// As [`CheckedTensor::block`], and nobody else uses this block.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn blocks_of_mut<T>(&self, blocks: Range<usize>) -> &mut [T] {
-        let start = blocks.start * GRADIENT_BLOCK;
-        let numel = (blocks.len() * GRADIENT_BLOCK).min(self.numel - start);
-        // SAFETY: within the tensor, as the caller of `new` promised, and these blocks' alone.
+    unsafe fn block_mut<T>(&self, block: usize) -> &mut [T] {
+        let start = block * GRADIENT_BLOCK;
+        let numel = GRADIENT_BLOCK.min(self.numel - start);
+        // SAFETY: within the tensor, as the caller of `new` promised, and this block's alone.
         unsafe { std::slice::from_raw_parts_mut(self.address.cast::<T>().add(start), numel) }
     }
 
-    /// A sum is taken of what is written, while that is in the cache: of one block, then.
-    fn run(&self, blocks: Range<usize>, work: CheckedWork, sum: bool) -> GradientStats {
+    /// One block's sum is taken of what is written, while that is in the cache.
+    fn run(&self, block: usize, work: CheckedWork, sum: bool) -> GradientStats {
         let mut stats = GradientStats::default();
         let mut found = false;
         // SAFETY: the type is that of `dtype`. Each block is one thread's, so what is unscaled is nobody else's.
         unsafe {
             if let CheckedWork::Unscale(scale) = work {
                 match self.dtype {
-                    Dtype::F32 => unscale_f32(self.blocks_of_mut(blocks.clone()), scale, &mut found),
-                    Dtype::F16 => unscale_f16(self.blocks_of_mut(blocks.clone()), scale, &mut found),
-                    Dtype::Bf16 => unscale_bf16(self.blocks_of_mut(blocks.clone()), scale, &mut found),
+                    Dtype::F32 => unscale_f32(self.block_mut(block), scale, &mut found),
+                    Dtype::F16 => unscale_f16(self.block_mut(block), scale, &mut found),
+                    Dtype::Bf16 => unscale_bf16(self.block_mut(block), scale, &mut found),
                 }
             }
             match (sum, self.dtype) {
-                (true, Dtype::F32) => stats_f32(self.blocks_of(blocks), &mut stats),
-                (true, Dtype::F16) => stats_f16(self.blocks_of(blocks), &mut stats),
-                (true, Dtype::Bf16) => sum_bf16(self.blocks_of(blocks), &mut stats),
+                (true, Dtype::F32) => stats_f32(self.block(block), &mut stats),
+                (true, Dtype::F16) => stats_f16(self.block(block), &mut stats),
+                (true, Dtype::Bf16) => sum_bf16(self.block(block), &mut stats),
                 (false, _) if work != CheckedWork::Look => {}
-                (false, Dtype::F32) => check_f32(self.blocks_of(blocks), &mut stats.non_finite),
-                (false, Dtype::F16) => check_f16(self.blocks_of(blocks), &mut stats.non_finite),
-                (false, Dtype::Bf16) => check_bf16(self.blocks_of(blocks), &mut stats.non_finite),
+                (false, Dtype::F32) => check_f32(self.block(block), &mut stats.non_finite),
+                (false, Dtype::F16) => check_f16(self.block(block), &mut stats.non_finite),
+                (false, Dtype::Bf16) => check_bf16(self.block(block), &mut stats.non_finite),
             }
         }
         if work != CheckedWork::Look {
@@ -119,7 +118,7 @@ pub enum CheckedWork {
 pub struct CheckedOutcome {
     /// Whether an element is infinite or NaN (was, before it was unscaled).
     pub non_finite: bool,
-    /// Blocks that were looked at, or begun: fewer than there are if something was found early.
+    /// Blocks that were read: fewer than there are if something was found early.
     pub blocks: usize,
 }
 
@@ -206,30 +205,29 @@ impl Blocks<'_> {
         // Blocks come in order, so that the tensor of the next one is this one or a later one.
         let (mut tensor, mut first, mut read) = (0, 0, 0);
         while !stops() {
-            // Towards the end in smaller pieces, so that nobody waits long for the last.
+            // Towards the end one by one, so that nobody waits long for the last.
             let left = self.total.saturating_sub(self.next.load(Ordering::Relaxed));
             let taken = (left / BLOCKS_PER_THREAD).clamp(1, BLOCKS_AT_ONCE);
-            let mut block = self.next.fetch_add(taken, Ordering::Relaxed);
-            let end = (block + taken).min(self.total);
-            if block >= end {
+            let begin = self.next.fetch_add(taken, Ordering::Relaxed);
+            if begin >= self.total {
                 break;
             }
-            while block < end && !stops() {
+            for block in begin..(begin + taken).min(self.total) {
+                if stops() {
+                    break;
+                }
                 while block >= first + self.tensors[tensor].blocks() {
                     first += self.tensors[tensor].blocks();
                     tensor += 1;
                 }
-                let last = end.min(first + self.tensors[tensor].blocks());
-                let next = if self.sum || goes_on { block + 1 } else { last };
-                let stats = self.tensors[tensor].run(block - first..next - first, self.work, self.sum);
-                read += next - block;
+                let stats = self.tensors[tensor].run(block - first, self.work, self.sum);
+                read += 1;
                 if stats.non_finite {
                     self.found.store(true, Ordering::Relaxed);
                 }
                 if self.sum {
                     self.add(block, stats.sum_squares);
                 }
-                block = next;
             }
         }
         self.read.fetch_add(read, Ordering::Relaxed);
