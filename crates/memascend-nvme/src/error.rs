@@ -161,7 +161,7 @@ fn in_parentheses(hint: &str) -> String {
 
 fn directory_hint(source: &io::Error) -> &'static str {
     match source.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS | libc::EIO) => errno_hint(source),
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS | libc::EIO | libc::ELOOP) => errno_hint(source),
         _ => "a store needs a directory that you may write to, or a formatted device",
     }
 }
@@ -179,6 +179,7 @@ pub(crate) fn errno_hint(source: &io::Error) -> &'static str {
         Some(libc::EINVAL) => "the file or device refuses transfers of this alignment",
         Some(libc::EACCES | libc::EPERM) => "check the owner and the permissions",
         Some(libc::EROFS) => "the filesystem is mounted read-only",
+        Some(libc::ELOOP) => "a symbolic link is in its place, which is not followed: remove it",
         Some(libc::EBADF | libc::ESTALE) => "the file was closed or replaced underneath",
         _ => "",
     }

@@ -1,7 +1,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::{IoError, Result};
@@ -29,6 +29,8 @@ impl DirectoryLock {
                 .write(true)
                 .create(true)
                 .truncate(false)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW)
                 .open(&path)
                 .map_err(failed("create"))?;
             // SAFETY: a plain system call on a descriptor that lives.

@@ -1,8 +1,8 @@
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -192,7 +192,7 @@ impl Volume {
         let mut making = Making { directory: directory.to_owned(), made: false, lock: None };
         if create && !directory.exists() {
             // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
-            std::fs::create_dir(directory).map_err(failed("create"))?;
+            std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
             making.made = true;
         }
         if !create && !directory.join(Self::FILE_NAME).exists() {
@@ -202,6 +202,8 @@ impl Volume {
         let path = directory.join(Self::FILE_NAME);
         let open = |flags: i32| {
             let mut options = OpenOptions::new();
+            // Nobody may have put a link to another file in our place.
+            let flags = flags | libc::O_NOFOLLOW;
             options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
         };
         let action = if create { "create" } else { "open" };
@@ -392,7 +394,7 @@ impl Volume {
             Place::Device(device) => Ok(device.read_note()?),
             Place::Directory { directory, .. } => {
                 let path = directory.join(Self::NOTE_NAME);
-                match std::fs::read(&path) {
+                match read_no_link(&path) {
                     Ok(note) => Ok(Some(note)),
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
                     Err(source) => Err(file_error("read", &path, source)),
@@ -455,6 +457,14 @@ impl Drop for Volume {
     }
 }
 
+/// The contents of a file that is no symbolic link.
+fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// Has a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file where they are: else room for them that was
 /// allocated beforehand does not help when the drive is full. Others refuse it, and need not be asked.
 fn write_in_place(file: &File) {
@@ -473,7 +483,12 @@ fn write_in_place(file: &File) {
 fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     let (path, unfinished) = (directory.join(name), directory.join(format!("{name}.new")));
     let write = || {
-        let mut file = File::create(&unfinished)?;
+        if let Err(error) = std::fs::remove_file(&unfinished)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(error);
+        }
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         std::fs::rename(&unfinished, &path)?;
@@ -502,6 +517,54 @@ mod tests {
         assert!(matches!(error, IoError::NoSpace { .. }));
         assert_eq!(error.errno(), Some(libc::ENOSPC));
         assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 8192);
+    }
+
+    #[test]
+    fn a_store_is_its_owners_alone() {
+        use std::os::unix::fs::PermissionsExt;
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("volume");
+        let volume = Volume::create(&directory, true).unwrap();
+        volume.keep(b"a note").unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&directory), 0o700);
+        let mut files = 0;
+        for entry in std::fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            assert_eq!(mode(&path), 0o600, "{}", path.display());
+            files += 1;
+        }
+        assert_eq!(files, 3, "data, lock and note");
+    }
+
+    /// Whoever can write to the directory could otherwise have any file of ours written over.
+    #[test]
+    fn links_in_the_place_of_its_files_are_not_followed() {
+        let names = [Volume::FILE_NAME, "memascend.lock", Volume::NOTE_NAME];
+        for (name, direct) in names.into_iter().flat_map(|name| [(name, false), (name, true)]) {
+            let root = tempfile::tempdir().unwrap();
+            let (victim, directory) = (root.path().join("victim"), root.path().join("volume"));
+            std::fs::write(&victim, "precious").unwrap();
+            std::fs::create_dir(&directory).unwrap();
+            std::os::unix::fs::symlink(&victim, directory.join(name)).unwrap();
+            let error = Volume::create(&directory, direct).unwrap_err();
+            assert_eq!(error.errno(), Some(libc::ELOOP), "{name}: {error}");
+            assert!(error.to_string().contains("symbolic link"), "{error}");
+            assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+        }
+        // The directory itself may well be a link to where the drive is.
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("drive")).unwrap();
+        std::os::unix::fs::symlink(root.path().join("drive"), root.path().join("link")).unwrap();
+        let volume = Volume::create(&root.path().join("link"), true).unwrap();
+        // Nor is a link that waits for the note.
+        let victim = root.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        let unfinished = root.path().join("drive").join(format!("{}.new", Volume::NOTE_NAME));
+        std::os::unix::fs::symlink(&victim, unfinished).unwrap();
+        volume.keep(b"a note").unwrap();
+        assert_eq!(volume.read_note().unwrap(), Some(b"a note".to_vec()));
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
     }
 
     #[test]
