@@ -456,7 +456,7 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
 
     baseline = rss()["hwm"]
     classes = [("small", SMALL_BYTES, SMALL_COUNT), ("large", LEASE_BYTES, LEASE_COUNT)]
-    runtime = Runtime([directory / "store"], classes, [], 64 * 1024, 16, 64 * 1024, 1)
+    runtime = Runtime([directory / "store"], classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
     pieces = [min(LEASE_BYTES, left) for nbytes in sizes for left in range(nbytes, 0, -LEASE_BYTES)]
     units = [runtime.add_unit() for _ in pieces]
     extents: list = []
@@ -754,7 +754,7 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
     from memascend._memascend import Runtime
 
     classes = [("tensors", max(TENSOR_BYTES), IN_FLIGHT)]
-    options = [list(devices), classes, [], 64 * 1024, 16, 64 * 1024, 1]
+    options = [list(devices), classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1]
     runtime = Runtime(*options, rates=list(rates))
     sizes = [TENSOR_BYTES[number % len(TENSOR_BYTES)] for number in range(TENSOR_COUNT)]
     tensors = [(runtime.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]

@@ -274,7 +274,7 @@ print(told)
 LEASES = """
 from memascend._memascend import Runtime
 fake = Fake()
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 1, allocator="cuda")
+runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="cuda")
 
 def free():
     return runtime.lease_unit(MIB) is not None
@@ -351,7 +351,7 @@ assert (fake.get("live_allocations"), fake.get("live_events"), fake.get("misuses
 def test_waiting_for_a_stream_needs_cuda(tmp_path: Path) -> None:
     script = """
 from memascend._memascend import Runtime
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 1, allocator="pageable")
+runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="pageable")
 lease = runtime.lease_unit(MIB)
 told = refused(lambda: lease.return_after(0))
 assert "/nonexistent/libcudart.so" in told, told

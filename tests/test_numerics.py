@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -307,7 +308,10 @@ REFUSED_OPTIONS = ("capturable", "differentiable")
 def common() -> Any:
     """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
     pytest.importorskip("expecttest", reason="PyTorch's own inputs for optimizers need the package expecttest")
-    from torch.testing._internal import common_optimizers
+    with warnings.catch_warnings():
+        # What it says of other packages that PyTorch's tests use is nothing to us.
+        warnings.simplefilter("ignore")
+        from torch.testing._internal import common_optimizers
 
     return common_optimizers
 

@@ -79,7 +79,8 @@ mod x86 {
         }
     }
 
-    /// `stats_body` with AVX-512, lane for lane. Fused or not makes no difference: the square is exact in fp64.
+    /// `stats_body` with AVX-512, lane for lane. Fused or not makes no difference: the square is exact in fp64. Nor can
+    /// the sum of squares of finite 16-bit numbers overflow, so that it tells whether all are.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
     pub(super) fn sum_wide<const BRAIN: bool, F: Format<Element = u16, Magnitude = i16>>(
@@ -89,30 +90,40 @@ mod x86 {
         for src in src.chunks(GRADIENT_BLOCK) {
             let (groups, rest) = src.as_chunks::<LANES>();
             let mut sums = [_mm512_setzero_pd(); 4];
-            let mut peaks = _mm512_setzero_si512();
             for group in groups {
-                let (parts, _) = group.as_chunks::<8>();
-                for i in 0..4 {
-                    // SAFETY: 8 elements are read.
-                    let part = unsafe { _mm_loadu_si128(parts[i].as_ptr().cast()) };
-                    let values = _mm512_cvtps_pd(widen::<BRAIN>(part));
-                    sums[i] = _mm512_fmadd_pd(values, values, sums[i]);
-                }
                 // SAFETY: 32 elements are read.
                 let elements = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
-                peaks = _mm512_max_epi16(peaks, _mm512_and_si512(elements, _mm512_set1_epi16(0x7FFF)));
+                let [one, other] = if BRAIN {
+                    // Elements of even indices, and of odd ones: in place, so that none has to be moved.
+                    let odd = _mm512_and_si512(elements, _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
+                    [_mm512_slli_epi32::<16>(elements), odd].map(|bits| _mm512_castsi512_ps(bits))
+                } else {
+                    let high = _mm512_extracti64x4_epi64::<1>(elements);
+                    [_mm512_cvtph_ps(_mm512_castsi512_si256(elements)), _mm512_cvtph_ps(high)]
+                };
+                let high = |values| _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(values)));
+                let parts =
+                    [_mm512_castps512_ps256(one), high(one), _mm512_castps512_ps256(other), high(other)];
+                for (sum, part) in sums.iter_mut().zip(parts) {
+                    let values = _mm512_cvtps_pd(part);
+                    *sum = _mm512_fmadd_pd(values, values, *sum);
+                }
             }
             let mut lanes = Lanes::<i16>::new();
-            for (lanes, sums) in lanes.sums.as_chunks_mut::<8>().0.iter_mut().zip(sums) {
+            for (part, sums) in sums.into_iter().enumerate() {
+                let mut eight = [0.0; 8];
                 // SAFETY: 8 sums are written.
-                unsafe { _mm512_storeu_pd(lanes.as_mut_ptr(), sums) };
+                unsafe { _mm512_storeu_pd(eight.as_mut_ptr(), sums) };
+                for (i, sum) in eight.into_iter().enumerate() {
+                    let lane = if BRAIN { part % 2 * 16 + 2 * i + part / 2 } else { part * 8 + i };
+                    lanes.sums[lane] = sum;
+                }
             }
-            // SAFETY: 32 magnitudes are written.
-            unsafe { _mm512_storeu_si512(lanes.peaks.as_mut_ptr().cast(), peaks) };
             if !rest.is_empty() {
                 lanes.take_rest::<F>(rest);
             }
             lanes.finish::<F>(stats);
+            stats.non_finite |= !stats.sum_squares.is_finite();
         }
     }
 
