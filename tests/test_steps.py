@@ -30,6 +30,15 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in memascend.parameters_of(model)}
 
 
+def placed(
+    where: str, model: nn.Module, offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model, offloaded or not, and where its optimizer is to keep its states."""
+    if where == "store":
+        return model, {"store": tmp_path / "states", "allocator": "pageable"}
+    return offloaded(model) if where == "offloaded" else model, {}
+
+
 def ones(dtype: torch.dtype = torch.float32, numel: int = 1000) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(numel, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -67,10 +76,7 @@ def test_what_cannot_be_computed_leaves_everything_as_it_was(
         return weights
 
     expected = run(tiny.build("plain", dtype), False)
-    model = tiny.build("plain", dtype)
-    options = {"store": tmp_path / "states", "allocator": "pageable"} if where == "store" else {}
-    if where == "offloaded":
-        offloaded(model)
+    model, options = placed(where, tiny.build("plain", dtype), offloaded, tmp_path)
     tiny.assert_same_weights(run(model, True, **options), expected)
 
 
@@ -118,10 +124,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         return weights
 
     expected = run(tiny.build("plain", HALF), False)
-    model = tiny.build("plain", HALF)
-    options = {"store": tmp_path / "states", "allocator": "pageable"} if where == "store" else {}
-    if where == "offloaded":
-        offloaded(model)
+    model, options = placed(where, tiny.build("plain", HALF), offloaded, tmp_path)
     # A shell has background jobs ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -248,7 +248,7 @@ impl Coordinator {
                 SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
             };
             let tensor = Arc::new(tensor);
-            let layout = Arc::new(SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements));
+            let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements);
             for first in (0..tensor.numel).step_by(layout.elements) {
                 let numel = layout.elements.min(tensor.numel - first);
                 let chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {

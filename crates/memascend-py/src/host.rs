@@ -86,7 +86,6 @@ impl Plane {
         match self.0.format {
             PlaneFormat::F32 => "float32",
             PlaneFormat::Bf16 => "bfloat16",
-            PlaneFormat::F16 => "float16",
             PlaneFormat::Low => "int16",
             PlaneFormat::Block8Signed | PlaneFormat::Block8Unsigned => "uint8",
         }
@@ -101,7 +100,8 @@ impl Plane {
     fn decode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
         py.detach(|| {
             // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
-            let (source, target) = unsafe { (bytes(source, self.0.bytes(numel)), floats_mut(target, numel)) };
+            let (source, target) =
+                unsafe { (elements(source, self.0.bytes(numel)), elements_mut(target, numel)) };
             self.0.read(source, 0, target);
         });
     }
@@ -110,7 +110,8 @@ impl Plane {
     fn encode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
         py.detach(|| {
             // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
-            let (source, target) = unsafe { (floats(source, numel), bytes_mut(target, self.0.bytes(numel))) };
+            let (source, target) =
+                unsafe { (elements(source, numel), elements_mut(target, self.0.bytes(numel))) };
             self.0.write(target, 0, source);
         });
     }
@@ -185,42 +186,22 @@ impl StepScalars {
 
 /// # Safety
 /// As [`std::slice::from_raw_parts`], but any address will do for an empty slice: torch gives 0.
-pub(crate) unsafe fn bytes<'a>(address: usize, length: usize) -> &'a [u8] {
+pub(crate) unsafe fn elements<'a, T>(address: usize, length: usize) -> &'a [T] {
     if length == 0 {
         return &[];
     }
     // SAFETY: forwarded to the caller.
-    unsafe { std::slice::from_raw_parts(address as *const u8, length) }
+    unsafe { std::slice::from_raw_parts(address as *const T, length) }
 }
 
 /// # Safety
 /// As [`std::slice::from_raw_parts_mut`], but any address will do for an empty slice.
-pub(crate) unsafe fn bytes_mut<'a>(address: usize, length: usize) -> &'a mut [u8] {
+pub(crate) unsafe fn elements_mut<'a, T>(address: usize, length: usize) -> &'a mut [T] {
     if length == 0 {
         return &mut [];
     }
     // SAFETY: forwarded to the caller.
-    unsafe { std::slice::from_raw_parts_mut(address as *mut u8, length) }
-}
-
-/// # Safety
-/// As [`bytes`], for `length` floats.
-pub(crate) unsafe fn floats<'a>(address: usize, length: usize) -> &'a [f32] {
-    if length == 0 {
-        return &[];
-    }
-    // SAFETY: forwarded to the caller.
-    unsafe { std::slice::from_raw_parts(address as *const f32, length) }
-}
-
-/// # Safety
-/// As [`bytes_mut`], for `length` floats.
-pub(crate) unsafe fn floats_mut<'a>(address: usize, length: usize) -> &'a mut [f32] {
-    if length == 0 {
-        return &mut [];
-    }
-    // SAFETY: forwarded to the caller.
-    unsafe { std::slice::from_raw_parts_mut(address as *mut f32, length) }
+    unsafe { std::slice::from_raw_parts_mut(address as *mut T, length) }
 }
 
 /// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place. Addresses are `Tensor.data_ptr()`
@@ -250,13 +231,13 @@ pub(crate) fn step_host(
         let tensor = unsafe {
             HostTensor {
                 rule,
-                weight: bytes_mut(weight, numel * element),
+                weight: elements_mut(weight, numel * element),
                 planes: kept
                     .iter()
                     .zip(planes)
-                    .map(|(plane, address)| bytes_mut(address, plane.bytes(numel)))
+                    .map(|(plane, address)| elements_mut(address, plane.bytes(numel)))
                     .collect(),
-                gradient: bytes(gradient, numel * element),
+                gradient: elements(gradient, numel * element),
             }
         };
         memascend_optim::step_host(tensor, &scalars, threads);
@@ -276,20 +257,12 @@ pub(crate) fn gradient_stats(
     let dtype = parse_dtype(dtype)?;
     Ok(py.detach(|| {
         let mut stats = GradientStats::default();
-        if numel > 0 {
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements of `dtype`.
-            unsafe {
-                match dtype {
-                    Dtype::Bf16 => {
-                        stats_bf16(std::slice::from_raw_parts(gradient as *const u16, numel), &mut stats)
-                    }
-                    Dtype::F16 => {
-                        stats_f16(std::slice::from_raw_parts(gradient as *const u16, numel), &mut stats)
-                    }
-                    Dtype::F32 => {
-                        stats_f32(std::slice::from_raw_parts(gradient as *const f32, numel), &mut stats)
-                    }
-                }
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements of `dtype`.
+        unsafe {
+            match dtype {
+                Dtype::Bf16 => stats_bf16(elements(gradient, numel), &mut stats),
+                Dtype::F16 => stats_f16(elements(gradient, numel), &mut stats),
+                Dtype::F32 => stats_f32(elements(gradient, numel), &mut stats),
             }
         }
         (stats.sum_squares, stats.non_finite)

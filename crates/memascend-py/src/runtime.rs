@@ -386,7 +386,7 @@ impl Runtime {
         let parts = self.parts()?;
         py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { host::bytes_mut(target, bytes) };
+            let target = unsafe { host::elements_mut(target, bytes) };
             parts.gradients.read(GradientId(gradient), target)
         })
         .map_err(|error| optim_error(&error))
@@ -397,8 +397,8 @@ impl Runtime {
     fn stash(&self, py: Python<'_>, source: usize, bytes: usize) -> PyResult<Stash> {
         let parts = self.parts()?;
         // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-        let stash =
-            py.detach(|| memascend_optim::Stash::new(&parts.staging, unsafe { host::bytes(source, bytes) }));
+        let stash = py
+            .detach(|| memascend_optim::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }));
         stash.map(Stash).map_err(|error| optim_error(&error))
     }
 
@@ -407,7 +407,7 @@ impl Runtime {
         let (parts, extent) = (self.parts()?, extent.get().0);
         py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { host::bytes_mut(target, bytes) };
+            let target = unsafe { host::elements_mut(target, bytes) };
             parts.staging.read(extent, target)
         })
         .map_err(|error| optim_error(&error))
@@ -425,7 +425,7 @@ impl Runtime {
         let (parts, extent, plane) = (self.parts()?, extent.get().0, plane.get().0);
         py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
-            let target = unsafe { host::floats_mut(target, numel) };
+            let target = unsafe { host::elements_mut(target, numel) };
             parts.staging.read_plane(extent, plane, target)
         })
         .map_err(|error| optim_error(&error))
@@ -444,7 +444,7 @@ impl Runtime {
         py.detach(|| {
             let pending = Arc::new(Pending::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
-            let source = unsafe { host::floats(source, numel) };
+            let source = unsafe { host::elements(source, numel) };
             parts.staging.write_plane(extent, plane, source, &pending)?;
             pending.wait()
         })
@@ -457,7 +457,7 @@ impl Runtime {
         py.detach(|| {
             let pending = Arc::new(Pending::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let source = unsafe { host::bytes(source, bytes) };
+            let source = unsafe { host::elements(source, bytes) };
             parts.staging.write(extent, source, &pending)?;
             pending.wait()
         })
@@ -543,7 +543,7 @@ impl Stash {
     /// Copies the bytes to address `target`.
     fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
         // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
-        py.detach(|| self.0.restore(unsafe { host::bytes_mut(target, self.0.bytes()) }))
+        py.detach(|| self.0.restore(unsafe { host::elements_mut(target, self.0.bytes()) }))
             .map_err(|error| optim_error(&error))
     }
 

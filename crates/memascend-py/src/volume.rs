@@ -355,7 +355,7 @@ impl KeptStore {
         py.detach(|| {
             const CHUNK: usize = 8 << 20;
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { host::bytes_mut(target, bytes) };
+            let target = unsafe { host::elements_mut(target, bytes) };
             let class = SizeClass { consumer: "reading a kept store".into(), bytes: CHUNK, count: 1 };
             let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| memory_error(&error))?;
             for (index, part) in target.chunks_mut(CHUNK).enumerate() {

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::super::bf16::{canonical_nan, round_bf16, widen_bf16};
-use super::super::fp16::{round_f16, widen_f16};
 use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
 use super::{BLOCK, Block};
 
@@ -17,8 +16,6 @@ pub enum PlaneFormat {
     F32,
     /// bf16.
     Bf16,
-    /// fp16.
-    F16,
     /// The low half of a split master, 2 bytes.
     Low,
     /// Codes of the signed dynamic map, in records of 65,536 elements: a page of 4,096 bytes that begins with one fp32 scale
@@ -42,7 +39,7 @@ impl PlaneFormat {
     const fn element_bytes(self) -> Option<usize> {
         match self {
             Self::F32 => Some(4),
-            Self::Bf16 | Self::F16 | Self::Low => Some(2),
+            Self::Bf16 | Self::Low => Some(2),
             Self::Block8Signed | Self::Block8Unsigned => None,
         }
     }
@@ -204,7 +201,6 @@ fn load(format: PlaneFormat, bytes: &[u8], block: &mut Block) {
     match format {
         PlaneFormat::F32 => load_each(bytes, block, f32::from_ne_bytes),
         PlaneFormat::Bf16 => load_each(bytes, block, |bytes| widen_bf16(u16::from_ne_bytes(bytes))),
-        PlaneFormat::F16 => load_each(bytes, block, |bytes| widen_f16(u16::from_ne_bytes(bytes))),
         _ => panic!("not a format of numbers by themselves"),
     }
 }
@@ -214,7 +210,6 @@ fn load(format: PlaneFormat, bytes: &[u8], block: &mut Block) {
 fn store(format: PlaneFormat, bytes: &mut [u8], block: &Block) {
     match format {
         PlaneFormat::F32 => store_each(bytes, block, |value| canonical_nan(value).to_ne_bytes()),
-        PlaneFormat::F16 => store_each(bytes, block, |value| round_f16(value).to_ne_bytes()),
         PlaneFormat::Bf16 => store_each(bytes, block, |value| round_bf16(value).to_ne_bytes()),
         _ => panic!("not a format of numbers by themselves"),
     }
