@@ -116,6 +116,49 @@ def test_transformers_reads_what_is_written(
     assert_equal_models(opened(out), loaded, architecture)
 
 
+@pytest.mark.parametrize("where", ["offloaded", "in memory"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3"])
+@pytest.mark.parametrize(
+    ("dtype", "written"), [("bfloat16", "fp32"), ("float32", torch.bfloat16), ("float32", "float16")]
+)
+def test_writes_another_dtype(
+    tmp_path: Path, offloaded: Callable[..., nn.Module], where: str, architecture: str, dtype: str, written: Any
+) -> None:
+    model = tiny.build(architecture, getattr(torch, dtype))
+    kind = {"fp32": torch.float32, "float16": torch.float16}.get(written, torch.bfloat16)
+    expected = {name: value.detach().to(kind) for name, value in model.named_parameters()}
+    said = model.config.dtype
+    if where == "offloaded":
+        offloaded(model)
+    memascend.save_pretrained(model, tmp_path / "out", written, max_shard_size="300KB")
+    assert model.config.dtype == said
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
+    tiny.assert_same_weights(dict(by_transformers(architecture, tmp_path / "out", kind).named_parameters()), expected)
+    files = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    weights = [value for file in files.values() for value in file.values()]
+    assert len(files) > 1 and all(value.dtype == kind for value in weights)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights)
+
+
+def test_a_weight_beyond_float16(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
+    model = tiny.build("qwen3", torch.float32)
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    with torch.no_grad():
+        weight[3, 4] = float("inf")
+    offloaded(model)
+    memascend.save_pretrained(model, tmp_path / "out", "float16")
+    other = tiny.build("qwen3", torch.float32)
+    with torch.no_grad():
+        other.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 65_520.0
+    offloaded(other, store=tmp_path / "other")
+    with pytest.raises(memascend.CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has a weight beyond"):
+        memascend.save_pretrained(other, tmp_path / "refused", "float16")
+    assert not list((tmp_path / "refused").iterdir())
+    with pytest.raises(ValueError, match="float8 is not supported"):
+        memascend.save_pretrained(other, tmp_path / "refused", "float8")
+
+
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gemma"])
 def test_writes_a_model_that_was_offloaded_from_memory(
     tmp_path: Path, offloaded: Callable[..., nn.Module], architecture: str

@@ -249,12 +249,16 @@ def test_a_loss_that_is_not_finite_stops_or_is_skipped(room, capfd, in_memory):
     blow_up = {"lr": 1e30, "schedule": "constant", "steps": 4, **where}  # finite at step 1, and then no more
     before = listing(room)
     assert cli.main(command(room, *more, **blow_up)) == cli.FAILED
-    assert "error: step 2 of 4: the " in capfd.readouterr().err
-    assert listing(room) == before
+    told = capfd.readouterr().err
+    assert "error: step 2 of 4: the " in told
+    assert ("holds the run after step 1: --resume goes on" in told) == (not in_memory)
+    after = listing(room)
+    assert {name: after[name] for name in after if not name.startswith("store/")} == before
+    more = more or ("--resume",)
     assert cli.main(command(room, *more, on_nan="skip", **blow_up)) == 0
     assert "4 of 4 steps, 3 of them skipped" in capfd.readouterr().out
     skipped = [step["skipped"] for step in steps_of(room / "out" / "metrics.jsonl")]
-    assert skipped == [False, True, True, True]
+    assert skipped == [False, True, True, True][-len(skipped) :] and len(skipped) >= 3
 
 
 def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
@@ -305,7 +309,8 @@ def test_one_signal_finishes_the_step_and_keeps_the_model(room, number, code):
     assert "Traceback" not in err
     assert f"{done} of 100000 steps" in out
     AutoModelForCausalLM.from_pretrained(room / "out")
-    assert list((room / "store").iterdir()) == []
+    assert f"holds the run after step {done}: --resume goes on" in err
+    assert (room / "store" / "memascend.json").exists()
     assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "out", "store", "text.txt"]
 
 
@@ -322,7 +327,7 @@ def test_a_second_signal_abandons_the_run(room):
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert "abandoned and nothing of it was kept" in err
+    assert "what was begun is abandoned" in err
     assert "Traceback" not in err
     assert list((room / "store").iterdir()) == []
     assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "store", "text.txt"]

@@ -324,7 +324,7 @@ def test_a_drive_that_fills_up_in_training(drive: Callable[..., lab.Mounted], tm
         if kind == "btrfs" and number is not None:
             # It may write every block to a new place, and then find none: that is told, and ends well.
             assert number == errno.ENOSPC, told
-            assert f"{store}/{VOLUME}" in told
+            assert f"{store}/memascend." in told
             assert child.does("weights", 3)[0] == errno.ENOSPC, "half an update was passed off as the weights"
         else:
             assert number is None, told
@@ -344,7 +344,7 @@ def test_a_command_whose_drive_fills_up_ends_by_itself(
     mine.write_text("mine")
     words = words_of(model_dir, tmp_path / "out", place.path / "store", host_memory=smallest(model_dir))
     with training(tmp_path, words) as child:
-        place.fill()
+        ballast = place.fill()
         steps = len((tmp_path / "metrics.jsonl").read_bytes().splitlines())
         end = time.monotonic() + 60
         while child.alive() and len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) < steps + 5:
@@ -359,10 +359,12 @@ def test_a_command_whose_drive_fills_up_ends_by_itself(
     else:
         told = the_error(ended, 1, 2)
         assert kind == "btrfs", f"what was preallocated did not do: {told}"
-        assert f"{place.path}/store/{VOLUME}" in told and "No space left on device" in told
+        assert f"{place.path}/store/memascend." in told and "No space left on device" in told
         assert not (tmp_path / "out").exists()
     assert mine.read_text() == "mine"
-    assert not (place.path / "store").exists()
+    ballast.unlink()
+    os.sync()
+    assert memascend.can_resume(place.path / "store"), "the last step is durable"
 
 
 @pytest.mark.root
@@ -389,7 +391,8 @@ def test_an_output_without_room_is_named(
     after = listing(place.path)
     after.pop("metrics.jsonl", None)
     assert after == before
-    assert not (tmp_path / "store").exists()
+    # The run itself is not lost.
+    assert (tmp_path / "store" / "memascend.json").exists() == (what == "out")
 
 
 @pytest.mark.root
@@ -420,8 +423,8 @@ def test_a_device_that_reports_errors(drive: Callable[..., lab.Mounted], tmp_pat
         place.device.shrink(MIB)
         told = the_error(child.wait(), 1, 2)
     assert f"{place.path}/store/{VOLUME}" in told
-    assert " at offset " in told
-    assert "os error 5)" in told
+    # What lies across the end is read as zeros by the loop device, without an error.
+    assert (" at offset " in told and "os error 5)" in told) or "are not those that were written" in told
     assert not (tmp_path / "out").exists()
 
 
@@ -438,7 +441,7 @@ def test_a_device_error_reaches_python(
         child.must("a_step")
         place.device.shrink(MIB)
         number, told = child.does("a_step")
-        assert number == errno.EIO, told
+        assert number == errno.EIO or "are not those that were written" in told, told
         assert f"{place.path}/store/{VOLUME}" in told and " at offset " in told
         # It stays failed, and ends.
         assert child.does("a_step")[0] is not None
@@ -452,9 +455,8 @@ def test_a_store_truncated_while_training(tmp_path: Path, model_dir: Path) -> No
         os.truncate(store / VOLUME, 4096)
         told = the_error(child.wait(), 1, 2)
     assert f"{store}/{VOLUME}" in told
-    assert "truncated" in told or "end of file" in told or "shorter" in told, told
+    assert any(words in told for words in ("truncated", "end of file", "shorter", "are not those")), told
     assert not (tmp_path / "out").exists()
-    assert not store.exists()
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,10 @@ def test_scaled_float16_gradients_are_not_mistaken_for_others() -> None:
 # ---- several optimizers -------------------------------------------------------------------------------------------
 
 
-def test_a_second_optimizer_begins_anew_and_the_first_is_told(offloaded: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize(("durability", "slots"), [("none", 1), ("step", 2)])
+def test_a_second_optimizer_begins_anew_and_the_first_is_told(
+    offloaded: Callable[..., nn.Module], durability: str, slots: int
+) -> None:
     def second(model: nn.Module, **options: Any) -> memascend.Lion:
         optimizer = memascend.Lion(model.parameters(), lr=1e-3, **options)
         for number in range(2, 4):
@@ -335,15 +338,13 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(offloaded: Callabl
 
     expected = tiny.build("plain", HALF)
     both(expected)
-    model = offloaded(tiny.build("plain", HALF))
+    model = offloaded(tiny.build("plain", HALF), durability=durability)
     first, other = both(model)
     tiny.assert_same_weights(weights_of(model), weights_of(expected))
-    # What the first kept is gone, and not moved any more.
+    # What the first kept is gone, and not moved any more: what is left is weight, low half and one state in bf16, in as
+    # many slots, and the gradient.
     used = memascend.stats(model)["store_bytes_used"]
-    parameters = memascend.stats(model)["parameters"]
-    assert used / parameters == pytest.approx(2 + 2 + 2 + 2, rel=0.05), (
-        "weight, gradient, low half and one state in bf16"
-    )
+    assert used / memascend.stats(model)["parameters"] == pytest.approx(slots * (2 + 2 + 2) + 2, rel=0.05)
     backward(model, 4)
     with pytest.raises(memascend.MemascendError, match="trained by another optimizer since"):
         first.step()
@@ -356,7 +357,7 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(offloaded: Callabl
 
 
 def test_states_of_an_optimizer_that_is_gone_make_room_at_once(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("plain", HALF))
+    model = offloaded(tiny.build("plain", HALF), durability="none")
     optimizer = memascend.AdamW(model.parameters(), amsgrad=True)
     backward(model)
     optimizer.step()

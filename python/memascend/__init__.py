@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any
 from memascend import overflow
 from memascend.amp import GradScaler
 from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
+from memascend.distributed_checkpoint import load_distributed, save_distributed
 from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
 from memascend.offload import offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.pinned import empty_pinned, pin_memory
 from memascend.plan import format_size, parse_size
+from memascend.resume import (
+    Resumed,
+    can_resume,
+    checkpoints,
+    delete_checkpoint,
+    resume,
+    save_checkpoint,
+    track,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,20 +41,29 @@ __all__ = [
     "HostMemoryError",
     "Lion",
     "MemascendError",
+    "Resumed",
     "StoreError",
+    "can_resume",
+    "checkpoints",
     "close",
+    "delete_checkpoint",
     "empty_pinned",
     "flush",
     "format_size",
     "from_pretrained",
+    "load_distributed",
     "offload",
     "overflow",
     "parameters_of",
     "parse_size",
     "pin_memory",
     "plan_of",
+    "resume",
+    "save_checkpoint",
+    "save_distributed",
     "save_pretrained",
     "stats",
+    "track",
 ]
 
 
@@ -74,7 +93,7 @@ def plan_of(model: nn.Module) -> str:
 
 
 def flush(model: nn.Module) -> None:
-    """Apply the model's deferred updates and wait until they are on the store's drives."""
+    """Apply the model's deferred updates and wait for the store's drives; what is to be durable is, then."""
     offload_of(model).flush()
 
 

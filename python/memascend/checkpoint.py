@@ -14,6 +14,7 @@ from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.errors import CheckpointError
+from memascend.generations import source_of
 from memascend.offload import Offload, offload_of
 from memascend.plan import make_plan, parse_size
 from memascend.safetensors_io import SafetensorsReader, write_safetensors
@@ -36,7 +37,8 @@ def from_pretrained(
     host_memory: str | int,
     dtype: str | torch.dtype = "bfloat16",
     recompute: bool = True,
-    keep_store: bool = False,
+    durability: str = "auto",
+    keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -47,7 +49,7 @@ def from_pretrained(
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
-        recompute, keep_store, options: as in `memascend.offload`.
+        recompute, durability, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
@@ -61,10 +63,14 @@ def from_pretrained(
     weights = _Weights(directory)
     try:
         model = empty_model(config, directory, _parse_dtype(dtype))
+        if (directory / "generation_config.json").is_file():
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         sources = _Sources(model, weights)
         units = partition(model)
         plan = make_plan(units, budget)
-        _materialise(model, units)
+        materialise(model, units)
         state = Offload(
             model,
             units,
@@ -72,6 +78,8 @@ def from_pretrained(
             store,
             recompute=recompute,
             keep_store=keep_store,
+            durability=durability,
+            source=source_of(model, sources.conversions),
             options=options,
         )
         try:
@@ -111,7 +119,7 @@ def _load_config(directory: Path) -> Any:
         raise CheckpointError(f"{directory}/config.json is not a model that transformers knows: {first}") from None
 
 
-def empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers real."""
     import transformers
 
@@ -130,8 +138,6 @@ def empty_model(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     for name, parameter in model.named_parameters():
         if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in kept):
             parameter.data = parameter.data.to(torch.float32)
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     model.train()
     return model
 
@@ -153,7 +159,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _materialise(model: nn.Module, units: list[Unit]) -> None:
+def materialise(model: nn.Module, units: list[Unit]) -> None:
     """Replace the meta parameters by CPU parameters that hold nothing; tied ones stay tied."""
     places = {place.parameter: place for unit in units for place in unit.places}
     fresh: dict[nn.Parameter, nn.Parameter] = {}
@@ -241,7 +247,8 @@ class _Sources:
         #: What a conversion made beyond the parameter that asked for it.
         self._made: dict[str, torch.Tensor] = {}
         self._expected = expected
-        model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+        self.conversions = [index for index, transform in enumerate(transforms) if transform.was_used()]
+        model._weight_conversions = [transforms[index] for index in self.conversions]
         # A tied parameter may be stored under any of its names.
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -350,73 +357,111 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         del storage
 
 
-def save_pretrained(model: nn.Module, out: str | os.PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
+def save_pretrained(
+    model: nn.Module,
+    out: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    *,
+    max_shard_size: str | int = "5GB",
+) -> None:
     """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
 
     An offloaded model is streamed unit by unit, in the format and under the names of the original checkpoint; an
     ordinary Hugging Face model saves itself. Weight files appear under their names only when whole.
+
+    With `dtype` ("bfloat16", "float16" or "float32") every weight is converted as it is written, and config.json says
+    so; the model stays as it is.
+
+    Raises:
+        CheckpointError: the model has no such format, or a finite weight is beyond what float16 holds.
+        OSError: a file cannot be written.
     """
     directory = Path(out)
-    if "_memascend" not in model.__dict__:
-        if not hasattr(model, "save_pretrained"):
-            raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
+    wanted = None if dtype is None else _parse_dtype(dtype)
+    state = offload_of(model) if "_memascend" in model.__dict__ else None
+    if state is None and not hasattr(model, "save_pretrained"):
+        raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
+    if state is None and wanted is None:
         model.save_pretrained(directory, max_shard_size=max_shard_size)
         return
-    state = offload_of(model)
     directory.mkdir(parents=True, exist_ok=True)
-    state.flush()
-    shards = _shards(state, parse_size(max_shard_size))
+    if state is not None:
+        state.flush()
+    all_units = partition(model) if state is None else state.units
+    shards = _shards(all_units, parse_size(max_shard_size), wanted)
     weight_map: dict[str, str] = {}
     for number, units in enumerate(shards, start=1):
         name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         entries = {
-            key: (tensor.dtype, tuple(tensor.shape))
+            key: (wanted or tensor.dtype, tuple(tensor.shape))
             for unit in units
             for key, tensor in _revert(model, _meta_tensors(unit)).items()
         }
-        buffers = _saved_buffers(model) if number == 1 else {}
+        buffers = saved_buffers(model) if number == 1 else {}
         entries |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in buffers.items()}
-        write_safetensors(directory / name, entries, _tensors(state, model, units, buffers))
+        write_safetensors(directory / name, entries, _tensors(state, model, units, buffers, wanted))
         weight_map |= dict.fromkeys(entries, name)
     if len(shards) > 1:
-        total = sum(place.nbytes for place in state.places)
+        total = sum(_saved_bytes(unit, wanted) for unit in all_units)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    config = getattr(model, "config", None)
-    if config is not None:
+    if getattr(model, "config", None) is not None:
+        config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        config.dtype = next(iter(state.places)).dtype
+        config.dtype = wanted or next(place.dtype for unit in all_units for place in unit.places)
         config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(directory)
 
 
 def _tensors(
-    state: Offload, model: nn.Module, units: list[Unit], buffers: dict[str, torch.Tensor]
+    state: Offload | None,
+    model: nn.Module,
+    units: list[Unit],
+    buffers: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield from buffers.items()
     for unit in units:
-        storage = state.read_unit(unit)
-        values = {place.name: place.view(storage) for place in unit.places}
+        if state is None:
+            values = {place.name: place.parameter.detach().cpu() for place in unit.places}
+        else:
+            storage = state.read_unit(unit)
+            values = {place.name: place.view(storage) for place in unit.places}
+            del storage
         reverted = _revert(model, values)
-        del values, storage
+        del values
         for name in list(reverted):
-            yield name, reverted.pop(name)
+            yield name, _converted(name, reverted.pop(name), dtype)
+
+
+def _converted(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None:
+        return value
+    converted = value.to(dtype)
+    if dtype == torch.float16 and converted.isinf().any() and not torch.equal(converted.isinf(), value.isinf()):
+        raise CheckpointError(f"{name} has a weight beyond 65504, which float16 cannot hold: save it as bfloat16")
+    return converted
 
 
 def _meta_tensors(unit: Unit) -> dict[str, torch.Tensor]:
     return {place.name: torch.empty(place.shape, dtype=place.dtype, device="meta") for place in unit.places}
 
 
-def _shards(state: Offload, limit: int) -> list[list[Unit]]:
+def _saved_bytes(unit: Unit, dtype: torch.dtype | None) -> int:
+    return sum(place.numel * (dtype or place.dtype).itemsize for place in unit.places)
+
+
+def _shards(units: list[Unit], limit: int, dtype: torch.dtype | None) -> list[list[Unit]]:
     shards: list[list[Unit]] = [[]]
     filled = 0
-    for unit in state.units:
-        if shards[-1] and filled + unit.nbytes > limit:
+    for unit in units:
+        nbytes = _saved_bytes(unit, dtype)
+        if shards[-1] and filled + nbytes > limit:
             shards.append([])
             filled = 0
         shards[-1].append(unit)
-        filled += unit.nbytes
+        filled += nbytes
     return shards
 
 
@@ -429,7 +474,8 @@ def _revert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, tor
     return revert_weight_conversion(model, tensors)
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's persistent buffers by name."""
     saved = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -21,7 +21,8 @@ from memascend.plan import format_size, parse_size
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
 
 _EPILOG = """\
-Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run and leaves nothing.
+Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. Whatever ends a run early,
+its store keeps the last durable step, and the same command with --resume goes on from there.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return chosen.run(chosen)
     except KeyboardInterrupt as interrupt:
-        _tell("interrupted: what was begun is abandoned and nothing of it was kept")
+        _tell("interrupted: what was begun is abandoned")
         return SIGNALLED + getattr(interrupt, "signal_number", 2)
     except Exception as error:  # the one place where errors become lines
         if os.environ.get("MEMASCEND_TRACEBACK") == "1":
@@ -109,6 +110,9 @@ def _finetune(chosen: argparse.Namespace) -> int:
     elif chosen.store or chosen.host_memory:
         _tell("error: --in-memory uses no store and no budget: leave out --store and --host-memory")
         return BAD_INPUT
+    elif chosen.resume:
+        _tell("error: --resume goes on with the run in a store: without --store there is none")
+        return BAD_INPUT
     quiet_libraries()
     show_plans()
     result = finetune(Settings(**values))
@@ -159,6 +163,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             optimizer=chosen.optimizer,
             states=chosen.states,
             master=not chosen.no_master,
+            durability=chosen.durability,
         )
     except Exception as error:
         if not chosen.json:
@@ -170,6 +175,51 @@ def _plan(chosen: argparse.Namespace) -> int:
         print(json.dumps(told))
         return code
     print(json.dumps(found, indent=2) if chosen.json else as_text(found))
+    return 0
+
+
+def _inspect(chosen: argparse.Namespace) -> int:
+    from memascend import stores
+
+    found = stores.inspect(chosen.store, tbw=chosen.tbw)
+    print(json.dumps(found, indent=2) if chosen.json else stores.as_text(found, tensors=chosen.tensors))
+    return 0
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    from memascend import stores
+
+    read_bytes, damaged = stores.verify(chosen.store)
+    for damage in damaged:
+        print(damage)
+    if damaged:
+        _tell(f"error: {len(damaged)} places are not as they were written")
+        return FAILED
+    print(f"verified {format_size(read_bytes)}: everything is as it was written")
+    return 0
+
+
+def _checkpoints(chosen: argparse.Namespace) -> int:
+    from memascend import stores
+
+    stores.change_checkpoints(chosen.store, delete=chosen.delete, restore=chosen.restore)
+    found = stores.inspect(chosen.store)
+    print(stores.checkpoints_text(found))
+    return 0
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    from memascend import stores
+
+    quiet_libraries()
+    steps = stores.export(
+        chosen.store,
+        chosen.out,
+        layout=chosen.format,
+        dtype=chosen.dtype,
+        host_memory=chosen.host_memory,
+    )
+    print(f"wrote {chosen.out}: the model after step {steps}")
     return 0
 
 
@@ -247,6 +297,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(commands)
     _add_plan(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_checkpoints(commands)
+    _add_export(commands)
     _add_bench(commands)
     _add_format(commands)
     _add_demo(commands)
@@ -282,6 +336,9 @@ def _add_finetune(commands: Any) -> None:
     place("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
     place("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
     place("--keep-store", "leave the store's files when done", action="store_true")
+    text = "go on with the run in the store from its last durable step; begin anew where there is none"
+    place("--resume", text, action="store_true")
+    _add_durability(places.add_argument)
     text = "a JSON line for every step (default: metrics.jsonl in OUT)"
     place("--metrics", text, type=Path, metavar="FILE")
     text = "the same arithmetic with the whole model in memory, without --store and --host-memory"
@@ -323,6 +380,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--no-recompute", help=text, action="store_true")
 
 
+def _add_durability(add: Callable[..., Any]) -> None:
+    text = (
+        "which steps survive whatever stops the run: step, every:N or none; twice the SSD space, no traffic (default: "
+        "auto: step, where there is the space)"
+    )
+    add("--durability", help=text, type=_durability, default="auto", metavar="WHICH")
+
+
 def _add_optimizer(parser: Any) -> None:
     """Arguments that decide what the optimizer keeps on SSD."""
     add = parser.add_argument
@@ -354,7 +419,82 @@ def _add_plan(commands: Any) -> None:
     text = "of the weights; master weights are float32 (default: %(default)s)"
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
     _add_optimizer(parser)
+    _add_durability(add)
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+
+
+def _add_stores(parser: argparse.ArgumentParser) -> None:
+    text = "where a store is: a directory or raw device of it; the others are found from there"
+    parser.add_argument("store", type=Path, nargs="+", metavar="STORE", help=text)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
+        description="Show what a store holds. Nothing is changed, and nothing is read but the manifest.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_inspect)
+    _add_stores(parser)
+    text = "terabytes that each drive may be written in its life (TBW, as its maker says), to show what is used of it"
+    parser.add_argument("--tbw", type=_rate, metavar="TB", help=text)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a text")
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read all that a store holds and check it",
+        description="Read everything that a store holds, checkpoints too, and compare it with its checksums. What is\n"
+        "not as it was written makes exit code 1, and is named with its tensor, file and place.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_verify)
+    _add_stores(parser)
+
+
+def _add_checkpoints(commands: Any) -> None:
+    parser = commands.add_parser(
+        "checkpoints",
+        help="list, delete or restore the checkpoints in a store",
+        description="List the checkpoints in a store, delete some, or go back to one.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_checkpoints)
+    _add_stores(parser)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--delete", metavar="TAG", action="append", default=[], help="delete it; several times for several"
+    )
+    text = "the run goes on from there: what came after it is given up, unless it is a checkpoint of its own"
+    choice.add_argument("--restore", metavar="TAG", help=text)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write the model and the optimizer's states of a store in formats of other programs",
+        description="Write what a store holds in formats of other programs, in bounded memory. OUT must not exist.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_export)
+    _add_stores(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
+    text = (
+        "huggingface: a model directory; torch: that, and optimizer.pt for torch.load; distributed: a checkpoint of "
+        "torch.distributed.checkpoint with both (default: %(default)s)"
+    )
+    add("--format", choices=("huggingface", "torch", "distributed"), default="huggingface", help=text)
+    text = "of the weights written (default: as they are)"
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
 
 
 def _add_bench(commands: Any) -> None:
@@ -446,6 +586,16 @@ _at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
 _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def _durability(text: str) -> str:
+    from memascend.generations import parse_durability
+
+    try:
+        parse_durability(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _size(text: str) -> int:

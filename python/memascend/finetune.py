@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ from memascend import MemascendError, report
 from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
 from memascend.interrupts import Interrupts
 from memascend.models import copy_side_files, limits, load_config, load_in_memory
+from memascend.offload import offload_of
 from memascend.optim import NAMED
 from memascend.plan import format_size
 from memascend.report import OutputError
+from memascend.workspace import clear_away, put_in_place, workspace
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one does not see one document alone
@@ -61,10 +62,24 @@ class Settings:
     states: str = "float32"
     master: bool = True
     on_nan: str = "stop"
+    durability: str = "auto"
+    resume: bool = False
     keep_store: bool = False
     recompute: bool = True
     metrics: Path | None = None
     text_field: str = "text"
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that it goes on with, to come to the same end."""
+        names = (
+            *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
+            *("seed", "dtype", "optimizer", "states", "master", "text_field"),
+        )
+        chosen = {name: getattr(self, name) for name in names}
+        if self.schedule != "constant":  # which may go on for longer
+            chosen |= {"steps": self.steps, "epochs": self.epochs}
+        return chosen
 
     def as_record(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
@@ -82,6 +97,7 @@ class Result:
     steps: int = 0
     steps_planned: int = 0
     steps_skipped: int = 0
+    steps_before: int = 0  # of the run that was resumed
     losses: list[float] = field(default_factory=list)  # the first and the latest
     seconds: float = 0.0
     signal_number: int | None = None  # set when the user ended the run early
@@ -111,13 +127,13 @@ def finetune(settings: Settings, watch: Watch | None = None) -> Result:
 
 
 def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, watch: Watch | None) -> Result:
-    if settings.metrics is not None and os.path.lexists(settings.metrics):
+    if settings.metrics is not None and os.path.lexists(settings.metrics) and not settings.resume:
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
-    work = cleanup.enter_context(_workspace(settings.out))
+    work = cleanup.enter_context(workspace(settings.out))
     finished, scratch = work / "model", work / "scratch"
     with report.writing(settings.out):
         finished.mkdir()
@@ -128,15 +144,16 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
     documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
     cleanup.callback(documents.close)
-    model = _load_model(settings, config, cleanup)
+    resumed = _resume(settings, interrupts, cleanup) if settings.resume else None
+    model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
     blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size)
     cleanup.callback(blocks.close)
-    metrics = report.Metrics(settings.metrics or finished / "metrics.jsonl")
+    metrics = report.Metrics(settings.metrics or finished / "metrics.jsonl", go_on=settings.resume)
     cleanup.callback(metrics.close)
     if watch is not None:
         watch("before", model, tokenizer)
 
-    _Training(settings, model, blocks, metrics, interrupts, result).run()
+    _Training(settings, model, blocks, metrics, interrupts, result, resumed).run()
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
@@ -146,23 +163,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     metrics.write("end", **{name: value for name, value in asdict(result).items() if name != "losses"})
     metrics.close()
     with report.writing(settings.out):
-        _put_in_place(finished, settings.out)
+        put_in_place(finished, settings.out)
     return result
-
-
-@contextmanager
-def _workspace(out: Path) -> Iterator[Path]:
-    """A hidden directory beside `out` for everything unfinished; it is gone afterwards, whatever happens."""
-    if os.path.lexists(out):
-        raise OutputError(f"--out {out} already exists: choose another, or move it away")
-    try:
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    except OSError as error:
-        raise OutputError(f"--out {out}: cannot write in {out.parent}: {error.strerror}") from error
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
@@ -177,20 +179,43 @@ def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 
 
-def _put_in_place(finished: Path, out: Path) -> None:
-    """Make the finished directory appear under its name, durably and in one go."""
-    for path in [*finished.iterdir(), finished]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
-        raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
-    os.rename(finished, out)
+def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack) -> memascend.Resumed | None:
+    """The run that the store holds, if it holds one; closed with `cleanup`."""
+    assert settings.host_memory is not None, "a run that can be resumed has a store"
+    clear_away(settings.out)
+    if not memascend.can_resume(settings.store):
+        print("memascend: note: the store holds no durable step yet: beginning anew", file=sys.stderr, flush=True)
+        return None
+    resumed = memascend.resume(
+        list(settings.store),
+        host_memory=settings.host_memory,
+        recompute=settings.recompute,
+        durability=settings.durability,
+        keep_store=settings.keep_store or None,
+    )
+    _close_with(cleanup, resumed.model, settings, interrupts)
+    return resumed
 
 
-def _load_model(settings: Settings, config: Any, cleanup: ExitStack) -> torch.nn.Module:
+def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, interrupts: Interrupts) -> None:
+    """Close the model at the end; the store stays where the run did not get to its own."""
+
+    def close(error: type[BaseException] | None, *_: object) -> None:
+        state = offload_of(model)
+        unfinished = error is not None or interrupts.asked is not None
+        state.generations.abandon()
+        generation = state.runtime.generation
+        state.close(failed=unfinished)
+        if unfinished and generation:
+            where = ", ".join(map(str, settings.store))
+            steps = state.generations.durable_steps
+            text = f"{where} holds the run after step {steps}: --resume goes on with it; delete it to begin anew"
+            print(f"memascend: note: {text}", file=sys.stderr, flush=True)
+
+    cleanup.push(close)
+
+
+def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
     """The model in the store, or whole in memory; closed with `cleanup`."""
     if settings.in_memory:
         return load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
@@ -208,13 +233,14 @@ def _load_model(settings: Settings, config: Any, cleanup: ExitStack) -> torch.nn
             host_memory=settings.host_memory,
             dtype=settings.dtype,
             recompute=settings.recompute,
-            keep_store=settings.keep_store,
+            durability=settings.durability,
+            keep_store=settings.keep_store or None,
             progress=loading,
         )
     finally:
         if bar is not None:
             bar.close()
-    cleanup.callback(memascend.close, model)
+    _close_with(cleanup, model, settings, interrupts)
     return model
 
 
@@ -271,12 +297,15 @@ class _Training:
         metrics: report.Metrics,
         interrupts: Interrupts,
         result: Result,
+        resumed: memascend.Resumed | None,
     ) -> None:
-        self.settings, self.model, self.blocks = settings, model, blocks
+        self.settings, self.model, self.blocks, self.resumed = settings, model, blocks, resumed
         self.metrics, self.interrupts, self.result = metrics, interrupts, result
         per_step = settings.batch_size * settings.grad_accum
         self.tokens_per_step = per_step * settings.seq_len
         self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
+        # What tells other data: how much there is, and how it begins.
+        self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
         result.steps_planned = self.steps
         result.parameters = sum(p.numel() for p in model.parameters())
 
@@ -288,14 +317,20 @@ class _Training:
         make, _, options = NAMED[settings.optimizer]
         groups = parameter_groups(self.model, settings.weight_decay)
         kept: dict[str, Any] = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
-        self.optimizer = make(groups, lr=settings.lr, **options, **kept)
+        if self.resumed and self.resumed.optimizers:
+            self.optimizer = self.resumed.optimizer
+        else:
+            self.optimizer = make(groups, lr=settings.lr, **options, **kept)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
             lambda step: schedule_factor(settings.schedule, step, settings.warmup_steps, self.steps),
         )
+        if not settings.in_memory:
+            memascend.track(self.model, scheduler=self.scheduler, progress=self)
+        self.result.steps_before = self.result.steps
         stats = self._stats()
         self.metrics.write(
-            "start",
+            "resume" if self.resumed else "start",
             settings=settings.as_record(),
             machine=report.machine(),
             parameters=self.result.parameters,
@@ -309,19 +344,44 @@ class _Training:
         try:
             self._notes(bar, stats)
             self.interrupts.graceful = True
-            for step in range(1, self.steps + 1):
+            for step in range(self.result.steps + 1, self.steps + 1):
                 self._step(step, bar)
                 if self.interrupts.asked is not None:
                     break
         finally:
             bar.close()
         self.optimizer.flush()
-        if self.result.steps_skipped == self.result.steps:
+        if self.result.steps_skipped == self.result.steps > 0:
             raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
         self.result.seconds += self.meter.lap()["seconds"]
         for name in report.SSD_COUNTERS:
             # Of the training alone: loading and looking at the model before it move bytes too.
             setattr(self.result, name, self._stats().get(name, 0) - stats.get(name, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run has come, for the store."""
+        return {
+            "steps": self.result.steps,
+            "steps_skipped": self.result.steps_skipped,
+            "losses": self.result.losses,
+            "seconds": self.result.seconds,
+            "settings": self.settings.decisive,
+            "data": self._data,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, if it is the same run.
+
+        Raises DataError where the data or an option is another.
+        """
+        for name, value in self.settings.decisive.items():
+            if state["settings"].get(name, value) != value:
+                flag, before = "--" + name.replace("_", "-"), state["settings"][name]
+                raise DataError(f"{flag} is {value}, but the run in the store has {before}: --resume needs the same")
+        if state["data"] != self._data:
+            raise DataError("the data is not that of the run in the store: --resume needs the same files")
+        for name in ("steps", "steps_skipped", "losses", "seconds"):
+            setattr(self.result, name, state[name])
 
     def _stats(self) -> dict[str, Any]:
         return {} if self.settings.in_memory else memascend.stats(self.model)
@@ -334,6 +394,8 @@ class _Training:
             parts.append(f"{stats['engine']}, {direct}")
             parts.append(f"host memory {format_size(stats['host_bytes_budget'])}")
         parts.append(f"{self.steps} steps of {self.tokens_per_step:,} tokens")
+        if self.resumed:
+            parts.append(f"going on after step {self.result.steps}")
         bar.note("; ".join(parts))
         for notice in stats.get("notices", ()):
             bar.note(f"memascend: note: {notice}")
@@ -351,7 +413,7 @@ class _Training:
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
             if settings.on_nan == "stop":
                 raise NonFiniteError(
-                    f"step {step} of {self.steps}: {what}; nothing was written (--on-nan skip goes on)"
+                    f"step {step} of {self.steps}: {what}; --out was not written (--on-nan skip goes on)"
                 )
             bar.note(f"memascend: note: step {step}: {what}; skipped")
             self.result.steps_skipped += 1
@@ -360,6 +422,7 @@ class _Training:
             self.scheduler.step()
             self.result.losses[1:] = [loss]
         self.optimizer.zero_grad()
+        # Kept in the store with the step, which is when the next pass begins.
         self.result.steps = step
 
         lap = self.meter.lap()

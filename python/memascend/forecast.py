@@ -19,11 +19,11 @@ from memascend import zero_infinity
 from memascend.activations import STASH_FROM_BYTES
 from memascend.checkpoint import empty_model
 from memascend.data import DataError
-from memascend.errors import BudgetError
+from memascend.generations import parse_durability
 from memascend.models import limits, load_bare_config
 from memascend.optim import NAMED
 from memascend.optim.update import rule_for
-from memascend.plan import format_size, make_plan
+from memascend.plan import format_size, make_plan, smallest_plan
 from memascend.stream import NEVER, PREFETCH_UNITS
 from memascend.units import PAGE_BYTES, partition, round_up
 
@@ -46,6 +46,8 @@ KINDS = {
     "momentum_buffer": "momentum",
     "gradients": "gradients",
     "activations": "activations of recomputed layers",
+    "second_slot": "second slot of weights and states",
+    "buffers": "buffers",
 }
 
 
@@ -59,6 +61,8 @@ class Work:
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
+    #: Whether steps are durable, beside the one before.
+    two_slots: bool = True
 
     @property
     def tokens(self) -> int:
@@ -85,12 +89,14 @@ def forecast(
     optimizer: str = "adamw",
     states: str = "float32",
     master: bool = True,
+    durability: str = "auto",
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     Keys (bytes unless they say otherwise; a mapping by kind has the keys `weights_bytes`, `master_bytes`,
     `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`, `gradients_bytes`,
-    `activations_bytes`):
+    `activations_bytes`, `second_slot_bytes`,
+    `buffers_bytes`):
 
     - `model`: `path`, `model_type`, `architecture`, `dtype`, `parameters` (tied ones once), `largest_parameter`
       (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
@@ -121,8 +127,11 @@ def forecast(
     units = partition(model)
     smallest = smallest_plan(units)
     plan = smallest if budget is None else make_plan(units, budget)
-    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master)
+    two_slots = parse_durability(durability) != 0
+    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, two_slots)
     space = ssd_space(units, config, work)
+    if two_slots:
+        space["buffers"] = round_up(sum(buffer.nbytes for buffer in model.buffers()), PAGE_BYTES)
     parameters = sum(place.numel for unit in units for place in unit.places)
     planned, least = traffic(model, units, plan, config, work), traffic(model, units, smallest, config, work)
     return {
@@ -156,14 +165,6 @@ def forecast(
         "pytorch": pytorch_memory(config, units, work),
         "zero_infinity": _zero_infinity_part(units, plan.total, smallest.total, grad_accum),
     }
-
-
-def smallest_plan(units: Sequence[Unit]) -> Plan:
-    """Return the plan with the least budget that works."""
-    try:
-        return make_plan(units, 1)
-    except BudgetError as error:
-        return make_plan(units, error.smallest_bytes)
 
 
 # ---- the model ----------------------------------------------------------------------------------------------
@@ -240,6 +241,8 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
             space.update(state_kinds(tensor, work))
             space["gradients"] += 0 if tensor.packed else tensor.nbytes
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
+    if work.two_slots:
+        space["second_slot"] = space.total() - space["gradients"]
     space["activations"] = stash * sum(unit.repeated for unit in units)
     return space
 

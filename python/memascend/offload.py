@@ -9,6 +9,7 @@ import atexit
 import inspect
 import logging
 import os
+import sys
 import weakref
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from memascend._memascend import Runtime, return_large_blocks_to_system
 from memascend.activations import InputStash, Recomputation
 from memascend.drives import store_options
 from memascend.errors import MemascendError
+from memascend.generations import Generations, source_of
 from memascend.gradients import GradientCapture
 from memascend.plan import Plan, check_available, make_plan, parse_size
 from memascend.stream import Streamer
@@ -44,7 +46,7 @@ _OWNER_PID = os.getpid()
 OPTIONS = frozenset(
     name
     for name, value in inspect.signature(Runtime).parameters.items()
-    if value.kind is inspect.Parameter.KEYWORD_ONLY
+    if value.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("resume", "in_place")
 )
 
 
@@ -108,22 +110,34 @@ class Offload:
         store: StorePaths,
         *,
         recompute: bool,
-        keep_store: bool,
+        keep_store: bool | None,
+        durability: str,
+        source: dict[str, Any],
         options: dict[str, Any],
+        resume: bool = False,
     ) -> None:
-        """Create the store for `units`, without contents."""
+        """Create the store for `units`, without contents, or open it to `resume`; `source` makes the model again."""
         self.model = weakref.ref(model)
         self.units = units
         self.plan = plan
         self.recompute = recompute
         self.keep_store = keep_store
-        self.runtime = open_runtime(plan, store, options)
+        self.generations = Generations(self, durability, source)
+        self.notices: list[str] = []
+        in_place = self.generations.period == 0
+        self.runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place)
         try:
             for unit in units:
                 unit.index = self.runtime.add_unit()
-                unit.extent = self.runtime.allocate(unit.name, unit.nbytes)
+                for tensor in unit.tensors:
+                    if not resume:
+                        tensor.id = self.runtime.create_tensor(tensor.name, tensor.nbytes)
+                        continue
+                    tensor.id = self.runtime.find_tensor(tensor.name)
+                    if tensor.id is None:
+                        raise MemascendError(f"the store has no weights of {tensor.name}")
         except BaseException:
-            self.runtime.close(keep=False)
+            self.runtime.close(keep=resume)
             raise
         self.streamer = Streamer(self.runtime, units, plan)
         self.gradients = GradientCapture(self.runtime, self.streamer)
@@ -147,7 +161,7 @@ class Offload:
             storage[: unit.nbytes].zero_()
             for place in unit.places:
                 read(place, place.view(storage))
-            self.runtime.write_unit(unit.index, unit.extent, lease, unit.nbytes)
+            self.runtime.write_unit(unit.index, unit.weights, lease)
             # The write alone holds the buffer now: the next unit may be waiting for it.
             del storage, lease
             done += unit.nbytes
@@ -289,13 +303,16 @@ class Offload:
                 # A cache is for generation; filled during training it would only hold activations in memory.
                 if caches and kwargs.get("use_cache") is None:
                     kwargs["use_cache"] = False
+                self.generations.begin()
             with streamer.forward_pass(grad):
                 for unit in direct:
                     streamer.enter_loose(unit)
                 if not grad:
                     return original(*args, **kwargs)
                 with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                    return original(*args, **kwargs)
+                    result = original(*args, **kwargs)
+            self.generations.start()
+            return result
 
         return forward
 
@@ -311,8 +328,25 @@ class Offload:
     # ---- use --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Apply deferred updates and wait until everything is on the store's drives."""
+        """Apply deferred updates and wait until everything is on the store's drives, and durable if it is to be."""
         self.streamer.apply_updates()
+        self.generations.commit()
+
+    def save_checkpoint(self, tag: str, keep_last: int | None = None) -> None:
+        """Keep the present state under a name; see `memascend.save_checkpoint`."""
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is made is kept")
+        if self.generations.period == 0:
+            raise MemascendError(
+                "with durability='none' weights and states are updated in place, so that no checkpoint can be kept "
+                "beside them: use durability='step' or 'every:N', or write them elsewhere (save_pretrained, state_dict)"
+            )
+        self.streamer.apply_updates()
+        self.generations.keep()
+        self.runtime.snapshot(tag)
+        if keep_last is not None:
+            for old, _, _ in self.runtime.snapshots()[:-keep_last]:
+                self.runtime.delete_snapshot(old)
 
     def read_unit(self, unit: Unit) -> torch.Tensor:
         """Return a unit's current bytes (uint8); deferred updates must have been flushed."""
@@ -325,17 +359,27 @@ class Offload:
         stats["host_bytes_planned"] = self.plan.total
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
-        stats["notices"] = list(self.runtime.notices)
+        stats["notices"] = self.runtime.notices + self.notices
+        stats["generation"] = self.runtime.generation
         return stats
 
-    def close(self) -> None:
-        """Free every lease and file handle. The store's files go unless they were to be kept."""
+    def close(self, failed: bool = False) -> None:
+        """Free every lease and file handle. The store's files go unless they were to be kept.
+
+        After something `failed`, the last durable generation is kept, unless `keep_store` is False, and nothing newer.
+        """
         if self.runtime.closed:
             return
+        if failed:
+            self.generations.abandon()
+        kept = failed and self.keep_store is not False and self.runtime.generation > 0
         try:
-            if self.keep_store:
-                self.flush()
+            if self.keep_store and not failed:
+                self.streamer.apply_updates()
+                self.generations.keep()
+                kept = True
         finally:
+            self.generations.abandon()
             model = self.model()
             for module, name, value in reversed(self._originals):
                 if value is None:
@@ -352,7 +396,8 @@ class Offload:
             try:
                 self.streamer.release_all()
             finally:
-                self.runtime.close(keep=self.keep_store)
+                # Of a store that was to be kept and could not be, the last generation is.
+                self.runtime.close(keep=kept or (bool(self.keep_store) and self.runtime.generation > 0))
 
 
 def _stale(what: str) -> str:
@@ -370,24 +415,35 @@ def _closed(*_: Any, **__: Any) -> Any:
 def _close_all() -> None:
     if os.getpid() != _OWNER_PID:  # a forked child has none of the threads that closing waits for
         return
+    # Who was stopped by an error will want to go on from the last step; who got to the end has what they wanted.
+    failed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
     for holder in list(_open):
-        holder.close()
+        holder.close(failed)
 
 
 def close_at_exit(holder: Any) -> None:
-    """Have `holder.close()` called when the interpreter ends, if it still lives then."""
+    """Have `holder.close(failed)` called when the interpreter ends, if it still lives then."""
     _open.add(holder)
 
 
-def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runtime:
-    """Create the native side of a plan on the directories of `store`."""
+def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
+    """Return the places of a store as a list."""
+    return [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
+
+
+def open_runtime(
+    plan: Plan, store: StorePaths, options: dict[str, Any], *, resume: bool = False, in_place: bool = True
+) -> Runtime:
+    """Create the native side of a plan on the directories of `store`, or open what is there to `resume`."""
     _log.info("host memory:\n%s", plan.table())
     check_available(plan)
     return_large_blocks_to_system()
-    paths = [store] if isinstance(store, str) or hasattr(store, "__fspath__") else list(store)
+    paths = store_paths(store)
     measured, note = store_options(paths)
     if note:
         _log.info("%s", note)
+    if resume:
+        measured = {name: value for name, value in measured.items() if name != "rates"}  # as it was laid out
     return Runtime(
         paths,
         [(line.consumer, line.nbytes, line.count) for line in plan.units],
@@ -397,6 +453,8 @@ def open_runtime(plan: Plan, store: StorePaths, options: dict[str, Any]) -> Runt
         plan.chunk_elements,
         plan.slots.nbytes,
         plan.slots.count,
+        resume=resume,
+        in_place=in_place,
         **{**measured, **options},
     )
 
@@ -420,7 +478,8 @@ def offload(
     store: StorePaths,
     host_memory: str | int,
     recompute: bool = True,
-    keep_store: bool = False,
+    durability: str = "auto",
+    keep_store: bool | None = None,
     **options: Any,
 ) -> nn.Module:
     """Move the parameters of a model in memory to SSD, in place, and return the model.
@@ -431,11 +490,15 @@ def offload(
             different drives, over which the bytes are striped: evenly, or as `memascend bench` has measured them.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         recompute: compute the activations of the repeated layers again in the backward pass.
-        keep_store: leave the store's files in place on close.
+        durability: "step" makes every step of an optimizer durable: whatever stops the run, `memascend.resume` goes on
+            from the last one. It takes room for a second copy of weights and states, and no traffic. "every:N" does so
+            for every N-th step; "none" updates in place. "auto" is "step" where the volumes have the room.
+        keep_store: leave the store's files in place on close, to be resumed. By default they go then, but stay where
+            the program ends by an error or is killed, if there is a durable step.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each place, which
             decide on its share), `depth` (transfers in flight on each), `io_poll`, `sq_poll` (bool, see `memascend
-            bench`), `allocator` ("auto", "cuda", "registered", "locked", "pageable"), `huge_pages` (bool),
-            `compute_threads` (int).
+            bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
+            "locked", "pageable"), `huge_pages` (bool), `compute_threads` (int).
 
     Raises:
         BudgetError: `host_memory` is too small; the message and `smallest_bytes` say what would do.
@@ -450,7 +513,17 @@ def offload(
             raise ValueError(f"parameter {name} is on {parameter.device}: this version offloads models on the CPU")
     units = partition(model)
     plan = make_plan(units, budget)
-    state = Offload(model, units, plan, store, recompute=recompute, keep_store=keep_store, options=options)
+    state = Offload(
+        model,
+        units,
+        plan,
+        store,
+        recompute=recompute,
+        keep_store=keep_store,
+        durability=durability,
+        source=source_of(model),
+        options=options,
+    )
     try:
         state.fill(lambda place, target: target.copy_(place.parameter.data), None)
         state.attach()

@@ -227,6 +227,14 @@ def _weights_of(members: Sequence[Unit]) -> str:
     return f"weights of {members[0].name} and {len(members) - 1} {'like it' if alike else 'others'}"
 
 
+def smallest_plan(units: Sequence[Unit]) -> Plan:
+    """Return the plan with the least budget that works."""
+    try:
+        return make_plan(units, 1)
+    except BudgetError as error:
+        return make_plan(units, error.smallest_bytes)
+
+
 def make_states_plan(unit: Unit, budget: int | None) -> Plan:
     """Size the buffers that move the optimizer states of parameters in memory; without a budget, what is best.
 

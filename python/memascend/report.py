@@ -85,13 +85,18 @@ def machine() -> dict[str, Any]:
 
 
 class Metrics:
-    """A file of JSON lines: one "start" record, one "step" record per step, one "end" record."""
+    """A file of JSON lines: a "start" or "resume" record, one "step" record per step, one "end" record."""
 
-    def __init__(self, path: Path) -> None:
-        """Create `path`, which must not exist."""
+    def __init__(self, path: Path, *, go_on: bool = False) -> None:
+        """Create `path`, which must not exist, or `go_on` behind what is in it."""
         self.path = path
         try:
-            self._file: TextIO = open(path, "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file: TextIO = open(path, "a+" if go_on else "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            if go_on and self._file.tell():
+                with open(path, "rb") as so_far:
+                    so_far.seek(-1, os.SEEK_END)
+                    if so_far.read(1) != b"\n":  # killed in the middle of a line
+                        self._file.write("\n")
         except OSError as error:
             raise OutputError(f"--metrics {path}: {error.strerror}") from error
 

@@ -189,7 +189,7 @@ class Streamer:
     def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
         residency = self.residencies[unit]
         updates, residency.updates = residency.updates, ()
-        residency.ticket = self.runtime.fetch(unit.index, unit.extent, lease, unit.nbytes, updates)
+        residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, updates)
         for update in updates:
             update.started()
         residency.storage = torch.frombuffer(lease, dtype=torch.uint8)
@@ -303,6 +303,14 @@ class Streamer:
             if residency.ticket is not None:
                 self._settle(residency)
             self.runtime.wait_unit(residency.unit.index)
+
+    def deferred(self) -> bool:
+        """Whether updates wait for a fetch."""
+        return any(residency.updates for residency in self.residencies.values())
+
+    def tickets(self) -> list[Ticket]:
+        """Return the fetches under way."""
+        return [residency.ticket for residency in self.residencies.values() if residency.ticket is not None]
 
     def apply_update(self, unit: Unit) -> None:
         """Apply the deferred update of one unit now: its gradient is about to be replaced."""

@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from memascend._memascend import Extent, Plane, Rule
+    from memascend._memascend import Plane, Rule, TensorId
 
 PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -86,7 +86,9 @@ class StorePlane:
     """One array of a tensor's states on SSD."""
 
     plane: Plane
-    extent: Extent
+    #: Its name in the store, and its number there.
+    name: str
+    id: TensorId
     #: Whether it was written; before, it is zeros.
     written: bool = False
 
@@ -103,6 +105,8 @@ class StoreTensor:
     numel: int = 0
     places: list[Place] = field(default_factory=list)
     gradient: int | None = None
+    #: The number of the weights in the store; of a unit whose weights are there.
+    id: TensorId | None = None
     #: The optimizer's states.
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
 
@@ -125,7 +129,11 @@ class Unit:
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
-    extent: Extent | None = None
+
+    @property
+    def weights(self) -> list[tuple[TensorId, int, int]]:
+        """Number in the store, offset in the unit and bytes of each tensor's weights."""
+        return [(tensor.id, tensor.offset, tensor.nbytes) for tensor in self.tensors if tensor.id is not None]
 
     @property
     def places(self) -> Iterator[Place]:

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::block::{self, Node};
 use crate::format::{Standing, described};
-use crate::notes::Notes;
+use crate::notes::{FoundNote, Notes};
 use crate::signatures::Blkid;
 use crate::superblock::{Superblock, VERSION};
 use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult};
@@ -139,8 +139,16 @@ impl Device {
     /// # Errors
     /// If the device cannot be read.
     pub fn read_note(&self) -> DeviceResult<Option<Vec<u8>>> {
+        Ok(self.find_note()?.note)
+    }
+
+    /// As [`Device::read_note`], and whether there may have been a newer one.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    pub fn find_note(&self) -> DeviceResult<FoundNote> {
         self.notes()
-            .read(&self.file)
+            .find(&self.file)
             .map_err(|source| DeviceError::io("read the note of", &self.path, source))
     }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use memascend_mem::{LeaseSlice, Pool};
 
 use crate::{
-    CountersSnapshot, Faults, IoError, Result, RingEngine, SimDisk, SimEngine, ThreadsEngine, VolumeFile,
+    CountersSnapshot, Faults, IoError, NoteKeeper, Result, RingEngine, SimDisk, SimEngine, ThreadsEngine,
+    VolumeFile,
 };
 
 /// Which way bytes move.
@@ -83,6 +84,16 @@ pub trait Engine: Send + Sync {
     /// Whether bytes reach the volume's own file, so that room in it has to be found.
     fn needs_room(&self) -> bool {
         true
+    }
+
+    /// Whether bytes are moved at all, so that what was written is what is read.
+    fn moves_bytes(&self) -> bool {
+        true
+    }
+
+    /// Where notes go that do not go to the volume: a simulated medium has its own place for them.
+    fn notes(&self) -> Option<Arc<dyn NoteKeeper>> {
+        None
     }
 }
 

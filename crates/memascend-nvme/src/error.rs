@@ -72,8 +72,11 @@ pub enum IoError {
     /// A raw block device could not be used.
     #[error(transparent)]
     Device(Box<DeviceError>),
-    /// The volume holds a store that somebody asked to keep.
-    #[error("{path} holds a store that was kept (keep_store); {remedy}, or choose another place")]
+    /// The volume holds a store that somebody can go on with.
+    #[error(
+        "{path} holds a store that was kept (keep_store, or a run that was interrupted): go on with it by `memascend.resume` \
+         or `memascend finetune --resume`; or {remedy}; or choose another place"
+    )]
     Kept {
         /// The directory or device.
         path: PathBuf,
@@ -81,7 +84,9 @@ pub enum IoError {
         remedy: String,
     },
     /// Nothing was kept where a kept store was to be opened.
-    #[error("{path} holds no store that was kept (keep_store, --keep-store)")]
+    #[error(
+        "{path} holds no store that was kept: none was ever committed there (durability, keep_store, --keep-store)"
+    )]
     NotKept {
         /// The directory or device.
         path: PathBuf,

@@ -33,6 +33,7 @@ pub use engine::{
 pub use error::{IoError, Result};
 pub use format::{Content, Formatted, format_device};
 pub use geometry::Geometry;
+pub use notes::{FoundNote, NoteKeeper};
 pub use ring::RingEngine;
 pub use signatures::Signature;
 pub use sim::{Faults, Injected, SimDisk, SimEngine};

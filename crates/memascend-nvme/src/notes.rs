@@ -18,12 +18,35 @@ use std::io;
 
 use crate::block::Blocks;
 use crate::superblock::Superblock;
-use crate::{BLOCK_BYTES, DeviceId};
+use crate::{BLOCK_BYTES, DeviceId, Result};
 
 const MAGIC: &[u8; 16] = b"memascend-note\0\0";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const KEPT: u32 = 1;
 const CLEARED: u32 = 2;
+
+/// What was found in the place of a note.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FoundNote {
+    /// The last note that is whole, unless it was taken back.
+    pub note: Option<Vec<u8>>,
+    /// Whether there is another one beside it that nobody can read, and that may have been newer: a write that was cut
+    /// short leaves one, and so does damage.
+    pub damaged: bool,
+}
+
+/// Where the note of a volume lies.
+pub trait NoteKeeper: Send + Sync {
+    /// The note.
+    fn find_note(&self) -> Result<FoundNote>;
+
+    /// Puts a note in the place of the one before; when it returns, the note is on the medium. One that does not arrive whole
+    /// leaves the one before.
+    fn write_note(&self, note: &[u8]) -> Result<()>;
+
+    /// Takes the note back, on the medium too.
+    fn clear_note(&self) -> Result<()>;
+}
 
 /// The two slots of a device.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +54,16 @@ pub(crate) struct Notes {
     id: DeviceId,
     offset: u64,
     slot_bytes: u64,
+}
+
+/// What a slot holds.
+enum Content {
+    /// Nothing was ever written.
+    Empty,
+    /// A checksum is wrong; where that of the header is right, its sequence number.
+    Damaged(Option<u64>),
+    /// A note, or word that there is none.
+    Whole(Slot),
 }
 
 /// A slot whose checksums are right.
@@ -59,7 +92,13 @@ impl Notes {
 
     /// The note that was written last and is whole.
     pub(crate) fn read(&self, file: &File) -> io::Result<Option<Vec<u8>>> {
-        Ok(self.newest(file)?.filter(|slot| slot.kind == KEPT).map(|slot| slot.note))
+        Ok(self.find(file)?.note)
+    }
+
+    /// As [`Notes::read`], and whether there may have been a newer one.
+    pub(crate) fn find(&self, file: &File) -> io::Result<FoundNote> {
+        let (newest, damaged) = self.newest(file)?;
+        Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
     /// Keeps a note of at most [`limit_bytes`](Self::limit_bytes); returns once the device has it.
@@ -74,8 +113,8 @@ impl Notes {
 
     fn put(&self, file: &File, kind: u32, note: &[u8]) -> io::Result<()> {
         assert!(note.len() as u64 <= self.limit_bytes(), "the note's length was checked before");
-        let (index, sequence) = match self.newest(file)? {
-            Some(newest) => (1 - newest.index, newest.sequence + 1),
+        let (index, sequence) = match self.newest(file)?.0 {
+            Some(newest) => (1 - newest.index, newest.sequence.saturating_add(1)),
             None => (0, 1),
         };
         let mut blocks = Blocks::zeroed(BLOCK_BYTES + note.len());
@@ -93,17 +132,33 @@ impl Notes {
         file.sync_data()
     }
 
-    /// The valid slot with the highest sequence number. A slot that cannot be read is an error: what it holds may
-    /// be newer than the other.
-    fn newest(&self, file: &File) -> io::Result<Option<Slot>> {
-        let slots = [self.slot(file, 0)?, self.slot(file, 1)?];
-        Ok(slots.into_iter().flatten().max_by_key(|slot| slot.sequence))
+    /// The valid slot with the highest sequence number, and whether the other one is damaged and may be newer. A slot that
+    /// cannot be read is an error: what it holds may be newer than the other.
+    fn newest(&self, file: &File) -> io::Result<(Option<Slot>, bool)> {
+        let mut newest: Option<Slot> = None;
+        let mut damaged = None;
+        for index in 0..2 {
+            match self.slot(file, index)? {
+                Content::Empty => {}
+                Content::Damaged(sequence) => damaged = damaged.max(Some(sequence.unwrap_or(u64::MAX))),
+                Content::Whole(slot) => {
+                    if newest.as_ref().is_none_or(|newest| slot.sequence > newest.sequence) {
+                        newest = Some(slot);
+                    }
+                }
+            }
+        }
+        let sequence = newest.as_ref().map(|slot| slot.sequence);
+        Ok((newest, damaged > sequence))
     }
 
-    fn slot(&self, file: &File, index: u64) -> io::Result<Option<Slot>> {
+    fn slot(&self, file: &File, index: u64) -> io::Result<Content> {
         let offset = self.slot_offsets()[index as usize];
         let header = Blocks::read(file, offset, BLOCK_BYTES)?;
         let header = header.first();
+        if header.iter().all(|byte| *byte == 0) {
+            return Ok(Content::Empty);
+        }
         let u32_at = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
         let (kind, note_crc, sequence, length) = (u32_at(16), u32_at(20), u64_at(40), u64_at(48));
@@ -111,13 +166,15 @@ impl Notes {
             && header[24..40] == *self.id.as_bytes()
             && u32_at(CRC_AT) == crc32fast::hash(&header[..CRC_AT]);
         if !is_header || !matches!(kind, KEPT | CLEARED) || length > self.limit_bytes() {
-            return Ok(None);
+            return Ok(Content::Damaged(None));
         }
         let length = usize::try_from(length).expect("a slot fits into memory");
         let note = Blocks::read(file, offset + BLOCK_BYTES as u64, length)?;
         let note = &note.bytes()[..length];
-        let is_whole = crc32fast::hash(note) == note_crc;
-        Ok(is_whole.then(|| Slot { index, sequence, kind, note: note.to_vec() }))
+        if crc32fast::hash(note) != note_crc {
+            return Ok(Content::Damaged(Some(sequence)));
+        }
+        Ok(Content::Whole(Slot { index, sequence, kind, note: note.to_vec() }))
     }
 }
 

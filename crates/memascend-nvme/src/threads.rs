@@ -168,6 +168,10 @@ impl Engine for ThreadsEngine {
     fn needs_room(&self) -> bool {
         self.shared.kind.needs_room
     }
+
+    fn moves_bytes(&self) -> bool {
+        self.shared.kind.needs_room
+    }
 }
 
 impl Drop for ThreadsEngine {

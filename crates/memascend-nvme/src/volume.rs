@@ -1,8 +1,8 @@
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memascend_mem::{LeaseSlice, Origin};
 
 use crate::lock::DirectoryLock;
-use crate::{BLOCK_BYTES, Device, Geometry, IoError, Result};
+use crate::{BLOCK_BYTES, Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
 
 /// The open file or device of a volume, shared with the engine that transfers on it.
 #[derive(Debug)]
@@ -171,11 +171,17 @@ impl Volume {
 
     /// Opens a volume that was kept, for reading and writing; its note is [`Volume::read_note`]'s.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
-        let volume = Self::open_place(path, direct, false)?;
-        volume.keep.store(true, Ordering::Release);
+        let volume = Self::attach(path, direct)?;
         if volume.read_note()?.is_none() {
             return Err(IoError::NotKept { path: path.to_owned() });
         }
+        Ok(volume)
+    }
+
+    /// As [`Volume::open`], also where there is no note: the volume may belong to a store whose note is on another one.
+    pub fn attach(path: &Path, direct: bool) -> Result<Self> {
+        let volume = Self::open_place(path, direct, false)?;
+        volume.keep.store(true, Ordering::Release);
         Ok(volume)
     }
 
@@ -390,27 +396,19 @@ impl Volume {
 
     /// The note left with the data, durable and whole or not there at all.
     pub fn read_note(&self) -> Result<Option<Vec<u8>>> {
-        match &self.place {
-            Place::Device(device) => Ok(device.read_note()?),
-            Place::Directory { directory, .. } => {
-                let path = directory.join(Self::NOTE_NAME);
-                match read_no_link(&path) {
-                    Ok(note) => Ok(Some(note)),
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                    Err(source) => Err(file_error("read", &path, source)),
-                }
-            }
-        }
+        Ok(self.find_note()?.note)
     }
 
     /// Leaves `note` with the data, and leaves the data in place on drop.
     pub fn keep(&self, note: &[u8]) -> Result<()> {
-        match &self.place {
-            Place::Device(device) => device.write_note(note)?,
-            Place::Directory { directory, .. } => write_whole(directory, Self::NOTE_NAME, note)?,
-        }
-        self.keep.store(true, Ordering::Release);
+        self.write_note(note)?;
+        self.leave_in_place(true);
         Ok(())
+    }
+
+    /// Whether the data stays in place on drop.
+    pub fn leave_in_place(&self, leave: bool) {
+        self.keep.store(leave, Ordering::Release);
     }
 
     /// Takes back what [`Volume::keep`] did.
@@ -418,17 +416,12 @@ impl Volume {
     /// # Errors
     /// If the note cannot be removed.
     pub fn forget(&self) -> Result<()> {
-        self.keep.store(false, Ordering::Release);
-        match &self.place {
-            Place::Device(device) => Ok(device.clear_note()?),
-            Place::Directory { directory, .. } => {
-                let path = directory.join(Self::NOTE_NAME);
-                std::fs::remove_file(&path).map_err(|source| file_error("remove", &path, source))
-            }
-        }
+        self.leave_in_place(false);
+        self.clear_note()
     }
 
-    fn kept_error(&self) -> IoError {
+    /// What says that a store is in the way.
+    pub fn kept_error(&self) -> IoError {
         let remedy = match &self.place {
             Place::Directory { .. } => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
             Place::Device(device) => {
@@ -437,6 +430,51 @@ impl Volume {
             }
         };
         IoError::Kept { path: self.path.clone(), remedy }
+    }
+}
+
+impl NoteKeeper for Volume {
+    fn find_note(&self) -> Result<FoundNote> {
+        match &self.place {
+            Place::Device(device) => Ok(device.find_note()?),
+            Place::Directory { directory, .. } => {
+                let path = directory.join(Self::NOTE_NAME);
+                match read_no_link(&path) {
+                    Ok(mut note) => {
+                        // The room that it has beyond its end; no note ends in zeros.
+                        note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+                        Ok(FoundNote { note: Some(note), damaged: false })
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(FoundNote::default()),
+                    Err(source) => Err(file_error("read", &path, source)),
+                }
+            }
+        }
+    }
+
+    fn write_note(&self, note: &[u8]) -> Result<()> {
+        match &self.place {
+            Place::Device(device) => Ok(device.write_note(note)?),
+            Place::Directory { directory, .. } => write_whole(directory, Self::NOTE_NAME, note),
+        }
+    }
+
+    fn clear_note(&self) -> Result<()> {
+        match &self.place {
+            Place::Device(device) => Ok(device.clear_note()?),
+            Place::Directory { directory, .. } => {
+                let path = directory.join(Self::NOTE_NAME);
+                let _ = std::fs::remove_file(spare_of(directory, Self::NOTE_NAME));
+                let removed = match std::fs::remove_file(&path) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                    removed => removed,
+                };
+                // Who takes a note back is about to change what it speaks of.
+                removed
+                    .and_then(|()| File::open(directory)?.sync_all())
+                    .map_err(|source| file_error("remove", &path, source))
+            }
+        }
     }
 }
 
@@ -449,6 +487,7 @@ impl Drop for Volume {
         let Place::Directory { directory, lock, made } = &self.place else { return };
         if !self.keep.load(Ordering::Acquire) {
             let _ = std::fs::remove_file(&self.file.path);
+            let _ = std::fs::remove_file(spare_of(directory, Self::NOTE_NAME));
         }
         lock.remove_file();
         if *made {
@@ -457,11 +496,17 @@ impl Drop for Volume {
     }
 }
 
-/// The contents of a file that is no symbolic link.
+/// The longest note that is read from a directory: far above what any store writes, and no danger to the memory.
+const NOTE_BYTES_MAX: u64 = 256 << 20;
+
+/// The contents of a note that is no symbolic link.
 fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
-    let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    if file.metadata()?.len() > NOTE_BYTES_MAX {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
     let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes)?;
+    file.take(NOTE_BYTES_MAX).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -479,25 +524,79 @@ fn write_in_place(file: &File) {
     }
 }
 
-/// Writes a file that appears whole and durably, or not at all.
+/// Writes a file that appears whole and durably, or not at all, with zeros behind it.
+///
+/// Two files take it by turns: the one that is written is not the one that is there, and has its blocks already. So a note
+/// that is about as long as the one before can be written when the filesystem is full.
 fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> Result<()> {
-    let (path, unfinished) = (directory.join(name), directory.join(format!("{name}.new")));
+    let (path, spare) = (directory.join(name), spare_of(directory, name));
     let write = || {
-        if let Err(error) = std::fs::remove_file(&unfinished)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            return Err(error);
+        let length = fill_spare(&spare, bytes, 0)?;
+        if exchange(&spare, &path).is_err() {
+            // There was none before, or the filesystem cannot.
+            std::fs::rename(&spare, &path)?;
+            // The next one's room, as long as there is some; without, the next write says so.
+            let _ = fill_spare(&spare, &[], length);
         }
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&unfinished, &path)?;
         File::open(directory)?.sync_all()
     };
-    write().map_err(|source| {
-        let _ = std::fs::remove_file(&unfinished);
-        file_error("write", &path, source)
-    })
+    write().map_err(|source| file_error("write", &path, source))
+}
+
+fn spare_of(directory: &Path, name: &str) -> PathBuf {
+    directory.join(format!("{name}.new"))
+}
+
+/// Writes `bytes` and zeros, over all that the file has, and `least` bytes at least; returns how long it is then.
+fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
+    let open = || {
+        let mut options = OpenOptions::new();
+        options
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(spare)
+    };
+    let file = match open() {
+        // Somebody's link, which is in the way and not followed.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            std::fs::remove_file(spare)?;
+            open()?
+        }
+        opened => opened?,
+    };
+    let had = file.metadata()?.len();
+    if had == 0 {
+        write_in_place(&file);
+    }
+    // A little more than it takes: the next one may be longer.
+    let wanted = (bytes.len() as u64 + bytes.len() as u64 / 8).next_multiple_of(4 * BLOCK_BYTES as u64);
+    let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
+    let mut padded = bytes.to_vec();
+    padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
+    file.write_all_at(&padded, 0)?;
+    file.sync_all()?;
+    Ok(length)
+}
+
+/// Has two files change their names, in one go.
+fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other);
+    let (one, other) = (path(one)?, path(other)?);
+    // SAFETY: both are C strings that live through the call.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_renameat2,
+            libc::AT_FDCWD,
+            one.as_ptr(),
+            libc::AT_FDCWD,
+            other.as_ptr(),
+            libc::RENAME_EXCHANGE,
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn file_error(action: &'static str, path: &Path, source: io::Error) -> IoError {
@@ -534,7 +633,7 @@ mod tests {
             assert_eq!(mode(&path), 0o600, "{}", path.display());
             files += 1;
         }
-        assert_eq!(files, 3, "data, lock and note");
+        assert_eq!(files, 4, "data, lock, note and the room for the next");
     }
 
     /// Whoever can write to the directory could otherwise have any file of ours written over.
@@ -606,6 +705,6 @@ mod tests {
         }
         let left: Vec<_> =
             std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left.len(), 2, "{left:?}");
+        assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
     }
 }

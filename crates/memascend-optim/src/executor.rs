@@ -6,7 +6,7 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{Lease, LeaseSlice, Origin, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
-use memascend_store::{Extent, Store};
+use memascend_store::{Extent, Rewrite, Store, TensorId};
 
 use crate::gradients::{Chunk, SourcePlace};
 use crate::kernels::{GRADIENT_BLOCK, Plane, Rule, StepScalars, step};
@@ -24,13 +24,22 @@ unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
 
-/// The weights of a unit: where they are on the SSD and the lease they are read into.
+/// The weights of a unit: the tensors that make them up and the lease they are read into.
 pub struct UnitWeights {
-    /// The unit's packed weights.
-    pub extent: Extent,
-    /// Buffer of at least `bytes` bytes.
+    /// The tensors, in the order of their places in the lease.
+    pub tensors: Vec<UnitTensor>,
+    /// A buffer that holds them all.
     pub lease: Arc<Lease>,
-    /// Length to read.
+}
+
+/// The weights of one tensor of a unit.
+#[derive(Debug, Clone, Copy)]
+pub struct UnitTensor {
+    /// Which it is in the store.
+    pub tensor: TensorId,
+    /// Where it begins in the unit, in bytes: a multiple of the page.
+    pub offset: usize,
+    /// Length in bytes, whole pages.
     pub bytes: usize,
 }
 
@@ -56,7 +65,7 @@ pub struct UpdatePlane {
     /// What is kept, and how.
     pub plane: Plane,
     /// Where: [`Plane::bytes`] of the tensor's elements.
-    pub extent: Extent,
+    pub tensor: TensorId,
     /// Whether it has been written; before, it is zeros and is not read.
     pub written: bool,
 }
@@ -67,7 +76,7 @@ pub struct UpdateTensor {
     pub dtype: Dtype,
     /// Elements, padding included.
     pub numel: usize,
-    /// Where the weights begin in the unit, in bytes; ignored for tensors in host memory.
+    /// Where the weights begin in the unit, in bytes: that of one of its tensors; ignored for tensors in host memory.
     pub weight_offset: usize,
     /// The states of every segment's rule; segments whose rules agree on a plane share it.
     pub planes: Vec<UpdatePlane>,
@@ -117,8 +126,9 @@ struct Work {
     first: usize,
     numel: usize,
     areas: Areas,
-    /// The piece's weights in the unit's lease, with their place on the SSD.
-    weights: Option<(LeaseSlice, Extent, usize)>,
+    /// The piece's weights in the unit's lease.
+    weights: Option<LeaseSlice>,
+    targets: Arc<Targets>,
     gradient_chunk: Option<Chunk>,
     pending: Arc<Pending>,
     // Declared last, so that even a dropped piece returns its buffers before anybody hears of its end.
@@ -126,6 +136,13 @@ struct Work {
     update: Underway,
     /// Counted by the job's ticket.
     ready: Underway,
+}
+
+/// Where a tensor's new values go: not where the old ones lie, as long as a generation needs those.
+struct Targets {
+    weights: Option<Extent>,
+    /// In the order of the tensor's planes.
+    planes: Vec<Extent>,
 }
 
 /// The reads of a piece under way; the last to end passes the piece on.
@@ -234,14 +251,18 @@ impl Coordinator {
     ) -> Result<()> {
         updates.sort_by_key(|tensor| tensor.weight_offset);
         if let Some(weights) = weights {
-            let mut position = 0;
-            for tensor in &updates {
-                self.read_weights(weights, position, tensor.weight_offset, ticket);
-                position = tensor.weight_offset + round_up_to_page(tensor.numel * tensor.dtype.bytes());
+            let updated: Vec<usize> = updates.iter().map(|tensor| tensor.weight_offset).collect();
+            for tensor in &weights.tensors {
+                if updated.binary_search(&tensor.offset).is_err() {
+                    self.read_weights(&weights.lease, tensor, ticket);
+                }
             }
-            self.read_weights(weights, position, round_up_to_page(weights.bytes), ticket);
         }
         for mut tensor in updates {
+            let places = self.places(weights, &tensor).inspect_err(|error| {
+                // Updated in part, the unit on the SSD must not be taken for whole.
+                pending.begin().end(Err(error.clone()));
+            })?;
             // Each chunk of the gradient goes with its last piece, to return to the pool as soon as it is consumed.
             let mut gradient_chunks = match &mut tensor.gradient.place {
                 SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
@@ -255,22 +276,35 @@ impl Coordinator {
                     let last = (first + layout.elements).is_multiple_of(self.chunk_elements);
                     if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
                 });
-                self.start_piece(pending, weights, &tensor, &layout, first, numel, chunk, ticket)?;
+                self.start_piece(pending, weights, &tensor, &places, &layout, first, numel, chunk, ticket)?;
             }
         }
         Ok(())
     }
 
-    /// Reads the weights that no update touches.
-    fn read_weights(&self, weights: &UnitWeights, start: usize, end: usize, ticket: &Ticket) {
-        if start >= end {
-            return;
-        }
-        let buffer = LeaseSlice::new(Arc::clone(&weights.lease), start, end - start);
+    /// Where a tensor's values lie and where its new ones go.
+    fn places(&self, weights: Option<&UnitWeights>, tensor: &UpdateTensor) -> Result<Places> {
+        let of_weights = weights.map(|weights| {
+            let found = weights.tensors.iter().find(|part| part.offset == tensor.weight_offset);
+            found.expect("an update is of one of the unit's tensors").tensor
+        });
+        let weights = of_weights.map(|id| self.store.rewrite(id)).transpose()?;
+        let planes = tensor.planes.iter().map(|state| self.store.rewrite(state.tensor));
+        let planes: Vec<Rewrite> = planes.collect::<std::result::Result<_, _>>()?;
+        let targets = Targets {
+            weights: weights.as_ref().map(|place| place.target),
+            planes: planes.iter().map(|place| place.target).collect(),
+        };
+        Ok(Places { weights: weights.map(|place| place.source), planes, targets: Arc::new(targets) })
+    }
+
+    /// Reads weights that no update touches.
+    fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, ticket: &Ticket) {
+        let buffer = LeaseSlice::new(Arc::clone(lease), tensor.offset, tensor.bytes);
         let read = ticket.ready.begin();
         let done =
             Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(OptimError::from)));
-        self.store.transfer(Operation::Read, weights.extent, start as u64, buffer, done);
+        self.store.transfer(Operation::Read, self.store.current(tensor.tensor), 0, buffer, done);
     }
 
     fn slot(&self) -> Result<Arc<Lease>> {
@@ -284,6 +318,7 @@ impl Coordinator {
         pending: &Arc<Pending>,
         weights: Option<&UnitWeights>,
         tensor: &Arc<UpdateTensor>,
+        places: &Places,
         layout: &SlotLayout,
         first: usize,
         numel: usize,
@@ -302,9 +337,9 @@ impl Coordinator {
         let areas = Areas::new(slot, tensor, layout, numel);
         let element = tensor.dtype.bytes();
         let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
-        for (state, area) in tensor.planes.iter().zip(&areas.planes) {
+        for ((state, area), place) in tensor.planes.iter().zip(&areas.planes).zip(&places.planes) {
             if state.written {
-                reads.push((state.extent, state.plane.span(first, numel).start, area.clone()));
+                reads.push((place.source, state.plane.span(first, numel).start, area.clone()));
             } else {
                 // SAFETY: the slot is fresh: nobody else knows it yet.
                 unsafe { area.as_mut_slice() }.fill(0);
@@ -315,12 +350,12 @@ impl Coordinator {
         {
             reads.push((*extent, first * element, areas.gradient.clone()));
         }
-        let weights = weights.map(|weights| {
+        let weights = weights.zip(places.weights).map(|(weights, source)| {
             let offset = tensor.weight_offset + first * element;
             let bytes = round_up_to_page(numel * element);
             let range = LeaseSlice::new(Arc::clone(&weights.lease), offset, bytes);
-            reads.push((weights.extent, offset, range.clone()));
-            (range, weights.extent, offset)
+            reads.push((source, first * element, range.clone()));
+            range
         });
         let work = Work {
             tensor: Arc::clone(tensor),
@@ -328,6 +363,7 @@ impl Coordinator {
             numel,
             areas,
             weights,
+            targets: Arc::clone(&places.targets),
             gradient_chunk,
             pending: Arc::clone(pending),
             update,
@@ -348,6 +384,13 @@ impl Coordinator {
         join.ended(Ok(()));
         Ok(())
     }
+}
+
+/// Where a tensor to be updated is read from, and where it is written to.
+struct Places {
+    weights: Option<Extent>,
+    planes: Vec<Rewrite>,
+    targets: Arc<Targets>,
 }
 
 impl Reads {
@@ -449,14 +492,14 @@ fn compute(store: &Store, work: Work) {
             update(&work, segment, start, end - start);
         }
     }
-    let Work { tensor, first, numel, areas, weights, gradient_chunk, pending, update, ready } = work;
+    let Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready } = work;
     let Areas { planes, gradient } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);
-    for (state, area) in tensor.planes.iter().zip(planes) {
-        writes.push((state.extent, state.plane.span(first, numel).start, area));
+    for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
+        writes.push((*target, state.plane.span(first, numel).start, area));
     }
-    if let Some((range, extent, offset)) = weights {
-        writes.push((extent, offset, range));
+    if let Some((range, target)) = weights.zip(targets.weights) {
+        writes.push((target, first * tensor.dtype.bytes(), range));
     }
     // From here on the writes alone hold the buffers.
     drop((gradient, gradient_chunk));
@@ -486,7 +529,7 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
             // SAFETY: see above.
             unsafe { std::slice::from_raw_parts_mut(weight.0.add(offset), numel * element) }
         }
-        (None, Some((range, ..))) => {
+        (None, Some(range)) => {
             let range = range.narrow(local * element, numel * element);
             // SAFETY: see above.
             unsafe { std::slice::from_raw_parts_mut(range.address().as_ptr(), range.bytes()) }

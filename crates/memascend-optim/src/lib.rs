@@ -12,7 +12,7 @@ mod staging;
 mod stash;
 
 pub use error::{OptimError, Result};
-pub use executor::{Address, Executor, Segment, Ticket, UnitWeights, UpdatePlane, UpdateTensor};
+pub use executor::{Address, Executor, Segment, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};
 pub use gradients::{GradientId, GradientSource, Gradients};
 pub use host::{HostTensor, step_host};
 pub use overflow::{CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};

@@ -60,6 +60,30 @@ impl Rule {
         Ok(Self(kernels::Rule { algorithm, moments, weight }))
     }
 
+    /// What the rule was made of: `Rule(*rule.arguments) == rule`.
+    #[getter]
+    fn arguments(&self) -> (&'static str, &'static str, &'static str, bool) {
+        let algorithm = match self.0.algorithm {
+            Algorithm::AdamW { amsgrad: false } => "adamw",
+            Algorithm::AdamW { amsgrad: true } => "adamw amsgrad",
+            Algorithm::Lion => "lion",
+            Algorithm::Sgd { momentum: false } => "sgd",
+            Algorithm::Sgd { momentum: true } => "sgd momentum",
+        };
+        let states = match self.0.moments {
+            Moments::F32 => "float32",
+            Moments::Bf16 => "bfloat16",
+            Moments::Block8 => "8bit",
+        };
+        let (dtype, master) = match self.0.weight {
+            Weight::Bf16Split => ("bfloat16", true),
+            Weight::Bf16 => ("bfloat16", false),
+            Weight::F32 => ("float32", true),
+            Weight::F16Master => ("float16", true),
+        };
+        (algorithm, states, dtype, master)
+    }
+
     /// What is kept beside weight and gradient.
     #[getter]
     fn planes(&self) -> Vec<Plane> {

@@ -19,7 +19,7 @@ mod _memascend {
     #[pymodule_export]
     use crate::overflow::check_overflow;
     #[pymodule_export]
-    use crate::runtime::{Extent, Runtime, Stash, Ticket};
+    use crate::runtime::{Commit, Runtime, Stash, TensorId, Ticket};
     #[pymodule_export]
     use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
 }

@@ -1,11 +1,12 @@
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_optim::{
-    Address, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging, UnitWeights,
-    UpdatePlane, UpdateTensor,
+    Address, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment, Staging,
+    UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -17,17 +18,29 @@ use crate::host::{self, Plane, Rule, StepScalars, parse_dtype};
 use crate::lease::LeaseBuffer;
 use crate::volume::{engine_options, set_counters};
 
-/// A tensor's place in the store.
+/// A tensor of the store.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Extent(memascend_store::Extent);
+pub(crate) struct TensorId(memascend_store::TensorId);
+
+/// A commit under way.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Commit {
+    ready: Arc<Pending>,
+    generation: Arc<AtomicU64>,
+}
 
 #[pymethods]
-impl Extent {
-    /// Length in bytes, whole blocks.
-    #[getter]
-    fn bytes(&self) -> u64 {
-        self.0.bytes
+impl Commit {
+    /// Waits until the generation is durable; returns its number.
+    fn wait(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.ready.wait()).map_err(|error| optim_error(&error))?;
+        Ok(self.generation.load(Ordering::Acquire))
+    }
+
+    /// Whether `wait` would return at once.
+    fn is_ready(&self) -> bool {
+        self.ready.is_idle()
     }
 }
 
@@ -62,7 +75,7 @@ struct SegmentArgument<'py> {
 #[derive(FromPyObject)]
 struct PlaneArgument<'py> {
     plane: Bound<'py, Plane>,
-    extent: Bound<'py, Extent>,
+    id: Bound<'py, TensorId>,
     written: bool,
 }
 
@@ -85,7 +98,7 @@ impl UpdateArgument<'_> {
             .into_iter()
             .map(|plane| UpdatePlane {
                 plane: plane.plane.get().0,
-                extent: plane.extent.get().0,
+                tensor: plane.id.get().0,
                 written: plane.written,
             })
             .collect();
@@ -161,7 +174,8 @@ impl Runtime {
 
 #[pymethods]
 impl Runtime {
-    /// Creates the store and reserves the arena.
+    /// Creates the store, or opens it again to `resume`, and reserves the arena. `in_place` keeps one copy of each tensor
+    /// instead of a second for the next generation.
     ///
     /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan; `chunk_bytes * chunk_count` is staging
     /// for gradients and activations, `chunk_elements` what their captures are cut into, and
@@ -169,8 +183,9 @@ impl Runtime {
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
+        resume = false, in_place = false,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
-        allocator = "auto", huge_pages = false, compute_threads = 1
+        checksums = true, allocator = "auto", huge_pages = false, compute_threads = 1
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -183,12 +198,15 @@ impl Runtime {
         chunk_elements: usize,
         slot_bytes: usize,
         slot_count: usize,
+        resume: bool,
+        in_place: bool,
         engine: &str,
         direct: bool,
         rates: Vec<f64>,
         depth: usize,
         io_poll: bool,
         sq_poll: bool,
+        checksums: bool,
         allocator: &str,
         huge_pages: bool,
         compute_threads: usize,
@@ -201,7 +219,7 @@ impl Runtime {
                 store.len()
             )));
         }
-        let options = StoreOptions { engine, direct, rates };
+        let options = StoreOptions { engine, direct, rates, checksums, in_place };
         // Nothing here runs on a device yet, so that pages locked by the system are as good as CUDA's, and cheaper.
         let fall_back = allocator == "auto";
         let source = memascend_mem::allocator(if fall_back { "locked" } else { allocator }, huge_pages)
@@ -214,7 +232,8 @@ impl Runtime {
             vec![line(("update slots".into(), slot_bytes, slot_count))],
         ];
         let (store, pools, notices) = py.detach(|| {
-            let store = Store::create(&store, &options).map_err(|e| store_error(&e))?;
+            let opened = if resume { Store::open(&store, &options) } else { Store::create(&store, &options) };
+            let store = opened.map_err(|e| store_error(&e))?;
             let mut notices = store.notices().to_vec();
             let pools = match Pool::carve(&*source, &groups) {
                 Err(refused @ memascend_mem::MemError::Lock { .. }) if fall_back => {
@@ -255,15 +274,90 @@ impl Runtime {
     }
 
     /// Room for a tensor of `bytes` bytes in the store.
-    fn allocate(&self, py: Python<'_>, name: &str, bytes: u64) -> PyResult<Extent> {
+    fn create_tensor(&self, py: Python<'_>, name: &str, bytes: u64) -> PyResult<TensorId> {
         let parts = self.parts()?;
-        py.detach(|| parts.store.allocate(name, bytes)).map(Extent).map_err(|error| store_error(&error))
+        let created = py.detach(|| parts.store.create_tensor(name, bytes));
+        created.map(TensorId).map_err(|error| store_error(&error))
     }
 
-    /// Gives back the room of a tensor of which nothing is under way.
-    fn free(&self, extent: &Bound<'_, Extent>) -> PyResult<()> {
-        self.parts()?.store.free(extent.get().0);
+    /// The tensor of that name, or None.
+    fn find_tensor(&self, name: &str) -> PyResult<Option<TensorId>> {
+        Ok(self.parts()?.store.find_tensor(name).map(TensorId))
+    }
+
+    /// Gives back the room of a tensor of which nothing is under way, once no generation needs it.
+    fn remove_tensor(&self, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
+        self.parts()?.store.remove_tensor(tensor.get().0);
         Ok(())
+    }
+
+    /// Room for a tensor's next generation, so that no step lacks it.
+    fn make_spare(&self, py: Python<'_>, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
+        let (parts, id) = (self.parts()?, tensor.get().0);
+        py.detach(|| parts.store.make_spare(id)).map_err(|error| store_error(&error))
+    }
+
+    /// Bytes that `make_spare` would take.
+    fn spare_bytes(&self, tensor: &Bound<'_, TensorId>) -> PyResult<u64> {
+        Ok(self.parts()?.store.spare_bytes(tensor.get().0))
+    }
+
+    /// Starts making what all tensors hold now a generation, with `state` (JSON): waits for everything under way, has the
+    /// drives flush it and writes the manifest. `tickets` are of fetches that may not have begun. Until the commit has
+    /// ended nothing may be updated.
+    fn commit(&self, state: String, tickets: Vec<Bound<'_, Ticket>>) -> PyResult<Commit> {
+        let parts = self.parts()?;
+        let units = self.pending.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let commit = Commit { ready: Arc::default(), generation: Arc::default() };
+        let tickets: Vec<_> = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
+        let (under_way, generation) = (commit.ready.begin(), Arc::clone(&commit.generation));
+        let run = move || {
+            let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
+            let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
+            let committed = written.and_then(|()| {
+                let number = parts.store.commit(&state).map_err(OptimError::from)?;
+                generation.store(number, Ordering::Release);
+                Ok(())
+            });
+            // Before anybody hears of the end: who closes the store next must be the last to hold it.
+            drop(parts);
+            under_way.end(committed);
+        };
+        std::thread::Builder::new()
+            .name("memascend-commit".into())
+            .spawn(run)
+            .map_err(|error| PyRuntimeError::new_err(format!("cannot start a thread: {error}")))?;
+        Ok(commit)
+    }
+
+    /// Number of the durable generation; 0 when there is none.
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        Ok(self.parts()?.store.generation())
+    }
+
+    /// The state that the durable generation was committed with, or None.
+    #[getter]
+    fn state(&self) -> PyResult<Option<String>> {
+        Ok(self.parts()?.store.state())
+    }
+
+    /// Keeps the durable generation under a name.
+    fn snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.store.snapshot(tag)).map_err(|error| store_error(&error))
+    }
+
+    /// `(tag, generation, bytes)` of every snapshot, the oldest first.
+    fn snapshots(&self) -> PyResult<Vec<(String, u64, u64)>> {
+        let snapshots = self.parts()?.store.snapshots().into_iter();
+        Ok(snapshots.map(|kept| (kept.tag, kept.generation, kept.bytes)).collect())
+    }
+
+    /// Deletes a snapshot.
+    fn delete_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.store.delete_snapshot(tag)).map_err(|error| store_error(&error))
     }
 
     /// Raises StoreError if `bytes` more bytes do not fit on the volumes.
@@ -277,19 +371,19 @@ impl Runtime {
         Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
     }
 
-    /// Starts reading a unit's weights into `lease`, applying `updates` on the way; without `extent` only the
-    /// updates run, on tensors in host memory.
-    #[pyo3(signature = (unit, extent, lease, bytes, updates))]
+    /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, applying `updates` on the way;
+    /// without `lease` only the updates run, on tensors in host memory.
+    #[pyo3(signature = (unit, tensors, lease, updates))]
     fn fetch(
         &self,
         unit: usize,
-        extent: Option<&Bound<'_, Extent>>,
+        tensors: Vec<(Bound<'_, TensorId>, usize, usize)>,
         lease: Option<&Bound<'_, LeaseBuffer>>,
-        bytes: usize,
         updates: Vec<UpdateArgument<'_>>,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
         let unit = self.unit(unit);
+        let tensors = unit_tensors(&tensors);
         let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
         let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
         for (update, gradient) in updates.iter_mut().zip(gradients) {
@@ -298,30 +392,27 @@ impl Runtime {
                 update.gradient = parts.gradients.take(id);
             }
         }
-        let weights = match (extent, lease) {
-            (Some(extent), Some(lease)) => {
-                Some(UnitWeights { extent: extent.get().0, lease: Arc::clone(&lease.get().lease), bytes })
-            }
-            _ => None,
-        };
+        let weights = lease.map(|lease| UnitWeights { tensors, lease: Arc::clone(&lease.get().lease) });
         Ok(Ticket(parts.executor.fetch(unit, weights, updates)))
     }
 
-    /// Starts writing the first `bytes` bytes of `lease` to a unit's extent.
+    /// Starts writing a unit's weights, `(tensor, offset, bytes)` of each, from `lease`.
     fn write_unit(
         &self,
         unit: usize,
-        extent: &Bound<'_, Extent>,
+        tensors: Vec<(Bound<'_, TensorId>, usize, usize)>,
         lease: &Bound<'_, LeaseBuffer>,
-        bytes: usize,
     ) -> PyResult<()> {
         let parts = self.parts()?;
-        let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), 0, round_up_to_page(bytes));
-        let write = self.unit(unit).begin();
-        let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
-            write.end(result.map_err(memascend_optim::OptimError::from));
-        });
-        parts.store.transfer(Operation::Write, extent.get().0, 0, buffer, done);
+        for tensor in unit_tensors(&tensors) {
+            let target = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?.target;
+            let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), tensor.offset, tensor.bytes);
+            let write = self.unit(unit).begin();
+            let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
+                write.end(result.map_err(OptimError::from));
+            });
+            parts.store.transfer(Operation::Write, target, 0, buffer, done);
+        }
         Ok(())
     }
 
@@ -402,10 +493,17 @@ impl Runtime {
         stash.map(Stash).map_err(|error| optim_error(&error))
     }
 
-    /// Reads the first `bytes` bytes of an extent to address `target`.
-    fn read(&self, py: Python<'_>, extent: &Bound<'_, Extent>, target: usize, bytes: usize) -> PyResult<()> {
-        let (parts, extent) = (self.parts()?, extent.get().0);
+    /// Reads the first `bytes` bytes of a tensor to address `target`.
+    fn read(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, TensorId>,
+        target: usize,
+        bytes: usize,
+    ) -> PyResult<()> {
+        let (parts, tensor) = (self.parts()?, tensor.get().0);
         py.detach(|| {
+            let extent = parts.store.current(tensor);
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let target = unsafe { host::elements_mut(target, bytes) };
             parts.staging.read(extent, target)
@@ -413,17 +511,18 @@ impl Runtime {
         .map_err(|error| optim_error(&error))
     }
 
-    /// Reads `numel` elements of a plane in an extent to address `target`, as float32.
+    /// Reads `numel` elements of a plane to address `target`, as float32.
     fn read_plane(
         &self,
         py: Python<'_>,
-        extent: &Bound<'_, Extent>,
+        tensor: &Bound<'_, TensorId>,
         plane: &Bound<'_, Plane>,
         numel: usize,
         target: usize,
     ) -> PyResult<()> {
-        let (parts, extent, plane) = (self.parts()?, extent.get().0, plane.get().0);
+        let (parts, tensor, plane) = (self.parts()?, tensor.get().0, plane.get().0);
         py.detach(|| {
+            let extent = parts.store.current(tensor);
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
             let target = unsafe { host::elements_mut(target, numel) };
             parts.staging.read_plane(extent, plane, target)
@@ -431,17 +530,18 @@ impl Runtime {
         .map_err(|error| optim_error(&error))
     }
 
-    /// Writes `numel` float32 elements at address `source` to an extent as a plane, and waits for the end.
+    /// Writes `numel` float32 elements at address `source` as a plane, the whole of it, and waits for the end.
     fn write_plane(
         &self,
         py: Python<'_>,
-        extent: &Bound<'_, Extent>,
+        tensor: &Bound<'_, TensorId>,
         plane: &Bound<'_, Plane>,
         numel: usize,
         source: usize,
     ) -> PyResult<()> {
-        let (parts, extent, plane) = (self.parts()?, extent.get().0, plane.get().0);
+        let (parts, tensor, plane) = (self.parts()?, tensor.get().0, plane.get().0);
         py.detach(|| {
+            let extent = parts.store.rewrite(tensor)?.target;
             let pending = Arc::new(Pending::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
             let source = unsafe { host::elements(source, numel) };
@@ -451,10 +551,17 @@ impl Runtime {
         .map_err(|error| optim_error(&error))
     }
 
-    /// Writes `bytes` bytes at address `source` to an extent and waits for the end.
-    fn write(&self, py: Python<'_>, extent: &Bound<'_, Extent>, source: usize, bytes: usize) -> PyResult<()> {
-        let (parts, extent) = (self.parts()?, extent.get().0);
+    /// Writes `bytes` bytes at address `source` as a tensor, the whole of it, and waits for the end.
+    fn write(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, TensorId>,
+        source: usize,
+        bytes: usize,
+    ) -> PyResult<()> {
+        let (parts, tensor) = (self.parts()?, tensor.get().0);
         py.detach(|| {
+            let extent = parts.store.rewrite(tensor)?.target;
             let pending = Arc::new(Pending::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let source = unsafe { host::elements(source, bytes) };
@@ -509,22 +616,19 @@ impl Runtime {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for everything under way, closes the files and, unless `keep`, removes them. Closing twice is fine.
+    /// Waits for everything under way and closes the files. With `keep` what was committed stays; otherwise all of it is
+    /// removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(parts) = parts else { return Ok(()) };
-        let units = self.pending.lock().unwrap_or_else(PoisonError::into_inner).clone();
         py.detach(|| {
-            let mut kept = Ok(());
-            if keep {
-                // What is kept is synced, so it has to be written first.
-                let written = units.iter().try_for_each(|unit| unit.wait());
-                kept = parts.store.keep().map_err(|error| store_error(&error));
-                kept = written.map_err(|error| optim_error(&error)).and(kept);
+            if !keep {
+                // On a drive that has failed the files may stay; there is nothing that anybody could do.
+                let _ = parts.store.forget();
             }
             drop(parts);
-            kept
-        })
+        });
+        Ok(())
     }
 
     /// Whether `close` was called.
@@ -532,6 +636,15 @@ impl Runtime {
     fn closed(&self) -> bool {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
+}
+
+fn unit_tensors(tensors: &[(Bound<'_, TensorId>, usize, usize)]) -> Vec<UnitTensor> {
+    let tensor = |(tensor, offset, bytes): &(Bound<'_, TensorId>, usize, usize)| UnitTensor {
+        tensor: tensor.get().0,
+        offset: *offset,
+        bytes: *bytes,
+    };
+    tensors.iter().map(tensor).collect()
 }
 
 /// Bytes put aside for a while; their room is given back when the handle dies.

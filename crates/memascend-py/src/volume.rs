@@ -7,7 +7,7 @@ use memascend_nvme::{
     Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, Faults, IoError,
     Operation, Request, Workload, open_engine,
 };
-use memascend_store::{Store, StoreOptions};
+use memascend_store::{Store, StoreError, StoreOptions};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -327,7 +327,14 @@ impl Transfers {
 
 /// A store that was kept, opened again.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct KeptStore(Store);
+pub(crate) struct KeptStore(Mutex<Option<Arc<Store>>>);
+
+impl KeptStore {
+    fn store(&self) -> PyResult<Arc<Store>> {
+        let store = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        store.clone().ok_or_else(|| PyRuntimeError::new_err("the store was closed"))
+    }
+}
 
 #[pymethods]
 impl KeptStore {
@@ -336,18 +343,48 @@ impl KeptStore {
     #[pyo3(signature = (paths, *, engine = "auto", direct = true))]
     fn new(py: Python<'_>, paths: Vec<PathBuf>, engine: &str, direct: bool) -> PyResult<Self> {
         let engine = engine_options(engine, EngineOptions::default().depth, false, false)?;
-        let options = StoreOptions { engine, direct, rates: Vec::new() };
-        py.detach(|| Store::open(&paths, &options)).map(Self).map_err(|error| store_error(&error))
+        let options = StoreOptions { engine, direct, ..StoreOptions::default() };
+        let store = py.detach(|| Store::open(&paths, &options)).map_err(|error| store_error(&error))?;
+        Ok(Self(Mutex::new(Some(Arc::new(store)))))
+    }
+
+    /// Whether any of `paths` holds a store that was kept.
+    #[staticmethod]
+    fn is_there(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<bool> {
+        match py.detach(|| Store::open(&paths, &StoreOptions::default())) {
+            Ok(_) => Ok(true),
+            Err(StoreError::Volume(IoError::NotKept { .. })) => Ok(false),
+            Err(error) => Err(store_error(&error)),
+        }
+    }
+
+    /// Number of the durable generation.
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        Ok(self.store()?.generation())
+    }
+
+    /// The state that it was committed with.
+    #[getter]
+    fn state(&self) -> PyResult<Option<String>> {
+        Ok(self.store()?.state())
+    }
+
+    /// What the user should know: a manifest that was damaged, say.
+    #[getter]
+    fn notices(&self) -> PyResult<Vec<String>> {
+        Ok(self.store()?.notices().to_vec())
     }
 
     /// Names of the tensors and their lengths in bytes, in whole blocks.
-    fn tensors(&self) -> Vec<(String, u64)> {
-        self.0.tensors().into_iter().map(|(name, extent)| (name, extent.bytes)).collect()
+    fn tensors(&self) -> PyResult<Vec<(String, u64)>> {
+        Ok(self.store()?.tensors().into_iter().map(|(name, extent)| (name, extent.bytes)).collect())
     }
 
     /// Reads the first `bytes` bytes of a tensor to address `target`.
     fn read(&self, py: Python<'_>, name: &str, target: usize, bytes: usize) -> PyResult<()> {
-        let found = self.0.tensors().into_iter().find(|(found, _)| found == name);
+        let store = self.store()?;
+        let found = store.tensors().into_iter().find(|(found, _)| found == name);
         let (_, extent) = found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
         if bytes as u64 > extent.bytes {
             return Err(PyValueError::new_err(format!("{name} has {} bytes", extent.bytes)));
@@ -362,7 +399,7 @@ impl KeptStore {
                 let lease = pool.try_lease(CHUNK).map_err(|error| memory_error(&error))?;
                 let lease = Arc::new(lease.expect("the only buffer is free again"));
                 let buffer = LeaseSlice::new(lease, 0, round_up_to_page(part.len()));
-                self.0
+                store
                     .transfer_wait(Operation::Read, extent, (index * CHUNK) as u64, buffer.clone())
                     .map_err(|error| store_error(&error))?;
                 // SAFETY: the transfer has ended.
@@ -371,7 +408,84 @@ impl KeptStore {
             Ok(())
         })
     }
+
+    /// Reads everything that is kept, calling `progress(done, total)` in bytes; returns what is not as it was written, as
+    /// `(tensor, offset, bytes, [(path, position)])`.
+    fn verify(&self, py: Python<'_>, progress: Py<PyAny>) -> PyResult<Vec<Damaged>> {
+        let store = self.store()?;
+        let mut raised = None;
+        let verified = py.detach(|| {
+            store.verify(&mut |done, total| {
+                let told = Python::attach(|py| progress.call1(py, (done, total)).map(drop));
+                raised = told.err();
+                raised.is_none()
+            })
+        });
+        if let Some(raised) = raised {
+            return Err(raised);
+        }
+        let damage =
+            |damage: memascend_store::Damage| (damage.tensor, damage.offset, damage.bytes, damage.places);
+        Ok(verified.map_err(|error| store_error(&error))?.into_iter().map(damage).collect())
+    }
+
+    /// What there is: generation, tensors, and how full the volumes are.
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let store = self.store()?;
+        let report = PyDict::new(py);
+        report.set_item("generation", store.generation())?;
+        report.set_item("written", store.committed_at())?;
+        let tensors = store.durable_tensors().into_iter().map(|tensor| {
+            let described = PyDict::new(py);
+            described.set_item("name", tensor.name)?;
+            described.set_item("bytes", tensor.bytes)?;
+            described.set_item("extents", tensor.extents)?;
+            described.set_item("extent_bytes", tensor.extent_bytes)?;
+            Ok(described)
+        });
+        report.set_item("tensors", tensors.collect::<PyResult<Vec<_>>>()?)?;
+        let volumes =
+            store.volumes().into_iter().zip(store.life_bytes_written()).map(|(volume, life_bytes)| {
+                let described = PyDict::new(py);
+                described.set_item("path", volume.path.to_string_lossy())?;
+                described.set_item("share", volume.share)?;
+                described.set_item("reserved_bytes", volume.reserved_bytes)?;
+                described.set_item("free_bytes", volume.free_bytes)?;
+                described.set_item("capacity_bytes", volume.capacity_bytes)?;
+                described.set_item("life_bytes_written", life_bytes)?;
+                Ok(described)
+            });
+        report.set_item("volumes", volumes.collect::<PyResult<Vec<_>>>()?)?;
+        Ok(report)
+    }
+
+    /// `(tag, generation, bytes, state)` of every snapshot, the oldest first.
+    fn snapshots(&self) -> PyResult<Vec<(String, u64, u64, String)>> {
+        let snapshots = self.store()?.snapshots().into_iter();
+        Ok(snapshots.map(|kept| (kept.tag, kept.generation, kept.bytes, kept.state)).collect())
+    }
+
+    /// Makes a snapshot the newest generation.
+    fn restore_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let store = self.store()?;
+        py.detach(|| store.restore_snapshot(tag)).map_err(|error| store_error(&error))
+    }
+
+    /// Deletes a snapshot.
+    fn delete_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let store = self.store()?;
+        py.detach(|| store.delete_snapshot(tag)).map_err(|error| store_error(&error))
+    }
+
+    /// Closes the files, which stay. Closing twice is fine.
+    fn close(&self, py: Python<'_>) {
+        let store = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(store));
+    }
 }
+
+/// Tensor, offset in it and bytes of what is damaged, and where it lies: paths and positions.
+type Damaged = (String, u64, u64, Vec<(PathBuf, u64)>);
 
 /// The UUID of a formatted block device, or None: for a device that is not formatted, and for what is no device.
 #[pyfunction]

@@ -1,20 +1,23 @@
-use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use memascend_mem::{LeaseSlice, Pool};
 use memascend_nvme::{
-    BLOCK_BYTES, Completion, CountersSnapshot, DeviceId, Engine, EngineOptions, IoError, OpenedEngine,
-    Operation, Request, Volume, VolumeFile, open_engine,
+    BLOCK_BYTES, Completion, CountersSnapshot, DeviceId, Engine, EngineOptions, FoundNote, IoError,
+    NoteKeeper, OpenedEngine, Operation, Request, Volume, VolumeFile, open_engine,
 };
-use serde::{Deserialize, Serialize};
 
+use crate::checksums::{sum_pieces, sum_writes};
 use crate::layout::Piece;
-use crate::{Extent, ExtentAllocator, Layout, Result, StoreError};
+use crate::table::{Bytes, Table};
+use crate::{Damage, Extent, Layout, Result, Rewrite, StoreError, TensorId};
 
 /// Called once when a transfer has ended.
 pub type Transferred = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// Opens the engine of a volume.
+pub(crate) type OpenEngine<'a> = &'a dyn Fn(&Arc<VolumeFile>) -> memascend_nvme::Result<OpenedEngine>;
 
 /// How to open a store.
 #[derive(Debug, Clone)]
@@ -25,63 +28,117 @@ pub struct StoreOptions {
     pub direct: bool,
     /// Bytes per second of each volume, which decide on its share of every tensor; empty for equal shares.
     pub rates: Vec<f64>,
+    /// Compare what is read with what was written.
+    pub checksums: bool,
+    /// Overwrite tensors where they are: half the room, but a generation is gone with the first rewrite after it.
+    pub in_place: bool,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { engine: EngineOptions::default(), direct: true, rates: Vec::new() }
+        Self {
+            engine: EngineOptions::default(),
+            direct: true,
+            rates: Vec::new(),
+            checksums: true,
+            in_place: false,
+        }
     }
 }
 
-/// The tensors of one run on one or more volumes. Files are removed on drop unless [`Store::keep`] was called.
+/// The tensors of one run on one or more volumes. Files are removed on drop unless something was committed.
 pub struct Store {
-    members: Vec<Member>,
-    layout: Layout,
-    id: DeviceId,
-    table: Mutex<Table>,
-    notices: Vec<String>,
+    pub(crate) members: Vec<Member>,
+    pub(crate) map: Arc<Map>,
+    pub(crate) id: DeviceId,
+    pub(crate) table: Mutex<Table>,
+    /// Whoever writes manifests has this: one at a time.
+    pub(crate) writer: Mutex<()>,
+    /// Of the last manifest that anybody wrote, or tried to.
+    pub(crate) sequence: AtomicU64,
+    checksums: bool,
+    pub(crate) in_place: bool,
+    pub(crate) notices: Vec<String>,
 }
 
 /// A volume of the store with its engine.
-struct Member {
+pub(crate) struct Member {
     // Declared first: the engine drains before the volume closes and others may have it.
-    engine: Arc<dyn Engine>,
-    volume: Volume,
+    pub engine: Arc<dyn Engine>,
+    pub volume: Volume,
+    /// Where its notes are, if not with the volume.
+    notes: Option<Arc<dyn NoteKeeper>>,
+    /// Written before this store was opened.
+    pub life_before: u64,
+    note_bytes: AtomicU64,
 }
 
-#[derive(Default)]
-struct Table {
-    allocator: ExtentAllocator,
-    /// By the offset of a tensor's first range, which is its handle's.
-    tensors: BTreeMap<u64, Tensor>,
+impl Member {
+    pub(crate) fn open(volume: Volume, open: OpenEngine<'_>) -> Result<(Self, Option<String>)> {
+        let OpenedEngine { engine, notice } = open(volume.file())?;
+        let notes = engine.notes();
+        Ok((Self { engine, volume, notes, life_before: 0, note_bytes: AtomicU64::new(0) }, notice))
+    }
+
+    fn notes(&self) -> &dyn NoteKeeper {
+        self.notes.as_deref().unwrap_or(&self.volume)
+    }
+
+    pub(crate) fn find_note(&self) -> Result<FoundNote> {
+        Ok(self.notes().find_note()?)
+    }
+
+    pub(crate) fn write_note(&self, note: &[u8]) -> Result<()> {
+        self.note_bytes.fetch_add(note.len() as u64, Ordering::Relaxed);
+        Ok(self.notes().write_note(note)?)
+    }
+
+    pub(crate) fn clear_note(&self) -> Result<()> {
+        Ok(self.notes().clear_note()?)
+    }
+
+    /// Bytes written to it over the store's whole life.
+    pub(crate) fn life_bytes(&self) -> u64 {
+        let written = self.engine.counters().writes.bytes + self.note_bytes.load(Ordering::Relaxed);
+        self.life_before.saturating_add(written)
+    }
 }
 
-/// A tensor's name and the ranges of the address space in which its bytes lie, in order.
-#[derive(Clone)]
-struct Tensor {
-    name: Arc<str>,
-    ranges: Arc<[Extent]>,
+/// Where the bytes of the address space are.
+pub(crate) struct Map {
+    pub layout: Layout,
+    files: Vec<Arc<VolumeFile>>,
 }
 
-/// What a kept store leaves with each of its volumes.
-#[derive(Serialize, Deserialize)]
-struct Manifest {
-    format: u32,
-    /// The same on every volume of a store, and on no other.
-    store: String,
-    /// Which of the volumes this one is.
-    volume: usize,
-    /// What finds each of them again.
-    volumes: Vec<String>,
-    /// Stripes of each volume in every pattern of the layout.
-    stripes: Vec<u32>,
-    tensors: Vec<ManifestTensor>,
-}
+impl Map {
+    /// The volume ranges behind `bytes` bytes at `offset` of what lies in `ranges`.
+    fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let (mut skipped, mut done) = (0, 0);
+        for range in ranges {
+            let from = offset.saturating_sub(skipped);
+            if from < range.bytes && done < bytes {
+                let length = (range.bytes - from).min(bytes - done);
+                let found = self.layout.pieces(range.offset + from, length);
+                let shifted =
+                    found.into_iter().map(|piece| Piece { start: piece.start + done as usize, ..piece });
+                pieces.extend(shifted);
+                done += length;
+            }
+            skipped += range.bytes;
+        }
+        pieces
+    }
 
-#[derive(Serialize, Deserialize)]
-struct ManifestTensor {
-    name: String,
-    ranges: Vec<(u64, u64)>,
+    /// What there is to say of bytes that are not right.
+    pub(crate) fn damage(&self, of: &Bytes, offset: u64, bytes: u64) -> Damage {
+        let place = |piece: Piece| {
+            let file = &self.files[piece.volume];
+            (file.path().to_owned(), file.position(piece.offset))
+        };
+        let places = self.pieces(&of.ranges, offset, bytes).into_iter().map(place).collect();
+        Damage { tensor: of.name.to_string(), offset, bytes, places }
+    }
 }
 
 /// One volume of a store, as it works here.
@@ -99,24 +156,23 @@ pub struct VolumeReport {
     pub share: f64,
     /// What was moved so far.
     pub counters: CountersSnapshot,
+    /// How many bytes of data it can ever hold; None for a directory, whose filesystem has what it has.
+    pub capacity_bytes: Option<u64>,
+    /// Bytes that could still be reserved; None where nobody tells.
+    pub free_bytes: Option<u64>,
+    /// Bytes that the store has taken for itself.
+    pub reserved_bytes: u64,
 }
 
 impl Store {
-    /// The format of the manifest.
-    const FORMAT: u32 = 2;
-
     /// Creates an empty store on `paths`: directories, which are made if missing, and formatted devices. What a killed run
-    /// left there is overwritten; a store that was kept is refused.
+    /// left there is overwritten; a store to which something was committed is refused.
     pub fn create(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::create_with(paths, options, &|file| open_engine(file, options.engine))
     }
 
     /// As [`Store::create`], with engines of the caller's.
-    pub fn create_with(
-        paths: &[PathBuf],
-        options: &StoreOptions,
-        open: &dyn Fn(&Arc<VolumeFile>) -> memascend_nvme::Result<OpenedEngine>,
-    ) -> Result<Self> {
+    pub fn create_with(paths: &[PathBuf], options: &StoreOptions, open: OpenEngine<'_>) -> Result<Self> {
         let mut seen = Vec::new();
         let mut volumes = Vec::new();
         for path in paths {
@@ -137,105 +193,47 @@ impl Store {
             path: "/dev/urandom".into(),
             source,
         })?;
-        Self::of(volumes, layout, id, open)
-    }
-
-    /// Opens a store that was kept, whole: `paths` has one of its volumes at least, the others are found by what the
-    /// manifest says of them.
-    pub fn open(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
-        let mut found: BTreeMap<usize, Volume> = BTreeMap::new();
-        let mut first: Option<Manifest> = None;
-        let mut to_open = paths.to_vec();
-        while let Some(path) = to_open.pop() {
-            let failed = |reason: String| StoreError::Manifest { path: path.clone(), reason };
-            let volume = Volume::open(&path, options.direct)?;
-            let note = volume.read_note()?.unwrap_or_default();
-            let manifest: Manifest = serde_json::from_slice(&note)
-                .map_err(|error| failed(format!("its manifest is damaged: {error}")))?;
-            if manifest.format != Self::FORMAT {
-                return Err(failed(format!(
-                    "its manifest has format {}, this version reads format {}",
-                    manifest.format,
-                    Self::FORMAT
-                )));
-            }
-            if first.as_ref().is_some_and(|first| first.store != manifest.store) {
-                return Err(failed("it belongs to another store than the volumes beside it".into()));
-            }
-            if found.insert(manifest.volume, volume).is_some() {
-                return Err(StoreError::Duplicate { path });
-            }
-            let first = first.get_or_insert(manifest);
-            if to_open.is_empty()
-                && let Some(missing) = (0..first.volumes.len()).find(|index| !found.contains_key(index))
-            {
-                to_open.push(PathBuf::from(&first.volumes[missing]));
-            }
-        }
-        let manifest = first.ok_or(StoreError::NoVolume)?;
-        let broken =
-            || StoreError::Manifest { path: paths[0].clone(), reason: "its manifest makes no sense".into() };
-        let layout = Layout::from_counts(&manifest.stripes).ok_or_else(broken)?;
-        let id = manifest.store.parse().map_err(|_| broken())?;
-        if found.len() != manifest.stripes.len() || !found.keys().copied().eq(0..found.len()) {
-            return Err(broken());
-        }
-        let volumes = found.into_values().collect();
-        let store = Self::of(volumes, layout, id, &|file| open_engine(file, options.engine))?;
-        store.restore(&manifest.tensors).ok_or_else(broken)?;
-        Ok(store)
-    }
-
-    /// Fills the table from a manifest, if the volumes hold what it says and no byte of them twice.
-    fn restore(&self, tensors: &[ManifestTensor]) -> Option<()> {
-        let mut all: Vec<(u64, u64)> =
-            tensors.iter().flat_map(|tensor| tensor.ranges.iter().copied()).collect();
-        all.sort_unstable();
-        let mut end = 0;
-        for (offset, bytes) in all {
-            let whole = (offset | bytes).is_multiple_of(BLOCK_BYTES as u64) && bytes > 0;
-            if !whole || offset < end {
-                return None;
-            }
-            end = offset.checked_add(bytes)?;
-        }
-        for (index, Member { volume, .. }) in self.members.iter().enumerate() {
-            if self.layout.share_bytes(index, end)
-                > volume.capacity().unwrap_or_else(|| volume.reserved_bytes())
-            {
-                return None;
-            }
-        }
-        let mut table = self.table();
-        for ManifestTensor { name, ranges } in tensors {
-            let ranges: Arc<[Extent]> =
-                ranges.iter().map(|&(offset, bytes)| Extent { offset, bytes }).collect();
-            table.allocator.take(&ranges);
-            table.tensors.insert(ranges.first()?.offset, Tensor { name: name.as_str().into(), ranges });
-        }
-        Some(())
-    }
-
-    fn of(
-        volumes: Vec<Volume>,
-        layout: Layout,
-        id: DeviceId,
-        open: &dyn Fn(&Arc<VolumeFile>) -> memascend_nvme::Result<OpenedEngine>,
-    ) -> Result<Self> {
-        if volumes.is_empty() {
-            return Err(StoreError::NoVolume);
-        }
-        assert_eq!(layout.counts().len(), volumes.len(), "one share for each volume");
-        let mut notices: Vec<String> =
-            volumes.iter().filter_map(|volume| volume.notice().map(str::to_owned)).collect();
+        let mut notices = Vec::new();
         let mut members = Vec::new();
         for volume in volumes {
-            let OpenedEngine { engine, notice } = open(volume.file())?;
+            let (member, notice) = Member::open(volume, open)?;
+            if member.find_note()?.note.is_some() {
+                return Err(member.volume.kept_error().into());
+            }
             // Once is enough: what refuses io_uring refuses it for every volume.
             notices.extend(notice.filter(|notice| !notices.contains(notice)));
-            members.push(Member { engine, volume });
+            members.push(member);
         }
-        Ok(Self { members, layout, id, table: Mutex::default(), notices })
+        Self::of(members, layout, id, options, notices)
+    }
+
+    pub(crate) fn of(
+        members: Vec<Member>,
+        layout: Layout,
+        id: DeviceId,
+        options: &StoreOptions,
+        more_notices: Vec<String>,
+    ) -> Result<Self> {
+        if members.is_empty() {
+            return Err(StoreError::NoVolume);
+        }
+        assert_eq!(layout.counts().len(), members.len(), "one share for each volume");
+        let notice = |member: &Member| member.volume.notice().map(str::to_owned);
+        let notices = members.iter().filter_map(notice).chain(more_notices).collect();
+        let files = members.iter().map(|member| Arc::clone(member.volume.file())).collect();
+        // Nothing moves: what is read is not what was written.
+        let moves = members.iter().all(|member| member.engine.moves_bytes());
+        Ok(Self {
+            members,
+            map: Arc::new(Map { layout, files }),
+            id,
+            table: Mutex::default(),
+            writer: Mutex::default(),
+            sequence: AtomicU64::new(0),
+            checksums: options.checksums && moves,
+            in_place: options.in_place,
+            notices,
+        })
     }
 
     /// Makes an arena known to the engines: transfers of its buffers cost less then.
@@ -243,38 +241,136 @@ impl Store {
         self.members.iter().for_each(|member| member.engine.register(pool));
     }
 
-    /// Room for a tensor of `bytes` bytes, preallocated on every volume (on none if the engine moves nothing). Only if free
-    /// space and what the volumes can grow are too little together does it fail: no space is lost to fragmentation.
+    /// Room for `bytes` bytes that belong to no generation, preallocated on every volume (on none if the engine moves nothing).
+    /// Only if free space and what the volumes can grow are too little together does it fail: no space is lost to fragmentation.
     pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
         let mut table = self.table();
+        let ranges = self.find_room(&table, bytes)?;
+        Ok(table.insert(Bytes::new(name.into(), ranges, None), true))
+    }
+
+    /// Gives back what was allocated.
+    ///
+    /// # Panics
+    /// If it was given back before, or belongs to generations.
+    pub fn free(&self, extent: Extent) {
+        self.table().free_plain(extent);
+    }
+
+    /// Ranges for `bytes` bytes, reserved on the volumes.
+    fn find_room(&self, table: &Table, bytes: u64) -> Result<Vec<Extent>> {
         let room = self.room()?;
-        let Some(ranges) = table.allocator.find(bytes, self.layout.capacity(&room)) else {
+        let Some(ranges) = table.allocator.find(bytes, self.map.layout.capacity(&room)) else {
             let needed = bytes.next_multiple_of(BLOCK_BYTES as u64);
-            let full =
-                self.no_room(&table, needed, &room).expect("a volume is what limits the address space");
+            let full = self.no_room(table, needed, &room).expect("a volume is what limits the address space");
             return Err(full.into());
         };
         let last = ranges.last().expect("a tensor has a range");
         let end = last.end().max(table.allocator.end());
         for (index, member) in self.members.iter().enumerate() {
             if member.engine.needs_room() {
-                member.volume.reserve(self.layout.share_bytes(index, end))?;
+                member.volume.reserve(self.map.layout.share_bytes(index, end))?;
             }
         }
-        table.allocator.take(&ranges);
-        let extent = Extent { offset: ranges[0].offset, bytes: ranges.iter().map(|range| range.bytes).sum() };
-        table.tensors.insert(extent.offset, Tensor { name: name.into(), ranges: ranges.into() });
-        Ok(extent)
+        Ok(ranges)
     }
 
-    /// Gives a tensor's room back.
+    /// A tensor whose values belong to generations; the first lies in its extent by [`Store::current`]. Names are unique.
+    pub fn create_tensor(&self, name: &str, bytes: u64) -> Result<TensorId> {
+        let mut table = self.table();
+        if table.find_tensor(name).is_some() {
+            return Err(StoreError::TensorExists { name: name.to_owned() });
+        }
+        let name: Arc<str> = name.into();
+        let ranges = self.find_room(&table, bytes)?;
+        let extent = table.insert(Bytes::new(Arc::clone(&name), ranges, None), false);
+        Ok(table.create_tensor(name, extent.offset))
+    }
+
+    /// An extent for another value of a tensor.
+    pub(crate) fn allocate_for(&self, table: &mut Table, id: TensorId) -> Result<u64> {
+        let current = Arc::clone(table.current(id));
+        let ranges = self.find_room(table, current.extent().bytes)?;
+        Ok(table.insert(Bytes::new(Arc::clone(&current.name), ranges, None), false).offset)
+    }
+
+    /// Makes room for the next generation of a tensor now, so that no step runs out of space. Nothing where it has it, or
+    /// where tensors are overwritten in place.
     ///
     /// # Panics
-    /// If it was given back before.
-    pub fn free(&self, extent: Extent) {
+    /// If the tensor was removed.
+    pub fn make_spare(&self, id: TensorId) -> Result<()> {
         let mut table = self.table();
-        let tensor = table.tensors.remove(&extent.offset).expect("a tensor is freed once");
-        table.allocator.free(&tensor.ranges);
+        if self.in_place {
+            return Ok(());
+        }
+        for _ in 0..table.spares_lacking(id) {
+            let key = self.allocate_for(&mut table, id)?;
+            table.add_spare(id, key);
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Store::make_spare`] would still take.
+    ///
+    /// # Panics
+    /// If the tensor was removed.
+    pub fn spare_bytes(&self, id: TensorId) -> u64 {
+        let table = self.table();
+        let lacking = if self.in_place { 0 } else { table.spares_lacking(id) };
+        table.current(id).extent().bytes * lacking as u64
+    }
+
+    /// Removes a tensor. Its extents are free at once where no generation has them, else when the last of those is gone: the
+    /// next commit supersedes one, [`Store::delete_snapshot`] takes others away.
+    ///
+    /// # Panics
+    /// If it was removed before.
+    pub fn remove_tensor(&self, id: TensorId) {
+        self.table().remove_tensor(id);
+    }
+
+    /// The tensor of that name.
+    pub fn find_tensor(&self, name: &str) -> Option<TensorId> {
+        self.table().find_tensor(name)
+    }
+
+    /// Where the present value of a tensor lies.
+    ///
+    /// # Panics
+    /// If it was removed.
+    pub fn current(&self, id: TensorId) -> Extent {
+        self.table().current(id).extent()
+    }
+
+    /// A tensor gets a new value: from now on it is what [`Rewrite::target`] holds, all of which is to be written before the
+    /// next commit. What a generation or a snapshot has is never the target; with `in_place` the generation goes
+    /// instead.
+    ///
+    /// # Panics
+    /// If the tensor was removed.
+    pub fn rewrite(&self, id: TensorId) -> Result<Rewrite> {
+        loop {
+            let mut table = self.table();
+            let source = table.current(id).extent();
+            if !table.is_pinned(id) {
+                return Ok(Rewrite { source, target: source });
+            }
+            if self.in_place && !table.in_snapshot(id) {
+                drop(table);
+                self.withdraw()?;
+                continue;
+            }
+            let key = match table.take_spare(id) {
+                Some(key) => key,
+                None => self.allocate_for(&mut table, id)?,
+            };
+            table.set_current(id, key);
+            let target = table.current(id);
+            // Nothing of what it held before is right any more once a part of it is written.
+            target.sums().clear();
+            return Ok(Rewrite { source, target: target.extent() });
+        }
     }
 
     /// Fails with the volume that lacks the room if `bytes` more bytes could not be allocated now.
@@ -287,8 +383,8 @@ impl Store {
     fn no_room(&self, table: &Table, bytes: u64, room: &[u64]) -> Option<IoError> {
         let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
         self.members.iter().zip(room).enumerate().find_map(|(index, (member, room))| {
-            let used_bytes = self.layout.share_bytes(index, table.allocator.end());
-            let needed_bytes = self.layout.share_bytes(index, end) - used_bytes;
+            let used_bytes = self.map.layout.share_bytes(index, table.allocator.end());
+            let needed_bytes = self.map.layout.share_bytes(index, end) - used_bytes;
             let free_bytes = room.saturating_sub(used_bytes);
             let path = member.volume.path().to_owned();
             (needed_bytes > free_bytes).then_some(IoError::NoSpace { path, needed_bytes, free_bytes })
@@ -305,7 +401,9 @@ impl Store {
     }
 
     /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done`
-    /// on an engine thread.
+    /// on an engine thread. What is read is compared with what was written as soon as all of what was written together (a MiB,
+    /// counted from the extent's begin) was read, by this transfer or by this and others: then the last one fails. Nothing
+    /// may be read or written while it is being written.
     ///
     /// # Panics
     /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
@@ -326,12 +424,43 @@ impl Store {
         if bytes == 0 {
             return done(Ok(()));
         }
-        let Tensor { name, ranges } = self.tensor(extent);
-        let pieces = self.pieces(&ranges, offset, bytes);
+        let of = self.table().bytes(extent.offset).cloned();
+        let of = of.expect("the handle is of a tensor that was not freed");
+        self.submit(operation, of, offset, buffer, self.checksums, done);
+    }
+
+    /// As [`Store::transfer`], with or without comparing.
+    pub(crate) fn submit(
+        &self,
+        operation: Operation,
+        of: Arc<Bytes>,
+        offset: u64,
+        buffer: LeaseSlice,
+        compare: bool,
+        done: Transferred,
+    ) {
+        let pieces = self.map.pieces(&of.ranges, offset, buffer.bytes() as u64);
+        let bytes = buffer.bytes() as u64;
+        let after = match operation {
+            Operation::Write => {
+                if compare {
+                    // SAFETY: until the transfer has ended nobody changes what is written.
+                    let sums = sum_writes(offset, unsafe { buffer.as_slice() });
+                    of.sums().write(&sums);
+                } else {
+                    of.sums().forget(offset, bytes);
+                }
+                After::Written { offset, bytes }
+            }
+            Operation::Read if compare => {
+                After::Compare { offset, buffer: buffer.clone(), map: Arc::clone(&self.map) }
+            }
+            Operation::Read => After::Nothing,
+        };
         let join = Arc::new(Join {
             left: AtomicUsize::new(pieces.len()),
-            outcome: Mutex::new((None, Some(done))),
-            tensor: name,
+            outcome: Mutex::new((None, Some((after, done)))),
+            of,
         });
         // Cut before the first is submitted: from then on only the requests hold the buffer.
         let slices: Vec<_> = pieces.iter().map(|piece| buffer.narrow(piece.start, piece.bytes)).collect();
@@ -369,44 +498,9 @@ impl Store {
         self.members.iter().try_for_each(|member| member.engine.flush().map_err(StoreError::from))
     }
 
-    /// Leaves the data in place on drop, with a manifest on every volume by which [`Store::open`] finds it.
-    pub fn keep(&self) -> Result<()> {
-        self.sync()?;
-        let table = self.table();
-        let tensors = table.tensors.values().map(|tensor| ManifestTensor {
-            name: tensor.name.to_string(),
-            ranges: tensor.ranges.iter().map(|range| (range.offset, range.bytes)).collect(),
-        });
-        let mut manifest = Manifest {
-            format: Self::FORMAT,
-            store: self.id.to_string(),
-            volume: 0,
-            volumes: self.members.iter().map(|member| member.volume.identity()).collect(),
-            stripes: self.layout.counts().to_vec(),
-            tensors: tensors.collect(),
-        };
-        drop(table);
-        for (index, member) in self.members.iter().enumerate() {
-            manifest.volume = index;
-            let kept = member.volume.keep(&serde_json::to_vec(&manifest).expect("a manifest is plain data"));
-            if let Err(error) = kept {
-                // All of them or none: a part of a store is of no use, and would be in the way.
-                for member in &self.members[..index] {
-                    let _ = member.volume.forget();
-                }
-                return Err(error.into());
-            }
-        }
-        Ok(())
-    }
-
-    /// The names and handles of all tensors, in the order of their places.
+    /// The names and handles of the present values of all tensors, and of all other extents, in the order of their places.
     pub fn tensors(&self) -> Vec<(String, Extent)> {
-        let bytes = |tensor: &Tensor| tensor.ranges.iter().map(|range| range.bytes).sum();
-        let handle = |(offset, tensor): (&u64, &Tensor)| {
-            (tensor.name.to_string(), Extent { offset: *offset, bytes: bytes(tensor) })
-        };
-        self.table().tensors.iter().map(handle).collect()
+        self.table().values()
     }
 
     /// What the user should know: a refused O_DIRECT, a refused io_uring.
@@ -416,7 +510,7 @@ impl Store {
 
     /// How each volume works here, and what it has done.
     pub fn volumes(&self) -> Vec<VolumeReport> {
-        let stripes: u32 = self.layout.counts().iter().sum();
+        let stripes: u32 = self.map.layout.counts().iter().sum();
         let report = |(member, count): (&Member, &u32)| VolumeReport {
             path: member.volume.path().to_owned(),
             engine: member.engine.name(),
@@ -424,8 +518,11 @@ impl Store {
             direct: member.volume.is_direct(),
             share: f64::from(*count) / f64::from(stripes),
             counters: member.engine.counters(),
+            capacity_bytes: member.volume.capacity(),
+            free_bytes: member.volume.free_bytes().ok().filter(|bytes| *bytes < u64::MAX),
+            reserved_bytes: member.volume.reserved_bytes(),
         };
-        self.members.iter().zip(self.layout.counts()).map(report).collect()
+        self.members.iter().zip(self.map.layout.counts()).map(report).collect()
     }
 
     /// Bytes in use by tensors.
@@ -434,43 +531,50 @@ impl Store {
         table.allocator.end() - table.allocator.free_bytes()
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    pub(crate) fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn tensor(&self, extent: Extent) -> Tensor {
-        self.table()
-            .tensors
-            .get(&extent.offset)
-            .cloned()
-            .expect("the handle is of a tensor that was not freed")
-    }
+/// What there is to do when a transfer has ended.
+enum After {
+    Nothing,
+    /// What a failed write has left nobody knows.
+    Written {
+        offset: u64,
+        bytes: u64,
+    },
+    Compare {
+        offset: u64,
+        buffer: LeaseSlice,
+        map: Arc<Map>,
+    },
+}
 
-    /// The volume ranges behind `bytes` bytes at `offset` of a tensor in `ranges`.
-    fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
-        let mut pieces = Vec::new();
-        let (mut skipped, mut done) = (0, 0);
-        for range in ranges {
-            let from = offset.saturating_sub(skipped);
-            if from < range.bytes && done < bytes {
-                let length = (range.bytes - from).min(bytes - done);
-                let found = self.layout.pieces(range.offset + from, length);
-                let shifted =
-                    found.into_iter().map(|piece| Piece { start: piece.start + done as usize, ..piece });
-                pieces.extend(shifted);
-                done += length;
+impl After {
+    fn ended(self, of: &Bytes, moved: bool) -> Result<()> {
+        match self {
+            Self::Written { offset, bytes } if !moved => of.sums().forget(offset, bytes),
+            Self::Compare { offset, buffer, map } if moved => {
+                let pieces = of.sums().cut(offset, buffer.bytes() as u64);
+                // SAFETY: the transfer has moved its bytes, and until its end is told nobody else uses them.
+                let sums = sum_pieces(pieces, unsafe { buffer.as_slice() });
+                let damage = of.sums().read(&sums);
+                if let Some((offset, bytes)) = damage {
+                    return Err(map.damage(of, offset, bytes).into());
+                }
             }
-            skipped += range.bytes;
+            _ => {}
         }
-        pieces
+        Ok(())
     }
 }
 
 /// Collects the parts of one transfer.
 struct Join {
     left: AtomicUsize,
-    outcome: Mutex<(Option<IoError>, Option<Transferred>)>,
-    tensor: Arc<str>,
+    outcome: Mutex<(Option<IoError>, Option<(After, Transferred)>)>,
+    of: Arc<Bytes>,
 }
 
 impl Join {
@@ -481,20 +585,24 @@ impl Join {
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
-        let (error, done) = {
+        let (error, end) = {
             let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
             (outcome.0.take(), outcome.1.take())
         };
-        let done = done.expect("the last part finishes once");
+        let (after, done) = end.expect("the last part finishes once");
+        // The buffer goes with it, so that who waited finds it free.
+        let compared = after.ended(&self.of, error.is_none());
         done(match error {
-            None => Ok(()),
-            Some(source) => Err(StoreError::Tensor { tensor: self.tensor.to_string(), source }),
+            None => compared,
+            Some(source) => Err(StoreError::Tensor { tensor: self.of.name.to_string(), source }),
         });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::os::unix::fs::FileExt;
     use std::path::Path;
 
     use super::*;
@@ -584,15 +692,16 @@ mod tests {
         let shares: Vec<f64> = first.volumes().iter().map(|volume| (volume.share * 6.0).round()).collect();
         assert_eq!(shares, [1.0, 3.0, 2.0]);
         for (seed, bytes) in [(1, 9 << 20), (2, 4096), (3, 5 << 20)] {
-            let extent = first.allocate(&format!("tensor {seed}"), bytes).unwrap();
-            fill(&first, extent, seed);
+            let id = first.create_tensor(&format!("tensor {seed}"), bytes).unwrap();
+            fill(&first, first.current(id), seed);
         }
-        first.keep().unwrap();
+        assert_eq!(first.commit("the state").unwrap(), 1);
         drop(first);
         let error = Store::create(&directories[1..2], &StoreOptions::default()).err().unwrap();
-        assert!(error.to_string().contains("keep_store"), "{error}");
+        assert!(error.to_string().contains("memascend.resume"), "{error}");
         for given in &directories {
             let store = Store::open(std::slice::from_ref(given), &StoreOptions::default()).unwrap();
+            assert_eq!((store.generation(), store.state().as_deref()), (1, Some("the state")));
             assert_eq!(store.tensors().len(), 3);
             for (name, extent) in store.tensors() {
                 let seed = name.strip_prefix("tensor ").unwrap().parse().unwrap();
@@ -607,12 +716,162 @@ mod tests {
         drop(store);
         // A volume of another store in its place is noticed.
         let other = Store::create(&[root.path().join("other")], &StoreOptions::default()).unwrap();
-        other.keep().unwrap();
+        other.commit("").unwrap();
         drop(other);
         std::fs::remove_dir_all(&directories[2]).unwrap();
         std::fs::rename(root.path().join("other"), &directories[2]).unwrap();
         let error = Store::open(&directories[..1], &StoreOptions::default()).err().unwrap();
         assert!(error.to_string().contains("another store"), "{error}");
+    }
+
+    fn open(directories: &[PathBuf]) -> Store {
+        Store::open(directories, &StoreOptions::default()).unwrap()
+    }
+
+    #[test]
+    fn generations_take_turns_and_snapshots_stay() {
+        let root = tempfile::tempdir().unwrap();
+        let directories: Vec<PathBuf> = (0..2).map(|index| root.path().join(index.to_string())).collect();
+        let store = Store::create(&directories, &StoreOptions::default()).unwrap();
+        let id = store.create_tensor("weights", 3 << 20).unwrap();
+        assert_eq!(store.spare_bytes(id), 3 << 20);
+        assert!(matches!(store.create_tensor("weights", 4096), Err(StoreError::TensorExists { .. })));
+        assert!(matches!(store.snapshot("too early"), Err(StoreError::NothingCommitted)));
+        store.make_spare(id).unwrap();
+        assert_eq!((store.spare_bytes(id), store.used_bytes()), (0, 6 << 20));
+        let step = |store: &Store, id, seed| {
+            let Rewrite { source, target } = store.rewrite(id).unwrap();
+            fill(store, target, seed);
+            (source, target)
+        };
+        let mut places = BTreeSet::new();
+        for seed in 1..=6 {
+            let (source, target) = step(&store, id, seed);
+            // A second time before the commit it is in place.
+            assert_eq!(step(&store, id, seed), (target, target));
+            assert_eq!(source == target, seed == 1);
+            places.insert(target.offset);
+            assert_eq!(store.commit(&seed.to_string()).unwrap(), seed as u64);
+            assert_eq!(store.used_bytes(), 6 << 20);
+        }
+        assert_eq!(places.len(), 2);
+        for bad in ["", "-x", ".x", "a/b", "a\nb"] {
+            assert!(matches!(store.snapshot(bad), Err(StoreError::SnapshotName { .. })), "{bad:?}");
+        }
+        store.snapshot("six").unwrap();
+        assert!(matches!(store.snapshot("six"), Err(StoreError::SnapshotExists { .. })));
+        assert_eq!(store.used_bytes(), 9 << 20);
+        for seed in 7..=9 {
+            step(&store, id, seed);
+            store.commit(&seed.to_string()).unwrap();
+            assert_eq!(store.used_bytes(), 9 << 20);
+        }
+        drop(store);
+        let store = open(&directories[1..]);
+        let id = store.find_tensor("weights").unwrap();
+        assert!(holds(&store, store.current(id), 9));
+        assert_eq!((store.generation(), store.state().as_deref()), (9, Some("9")));
+        let snapshots = store.snapshots();
+        assert_eq!((snapshots.len(), snapshots[0].generation, snapshots[0].bytes), (1, 6, 3 << 20));
+        assert!(store.life_bytes_written().iter().sum::<u64>() > 30 << 20);
+        assert_eq!(store.verify(&mut |_, _| true).unwrap(), []);
+        step(&store, id, 10);
+        let new = store.create_tensor("new", 4096).unwrap();
+        fill(&store, store.current(new), 1);
+        store.restore_snapshot("six").unwrap();
+        assert!(holds(&store, store.current(id), 6));
+        assert_eq!((store.generation(), store.state().as_deref()), (10, Some("6")));
+        assert_eq!(store.find_tensor("new"), None);
+        store.table().check();
+        drop(store);
+        let store = open(&directories);
+        let id = store.find_tensor("weights").unwrap();
+        assert!(holds(&store, store.current(id), 6));
+        store.delete_snapshot("six").unwrap();
+        assert!(matches!(store.delete_snapshot("six"), Err(StoreError::NoSnapshot { .. })));
+        assert_eq!(store.used_bytes(), 3 << 20);
+        store.remove_tensor(id);
+        assert_eq!(store.used_bytes(), 3 << 20, "the generation has it");
+        store.commit("").unwrap();
+        assert_eq!(store.used_bytes(), 0);
+        store.forget().unwrap();
+        drop(store);
+        assert!(directories.iter().all(|directory| std::fs::read_dir(directory).unwrap().next().is_none()));
+    }
+
+    #[test]
+    fn a_store_that_is_overwritten_in_place_says_so_no_more() {
+        let root = tempfile::tempdir().unwrap();
+        let directories = [root.path().join("volume")];
+        let options = StoreOptions { in_place: true, ..StoreOptions::default() };
+        let store = Store::create(&directories, &options).unwrap();
+        let id = store.create_tensor("weights", 3 << 20).unwrap();
+        store.make_spare(id).unwrap();
+        fill(&store, store.current(id), 1);
+        store.commit("1").unwrap();
+        assert_eq!((store.used_bytes(), store.generation()), (3 << 20, 1));
+        drop(store);
+        let store = Store::open(&directories, &options).unwrap();
+        let id = store.find_tensor("weights").unwrap();
+        let Rewrite { source, target } = store.rewrite(id).unwrap();
+        assert_eq!((source, store.generation()), (target, 0));
+        assert!(!directories[0].join(Volume::NOTE_NAME).exists());
+        fill(&store, target, 2);
+        assert_eq!(store.commit("2").unwrap(), 2);
+        store.snapshot("two").unwrap();
+        // What a snapshot has is not overwritten.
+        let Rewrite { source, target } = store.rewrite(id).unwrap();
+        assert_ne!(source, target);
+        fill(&store, target, 3);
+        store.commit("3").unwrap();
+        assert_eq!(store.rewrite(id).unwrap().target, target);
+        assert_eq!((store.generation(), store.snapshots().len()), (0, 1));
+        drop(store);
+        let store = Store::open(&directories, &options).unwrap();
+        assert_eq!((store.generation(), store.tensors().len()), (0, 0));
+        store.restore_snapshot("two").unwrap();
+        let id = store.find_tensor("weights").unwrap();
+        assert!(holds(&store, store.current(id), 2));
+        store.table().check();
+    }
+
+    #[test]
+    fn a_flipped_bit_is_named_and_never_read_as_if_it_were_right() {
+        let root = tempfile::tempdir().unwrap();
+        let directories: Vec<PathBuf> = (0..2).map(|index| root.path().join(index.to_string())).collect();
+        let store = Store::create(&directories, &StoreOptions::default()).unwrap();
+        let id = store.create_tensor("weights", 5 << 20).unwrap();
+        fill(&store, store.current(id), 1);
+        store.commit("").unwrap();
+        drop(store);
+        // Stripe 3 is the second one on the second volume.
+        let path = directories[1].join(Volume::FILE_NAME);
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, (1 << 20) + 77).unwrap();
+        file.write_all_at(&[byte[0] ^ 16], (1 << 20) + 77).unwrap();
+        file.sync_all().unwrap();
+        let store = open(&directories);
+        let extent = store.current(store.find_tensor("weights").unwrap());
+        let read = |offset: u64, bytes: usize| {
+            store.transfer_wait(Operation::Read, extent, offset, buffer(bytes)).map_err(|error| {
+                let StoreError::Damaged(damage) = error else { panic!("{error}") };
+                damage
+            })
+        };
+        let damage = Damage {
+            tensor: "weights".into(),
+            offset: 3 << 20,
+            bytes: 1 << 20,
+            places: vec![(path, 1 << 20)],
+        };
+        assert_eq!(read(0, 5 << 20), Err(damage.clone()));
+        assert_eq!(read(0, 3 << 20), Ok(()));
+        assert_eq!(read(3 << 20, 1 << 20), Err(damage.clone()));
+        // Part by part, in any order: the last one completes it.
+        assert_eq!(read((3 << 20) + (512 << 10), 1 << 20), Ok(()));
+        assert_eq!(read((2 << 20) + 4096, (3 << 19) - 4096), Err(damage.clone()));
+        assert_eq!(store.verify(&mut |_, _| true).unwrap(), [damage]);
     }
 
     #[test]
@@ -627,10 +886,7 @@ mod tests {
         let scattered = Extent { offset: ranges[0].offset, bytes: 12 << 20 };
         {
             let mut table = store.table();
-            table.allocator.take(&ranges);
-            table
-                .tensors
-                .insert(scattered.offset, Tensor { name: "scattered".into(), ranges: ranges.into() });
+            table.insert(Bytes::new("scattered".into(), ranges, None), true);
         }
         extents.iter().skip(1).step_by(2).for_each(|extent| fill(&store, *extent, 7));
         fill(&store, scattered, 9);

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from memascend import _memascend
+from memascend._memascend import Rule
 from memascend.errors import MemascendError
 from memascend.interrupts import uninterrupted
 from memascend.offload import OPTIONS, Offload, close_at_exit, open_runtime, place_of
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT
 
-    from memascend._memascend import Rule, StepScalars
+    from memascend._memascend import StepScalars
     from memascend.offload import StorePaths
 
 #: What becomes of a step whose gradients are not all finite.
@@ -206,19 +207,30 @@ class OffloadedOptimizer(Optimizer):
 
     def _prepare_offloaded(self, state: Offload, tensors: dict[StoreTensor, list[Rule]]) -> None:
         """Make room for the states and gradients of tensors of an offloaded model, all of it at once or none."""
-        missing = 0
+        missing_states = missing = 0
         for tensor, rules in tensors.items():
             planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
-            missing += sum(plane.bytes(tensor.numel) for plane in planes)
+            missing_states += sum(plane.bytes(tensor.numel) for plane in planes)
             # Known before training starts: gradients spill to the SSD too.
             missing += 0 if tensor.packed or tensor.gradient is not None else tensor.nbytes
-        state.runtime.check_room(missing)
+        missing += missing_states
+        runtime = state.runtime
+        spares = missing_states
+        spares += sum(runtime.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
+        spares += sum(runtime.spare_bytes(kept.id) for tensor in tensors for kept in tensor.planes.values())
+        two_slots = state.generations.decide(self, missing, spares)
+        runtime.check_room(missing + (spares if two_slots else 0))
         for tensor, rules in tensors.items():
             for rule in rules:
-                allocate_states(state.runtime, tensor, rule)
+                allocate_states(runtime, tensor, rule)
             state.gradients.allocate(tensor)
+            if two_slots:
+                assert tensor.id is not None
+                for kept in [tensor.id, *(kept.id for kept in tensor.planes.values())]:
+                    runtime.make_spare(kept)
         if state not in self._offloads:
             self._offloads.append(state)
+        state.generations.join(self)
 
     def _check_ordinary(self, parameter: torch.nn.Parameter) -> None:
         if torch.is_complex(parameter):
@@ -386,6 +398,8 @@ class OffloadedOptimizer(Optimizer):
             self._check_rule(group, parameter)
         if self._leave_out(chosen):
             return loss
+        for state in {found[0] for _, parameter in chosen if (found := place_of(parameter)) is not None}:
+            state.generations.settle()
         self._make_room(chosen)
         work = [self._plan(group, parameter) for group, parameter in chosen]
         for state, unit in {(each.state, each.place.tensor.unit) for each in work if each.state and each.place}:
@@ -567,6 +581,7 @@ class OffloadedOptimizer(Optimizer):
             if each.place is not None:
                 each.copy_back()
         for state in deferred:
+            state.generations.stepped(self)
             state.streamer.start_next_pass()
 
     def _states_of(self, parameter: torch.nn.Parameter) -> _HostStates:
@@ -689,7 +704,68 @@ class OffloadedOptimizer(Optimizer):
             location[1].made.update(rule.planes)
         return loaded
 
-    def close(self) -> None:
+    def trains_only(self, state: Offload) -> bool:
+        """Whether every parameter is of the model `state`."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return all((found := place_of(parameter)) is not None and found[0] is state for parameter in parameters)
+
+    def describe(self, state: Offload) -> dict[str, Any]:
+        """Return what a store keeps of the optimizer: names of parameters instead of parameters, and no tensors.
+
+        Raises MemascendError where parameters are not all of the model `state`.
+        """
+        if not self.trains_only(state):
+            raise MemascendError(
+                f"{type(self).__name__} also trains parameters that are not of the offloaded model, so that a step of "
+                "all of them cannot be made durable in its store: use an optimizer for each, or durability='none'"
+            )
+        groups, states = [], {}
+        for group in self.param_groups:
+            names = []
+            for parameter in group["params"]:
+                found = place_of(parameter)
+                assert found is not None
+                names.append(found[1].name)
+                rule, owner = self._rules.get(parameter), found[1].owner
+                mine = owner is not None and owner() is self
+                if mine and rule is not None and "step" in self.state.get(parameter, {}):
+                    made = [plane.name for plane in rule.planes if plane in found[1].made]
+                    states[found[1].name] = [self.state[parameter]["step"], [*rule.arguments], made]
+            groups.append({**group, "params": names})
+        return {
+            "class": type(self).__name__,
+            "defaults": self.defaults,
+            "groups": groups,
+            "states": states,
+            "nonfinite": self.nonfinite,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def take_up(self, described: dict[str, Any]) -> None:
+        """Go on as the optimizer that `describe` tells of, over the same parameters; their states are in place."""
+        self.defaults.update(described["defaults"])
+        self.skipped_steps = described["skipped_steps"]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                found = place_of(parameter)
+                assert found is not None
+                place = found[1]
+                if place.name not in described["states"]:
+                    continue
+                step, arguments, made = described["states"][place.name]
+                rule = Rule(*arguments)
+                self._rules[parameter] = place.rule = rule
+                place.owner = weakref.ref(self)
+                place.made = {plane for plane in rule.planes if plane.name in made}
+                self.state[parameter] = {"step": step}
+
+    def save_checkpoint(self, tag: str, *, keep_last: int | None = None) -> None:
+        """Keep the present state under a name; see `memascend.save_checkpoint`."""
+        if len(self._offloads) != 1:
+            raise MemascendError("save_checkpoint is for an optimizer of one offloaded model: use state_dict()")
+        self._offloads[0].save_checkpoint(tag, keep_last)
+
+    def close(self, failed: bool = False) -> None:
         """Remove the store of ordinary parameters' states, if there is one."""
         self._closed = self._closed or bool(self._stores)
         # Those of parameters added later lie inside the first one's directory.
@@ -805,11 +881,11 @@ class _HostStates:
 
         close_at_exit(self)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self.runtime.close(keep=False)
 
     def step(self, updates: list[Update]) -> None:
-        ticket = self.runtime.fetch(self.unit.index, None, None, 0, updates)
+        ticket = self.runtime.fetch(self.unit.index, [], None, updates)
         for update in updates:
             update.started()
         ticket.wait()

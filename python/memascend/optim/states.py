@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memascend._memascend import Plane, Rule, Runtime
     from memascend.units import Place
 
@@ -20,28 +22,47 @@ def read_states(
     """Return what `state_dict` shows of one parameter: `step` and a tensor for each of its states."""
     values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
     for plane in rule.planes:
-        if location is not None:
-            values[plane.name] = _read(*location, plane)
-        elif plane.dtype == "uint8":
-            values[plane.name] = torch.empty(parameter.shape)
-            plane.decode(parameter.numel(), state[plane.name].data_ptr(), values[plane.name].data_ptr())
-        else:
-            values[plane.name] = state[plane.name]
+        values[plane.name] = read_state(parameter, plane, state, location)
     return values
+
+
+def read_state(
+    parameter: torch.nn.Parameter, plane: Plane, state: dict[str, Any], location: tuple[Runtime, Place] | None
+) -> torch.Tensor:
+    """Return one state of one parameter as `state_dict` shows it."""
+    if location is not None:
+        return _read(*location, plane)
+    if plane.dtype != "uint8":
+        return state[plane.name]
+    value = torch.empty(parameter.shape)
+    plane.decode(parameter.numel(), state[plane.name].data_ptr(), value.data_ptr())
+    return value
 
 
 def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
     tensor = place.tensor
-    dtype = _shown(plane)
+    dtype = shown_dtype(plane)
     kept = tensor.planes.get(plane)
     whole = torch.zeros(tensor.numel, dtype=dtype) if tensor.packed else _on_file(runtime, tensor.numel, dtype)
     if kept is not None and kept.written:
         if plane.dtype == "uint8":
-            runtime.read_plane(kept.extent, plane, tensor.numel, whole.data_ptr())
+            runtime.read_plane(kept.id, plane, tensor.numel, whole.data_ptr())
         else:
-            runtime.read(kept.extent, whole.data_ptr(), whole.nbytes)
+            runtime.read(kept.id, whole.data_ptr(), whole.nbytes)
     part = whole[place.start : place.start + place.numel].view(place.shape)
     return part.clone() if tensor.packed else part
+
+
+class UnreadStates(dict[str, torch.Tensor]):
+    """Saved states of one parameter that stay where they are until `load_states` reads them, one at a time.
+
+    The tensors here show shapes and dtypes; `step` is the number itself.
+    """
+
+    def __init__(self, shown: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
+        """Show what `read(name)` will return."""
+        super().__init__(shown)
+        self.read = read
 
 
 def load_states(
@@ -55,9 +76,11 @@ def load_states(
     kept: dict[str, torch.Tensor] = {}
     for plane in rule.planes:
         value = saved.get(plane.name)
-        if value is None or (plane.name.startswith("master") and value.dtype != _shown(plane)):
+        if value is None or (plane.name.startswith("master") and value.dtype != shown_dtype(plane)):
             value = torch.zeros(parameter.shape)
-        value = value.detach().to(dtype=_shown(plane), device="cpu").contiguous()
+        elif isinstance(saved, UnreadStates):
+            value = saved.read(plane.name)
+        value = value.detach().to(dtype=shown_dtype(plane), device="cpu").contiguous()
         if location is not None:
             _write(*location, plane, value)
         elif plane.dtype == "uint8":
@@ -75,16 +98,16 @@ def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) ->
     if tensor.packed:
         whole = torch.zeros(tensor.numel, dtype=value.dtype)
         if kept.written:
-            runtime.read(kept.extent, whole.data_ptr(), whole.nbytes)
+            runtime.read(kept.id, whole.data_ptr(), whole.nbytes)
         whole[place.start : place.start + place.numel] = value.view(-1)
     if plane.dtype == "uint8":
-        runtime.write_plane(kept.extent, plane, tensor.numel, whole.data_ptr())
+        runtime.write_plane(kept.id, plane, tensor.numel, whole.data_ptr())
     else:
-        runtime.write(kept.extent, whole.data_ptr(), whole.nbytes)
+        runtime.write(kept.id, whole.data_ptr(), whole.nbytes)
     kept.written = True
 
 
-def _shown(plane: Plane) -> torch.dtype:
+def shown_dtype(plane: Plane) -> torch.dtype:
     """Return the dtype in which `state_dict` shows a state."""
     return torch.float32 if plane.dtype == "uint8" else getattr(torch, plane.dtype)
 
@@ -92,11 +115,16 @@ def _shown(plane: Plane) -> torch.dtype:
 def _on_file(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros in a nameless file beside the store: the system may take its memory back.
 
-    Raises OSError where the drive has no room for it.
+    Raises OSError, naming the directory, where the drive has no room for it.
     """
-    with tempfile.TemporaryFile(dir=_directory(runtime)) as file:
-        # Without room for all of it, writing to the mapping later would kill the process.
-        os.posix_fallocate(file.fileno(), 0, max(numel * dtype.itemsize, 1))
+    directory = _directory(runtime)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            # Without room for all of it, writing to the mapping later would kill the process.
+            os.posix_fallocate(file.fileno(), 0, max(numel * dtype.itemsize, 1))
+        except OSError as error:
+            error.filename = str(directory)
+            raise
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype)
 
 

@@ -91,16 +91,18 @@ def missing_planes(tensor: StoreTensor, rule: Rule) -> list[Plane]:
 def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
     """Make room for the states of a tensor; they begin as zeros without being written."""
     for plane in missing_planes(tensor, rule):
-        # Two optimizers that share a pack may keep states of one name in different formats.
-        extent = runtime.allocate(f"{tensor.name}.{plane.name}", plane.bytes(tensor.numel))
-        tensor.planes[plane] = StorePlane(plane, extent)
+        name = f"{tensor.name}.{plane.name}"
+        if runtime.find_tensor(name) is not None:
+            # Two optimizers that share a pack keep states of one name in different formats.
+            name = f"{name}.{plane.dtype}"
+        tensor.planes[plane] = StorePlane(plane, name, runtime.create_tensor(name, plane.bytes(tensor.numel)))
 
 
 def free_unused(runtime: Runtime, tensor: StoreTensor) -> None:
     """Give back the room of states that no parameter of a tensor has any more; nothing of its unit is under way."""
     used = {plane for place in tensor.places if place.rule is not None for plane in place.rule.planes}
     for plane in [plane for plane in tensor.planes if plane not in used]:
-        runtime.free(tensor.planes.pop(plane).extent)
+        runtime.remove_tensor(tensor.planes.pop(plane).id)
 
 
 def add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:

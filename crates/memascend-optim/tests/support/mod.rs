@@ -1,6 +1,7 @@
 //! What the integration tests share: stores on every engine, pools, random numbers and a watchdog.
 #![allow(dead_code)] // every test binary uses its part
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -12,9 +13,9 @@ use memascend_optim::kernels::{
 };
 use memascend_optim::{
     Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, OptimError, Pending,
-    Segment, Staging, Ticket, UnitWeights, UpdatePlane, UpdateTensor, step_host,
+    Segment, Staging, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor, step_host,
 };
-use memascend_store::{Extent, Store, StoreOptions};
+use memascend_store::{Store, StoreOptions, TensorId};
 
 /// How long anything in a test may take before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -106,24 +107,24 @@ impl Bench {
     }
 
     /// Writes `bytes` to a new tensor.
-    pub fn put(&self, name: &str, bytes: &[u8]) -> memascend_optim::Result<Extent> {
-        let extent = self.store.allocate(name, bytes.len() as u64)?;
+    pub fn put(&self, name: &str, bytes: &[u8]) -> memascend_optim::Result<TensorId> {
+        let id = self.store.create_tensor(name, bytes.len() as u64)?;
         let pending = Arc::default();
-        self.staging().write(extent, bytes, &pending)?;
+        self.staging().write(self.store.current(id), bytes, &pending)?;
         pending.wait()?;
-        Ok(extent)
+        Ok(id)
     }
 
     /// Reads the first `bytes` bytes of a tensor.
-    pub fn get(&self, extent: Extent, bytes: usize) -> memascend_optim::Result<Vec<u8>> {
+    pub fn get(&self, id: TensorId, bytes: usize) -> memascend_optim::Result<Vec<u8>> {
         let mut target = vec![0; bytes];
-        self.staging().read(extent, &mut target)?;
+        self.staging().read(self.store.current(id), &mut target)?;
         Ok(target)
     }
 
     /// As [`Bench::get`], where reading may fail: piece by piece until each succeeds.
-    pub fn get_at_last(&self, extent: Extent, bytes: usize) -> Vec<u8> {
-        let piece_bytes = 64 << 10;
+    pub fn get_at_last(&self, id: TensorId, bytes: usize) -> Vec<u8> {
+        let (extent, piece_bytes) = (self.store.current(id), 64 << 10);
         let mut target = vec![0; bytes];
         let pool = pool(piece_bytes, 1);
         for (index, part) in target.chunks_mut(piece_bytes).enumerate() {
@@ -296,6 +297,20 @@ impl Model {
         Self { shapes, offsets, start: State { unit, states }, seed }
     }
 
+    /// What the unit is made of: its tensors, and the frozen ones between them.
+    pub fn parts(&self) -> Vec<Range<usize>> {
+        let mut parts = Vec::new();
+        let mut end = 0;
+        for (shape, offset) in self.shapes.iter().zip(&self.offsets) {
+            parts.push(end..*offset);
+            end = offset + round_up_to_page(shape.numel * shape.dtype().bytes());
+            parts.push(*offset..end);
+        }
+        parts.push(end..self.start.unit.len());
+        parts.retain(|part| !part.is_empty());
+        parts
+    }
+
     pub fn gradient(&self, tensor: usize, step: u64) -> Vec<u8> {
         let shape = &self.shapes[tensor];
         Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype(), shape.numel)
@@ -350,7 +365,7 @@ pub struct Unit {
     pub slots: Pool,
     pub chunks: Pool,
     pub units: Pool,
-    extent: Extent,
+    weights: Vec<UnitTensor>,
     tensors: Vec<Tensor>,
     pub model: Arc<Model>,
     pub bench: Bench,
@@ -358,7 +373,7 @@ pub struct Unit {
 
 struct Tensor {
     gradient: GradientId,
-    planes: Vec<(Plane, Extent)>,
+    planes: Vec<(Plane, TensorId)>,
 }
 
 impl Unit {
@@ -370,18 +385,24 @@ impl Unit {
     /// As [`Unit::new`], where writing may fail.
     pub fn try_new(model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
         let bench = Bench::new(setup.kind, setup.volumes);
-        let extent = bench.put("layer.0", &model.start.unit)?;
-        Ok(Self::on(bench, model, setup, extent))
+        let put = |(index, part): (usize, Range<usize>)| {
+            bench.put(&format!("layer.0.{index}"), &model.start.unit[part])
+        };
+        let ids = model.parts().into_iter().enumerate().map(put).collect::<memascend_optim::Result<_>>()?;
+        Ok(Self::on(bench, model, setup, ids))
     }
 
     /// Without writing the weights: for stores whose writes fail.
     pub fn unwritten(model: &Arc<Model>, setup: Setup) -> Self {
         let bench = Bench::new(setup.kind, setup.volumes);
-        let extent = bench.store.allocate("layer.0", model.start.unit.len() as u64).unwrap();
-        Self::on(bench, model, setup, extent)
+        let create = |(index, part): (usize, Range<usize>)| {
+            bench.store.create_tensor(&format!("layer.0.{index}"), part.len() as u64).unwrap()
+        };
+        let ids = model.parts().into_iter().enumerate().map(create).collect();
+        Self::on(bench, model, setup, ids)
     }
 
-    fn on(bench: Bench, model: &Arc<Model>, setup: Setup, extent: Extent) -> Self {
+    fn on(bench: Bench, model: &Arc<Model>, setup: Setup, ids: Vec<TensorId>) -> Self {
         let store = &bench.store;
         let chunk_elements = setup.chunk_blocks * GRADIENT_BLOCK;
         let slot_bytes = chunk_elements * SLOT_BYTES_PER_ELEMENT;
@@ -394,7 +415,7 @@ impl Unit {
         for (index, shape) in model.shapes.iter().enumerate() {
             let name = |what: &str| format!("layer.0.{index}.{what}");
             let allocate = |plane: Plane| {
-                (plane, store.allocate(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap())
+                (plane, store.create_tensor(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap())
             };
             let gradient = if shape.is_pack() {
                 let bytes = shape.numel * shape.dtype().bytes();
@@ -420,7 +441,12 @@ impl Unit {
             slots,
             chunks,
             units: pool(model.start.unit.len(), 2),
-            extent,
+            weights: model
+                .parts()
+                .into_iter()
+                .zip(ids)
+                .map(|(part, tensor)| UnitTensor { tensor, offset: part.start, bytes: part.len() })
+                .collect(),
             tensors,
             model: Arc::clone(model),
             bench,
@@ -478,8 +504,7 @@ impl Unit {
     }
 
     pub fn fetch(&self, lease: &Arc<Lease>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
-        let weights =
-            UnitWeights { extent: self.extent, lease: Arc::clone(lease), bytes: self.model.start.unit.len() };
+        let weights = UnitWeights { tensors: self.weights.clone(), lease: Arc::clone(lease) };
         let executor = self.executor.as_ref().expect("not dropped by the test");
         executor.fetch(Arc::clone(&self.pending), Some(weights), updates)
     }
@@ -494,24 +519,25 @@ impl Unit {
     /// What is on the SSD, once nothing is under way.
     pub fn on_ssd(&self) -> memascend_optim::Result<State> {
         self.pending.wait()?;
-        self.read_by(|extent, bytes| self.bench.get(extent, bytes))
+        self.read_by(|id, bytes| self.bench.get(id, bytes))
     }
 
     /// As [`Unit::on_ssd`], where reading may fail: until it succeeds.
     pub fn on_ssd_at_last(&self) -> memascend_optim::Result<State> {
         self.pending.wait()?;
-        self.read_by(|extent, bytes| Ok(self.bench.get_at_last(extent, bytes)))
+        self.read_by(|id, bytes| Ok(self.bench.get_at_last(id, bytes)))
     }
 
     fn read_by(
         &self,
-        get: impl Fn(Extent, usize) -> memascend_optim::Result<Vec<u8>>,
+        get: impl Fn(TensorId, usize) -> memascend_optim::Result<Vec<u8>>,
     ) -> memascend_optim::Result<State> {
         let states = self.tensors.iter().zip(&self.model.shapes).map(|(tensor, shape)| {
-            tensor.planes.iter().map(|(plane, extent)| get(*extent, plane.bytes(shape.numel))).collect()
+            tensor.planes.iter().map(|(plane, id)| get(*id, plane.bytes(shape.numel))).collect()
         });
         let states = states.collect::<memascend_optim::Result<_>>()?;
-        Ok(State { unit: get(self.extent, self.model.start.unit.len())?, states })
+        let weights = self.weights.iter().map(|part| get(part.tensor, part.bytes));
+        Ok(State { unit: weights.collect::<memascend_optim::Result<Vec<_>>>()?.concat(), states })
     }
 
     /// Bytes still leased from the pools.
@@ -537,8 +563,8 @@ impl Unit {
     }
 }
 
-fn update_planes(planes: &[(Plane, Extent)], step: u64) -> Vec<UpdatePlane> {
-    planes.iter().map(|&(plane, extent)| UpdatePlane { plane, extent, written: step > 1 }).collect()
+fn update_planes(planes: &[(Plane, TensorId)], step: u64) -> Vec<UpdatePlane> {
+    planes.iter().map(|&(plane, tensor)| UpdatePlane { plane, tensor, written: step > 1 }).collect()
 }
 
 /// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address. Parts are `(start, weight,
@@ -546,7 +572,7 @@ fn update_planes(planes: &[(Plane, Extent)], step: u64) -> Vec<UpdatePlane> {
 pub fn by_address(
     rule: Rule,
     numel: usize,
-    planes: &[(Plane, Extent)],
+    planes: &[(Plane, TensorId)],
     parts: &mut [(usize, Vec<u8>, Vec<u8>)],
     step: u64,
 ) -> UpdateTensor {

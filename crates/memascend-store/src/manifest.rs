@@ -1,0 +1,253 @@
+//! What every volume of a store has written down: which bytes belong to which generation.
+//!
+//! A line, then JSON:
+//!
+//! ```text
+//! memascend-store 3 <length of the JSON> <its CRC-32C, eight digits>
+//! {"volume": 0, ...
+//! ```
+//!
+//! It is the same on every volume but for `volume`. Of several the one with the highest sequence number counts.
+
+use std::collections::{BTreeMap, HashSet};
+use std::str::FromStr;
+
+use memascend_nvme::{BLOCK_BYTES, DeviceId};
+use serde::{Deserialize, Serialize};
+
+use crate::checksums::{Checksums, Encoded, checksum};
+use crate::{Extent, Layout};
+
+/// The format that is written and read.
+pub(crate) const FORMAT: u32 = 3;
+const MAGIC: &str = "memascend-store";
+/// Numbers that count upwards stay below: there is no running over.
+const COUNT_MAX: u64 = u64::MAX / 2;
+
+/// What a note says, as it is written.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Body {
+    /// The same on every volume of a store, and on no other.
+    pub store: String,
+    /// The newest counts.
+    pub sequence: u64,
+    /// What finds each of the volumes again.
+    pub volumes: Vec<String>,
+    /// Stripes of each volume in every pattern of the layout.
+    pub stripes: Vec<u32>,
+    /// Bytes written to each volume in the store's life.
+    pub life: Vec<u64>,
+    pub versions: Vec<Version>,
+    pub current: Option<Written>,
+    pub snapshots: Vec<Written>,
+}
+
+/// The bytes of one tensor in one generation, or in several.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Version {
+    pub ranges: Vec<(u64, u64)>,
+    pub sums: Encoded,
+}
+
+/// A generation.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Written {
+    pub number: u64,
+    /// The snapshot's; empty for the current one.
+    pub tag: String,
+    /// Unix time in seconds.
+    pub time: u64,
+    /// The caller's.
+    pub state: String,
+    /// Name, and which of the versions.
+    pub tensors: Vec<(String, usize)>,
+}
+
+/// Why some bytes are no manifest of this format.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NotManifest {
+    /// It is not as it was written.
+    Damaged(String),
+    /// It is of another version of memascend.
+    Format(u32),
+}
+
+impl NotManifest {
+    fn damaged(reason: impl Into<String>) -> Self {
+        Self::Damaged(reason.into())
+    }
+}
+
+impl std::fmt::Display for NotManifest {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Damaged(reason) => out.write_str(reason),
+            Self::Format(found) => {
+                write!(out, "its manifest has format {found}, this version reads format {FORMAT}")
+            }
+        }
+    }
+}
+
+/// A manifest that makes sense.
+#[derive(Debug)]
+pub(crate) struct Manifest {
+    /// Which of the volumes it was found on.
+    pub volume: usize,
+    pub id: DeviceId,
+    pub layout: Layout,
+    pub body: Body,
+    /// Those of each version.
+    pub sums: Vec<Checksums>,
+}
+
+/// The JSON of a manifest, but for the volume.
+pub(crate) struct Common(String);
+
+impl Common {
+    pub(crate) fn of(body: &Body) -> Self {
+        Self(serde_json::to_string(body).expect("a manifest is plain data"))
+    }
+
+    /// What goes to one of the volumes.
+    pub(crate) fn note(&self, volume: usize) -> Vec<u8> {
+        let json = format!("{{\"volume\":{volume},{}", &self.0[1..]);
+        let mut note = first_line(json.len(), checksum(json.as_bytes())).into_bytes();
+        note.extend_from_slice(json.as_bytes());
+        note
+    }
+}
+
+fn first_line(bytes: usize, sum: u32) -> String {
+    format!("{MAGIC} {FORMAT} {bytes} {sum:08x}\n")
+}
+
+impl Manifest {
+    /// What a note says, if it is a manifest and makes sense by itself.
+    pub(crate) fn parse(note: &[u8]) -> Result<Self, NotManifest> {
+        let json = check_line(note)?;
+        let wrong = |what: &str| NotManifest::damaged(format!("its manifest makes no sense: {what}"));
+        let volume: Volume = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
+        let body: Body = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
+        let volume = volume.volume;
+        let id = DeviceId::from_str(&body.store).map_err(|_| wrong("the store's UUID"))?;
+        let layout = Layout::from_counts(&body.stripes).ok_or_else(|| wrong("the stripes"))?;
+        let volumes = body.volumes.len();
+        if volume >= volumes || body.stripes.len() != volumes || body.life.len() != volumes {
+            return Err(wrong("the number of volumes"));
+        }
+        let numbers = body.snapshots.iter().chain(&body.current).map(|written| written.number);
+        if numbers.chain([body.sequence]).any(|number| number > COUNT_MAX) {
+            return Err(wrong("a number"));
+        }
+        check_ranges(&body.versions).ok_or_else(|| wrong("the ranges"))?;
+        check_generations(&body).ok_or_else(|| wrong("the generations"))?;
+        let sums = |version: &Version| Checksums::decode(version.bytes(), &version.sums);
+        let sums: Option<Vec<_>> = body.versions.iter().map(sums).collect();
+        let sums = sums.ok_or_else(|| wrong("the checksums"))?;
+        Ok(Self { volume, id, layout, body, sums })
+    }
+
+    /// Where the address space ends that it speaks of.
+    pub(crate) fn end(&self) -> u64 {
+        let ends = self.body.versions.iter().flat_map(|version| &version.ranges);
+        ends.map(|(offset, bytes)| offset + bytes).max().unwrap_or(0)
+    }
+}
+
+#[derive(Deserialize)]
+struct Volume {
+    volume: usize,
+}
+
+impl Version {
+    pub(crate) fn extents(&self) -> Vec<Extent> {
+        self.ranges.iter().map(|&(offset, bytes)| Extent { offset, bytes }).collect()
+    }
+
+    /// Length of all of it; the ranges were checked before.
+    fn bytes(&self) -> u64 {
+        self.ranges.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// The JSON behind the first line, if it is what was written.
+fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
+    #[derive(Deserialize)]
+    struct Old {
+        format: u32,
+    }
+    // Before format 3 there was no first line.
+    if note.first() == Some(&b'{') {
+        let old: Result<Old, _> = serde_json::from_slice(note);
+        return Err(match old {
+            Ok(old) if old.format < FORMAT => NotManifest::Format(old.format),
+            _ => NotManifest::damaged("its manifest is damaged"),
+        });
+    }
+    let end = note.iter().take(100).position(|byte| *byte == b'\n');
+    let line = end.and_then(|end| std::str::from_utf8(&note[..end]).ok());
+    let words: Vec<&str> = line.map(|line| line.split(' ').collect()).unwrap_or_default();
+    if words.first() != Some(&MAGIC) {
+        return Err(NotManifest::damaged("its manifest is damaged: it does not begin as one"));
+    }
+    // A format that is not this one's says itself how long it is and what its checksum is.
+    match words.get(1).and_then(|format| format.parse::<u32>().ok()) {
+        Some(FORMAT) => {}
+        Some(format) => return Err(NotManifest::Format(format)),
+        None => return Err(NotManifest::damaged("its manifest is damaged: it has no format")),
+    }
+    let json = &note[end.map_or(0, |end| end + 1)..];
+    if note[..note.len() - json.len()] != *first_line(json.len(), checksum(json)).as_bytes() {
+        return Err(NotManifest::damaged("its manifest is damaged: the checksum is another"));
+    }
+    Ok(json)
+}
+
+/// Whether ranges are whole blocks, and none is in two versions.
+fn check_ranges(versions: &[Version]) -> Option<()> {
+    let mut all: Vec<(u64, u64)> =
+        versions.iter().flat_map(|version| version.ranges.iter().copied()).collect();
+    all.sort_unstable();
+    let mut end = 0;
+    for (offset, bytes) in all {
+        if !(offset | bytes).is_multiple_of(BLOCK_BYTES as u64) || bytes == 0 || offset < end {
+            return None;
+        }
+        end = offset.checked_add(bytes)?;
+    }
+    versions.iter().all(|version| !version.ranges.is_empty()).then_some(())
+}
+
+/// Whether every version is of one tensor, and every generation has a tensor once and a tag that is its own.
+fn check_generations(body: &Body) -> Option<()> {
+    let mut names: BTreeMap<usize, &str> = BTreeMap::new();
+    let mut tags = HashSet::new();
+    for written in &body.snapshots {
+        if !is_tag(&written.tag) || !tags.insert(&written.tag) {
+            return None;
+        }
+    }
+    if body.current.as_ref().is_some_and(|written| !written.tag.is_empty()) {
+        return None;
+    }
+    for written in body.snapshots.iter().chain(&body.current) {
+        let mut seen = HashSet::new();
+        for (name, version) in &written.tensors {
+            let once = seen.insert(name.as_str());
+            if !once || *version >= body.versions.len() || *names.entry(*version).or_insert(name) != name {
+                return None;
+            }
+        }
+    }
+    // What nobody has would never be free again.
+    (names.len() == body.versions.len()).then_some(())
+}
+
+/// Whether a snapshot can have that name: it also is a word of command lines and of messages.
+pub(crate) fn is_tag(tag: &str) -> bool {
+    (1..=128).contains(&tag.chars().count())
+        && !tag.starts_with(['-', '.'])
+        && !tag.contains('/')
+        && !tag.chars().any(char::is_control)
+}

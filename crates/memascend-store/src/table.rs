@@ -1,0 +1,415 @@
+//! Which extents there are, and who has them: tensors, generations, snapshots. Nothing here moves a byte.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::checksums::Checksums;
+use crate::{Extent, ExtentAllocator};
+
+/// A tensor whose bytes belong to generations: weights, states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TensorId(pub(crate) u64);
+
+/// Where a new value of a tensor is to be written, and where the present one lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rewrite {
+    /// The present value.
+    pub source: Extent,
+    /// The place of the next one: the same extent where it may be overwritten.
+    pub target: Extent,
+}
+
+/// Bytes of the store that belong together: the ranges in which they lie, in order, and what is known of them.
+#[derive(Debug)]
+pub(crate) struct Bytes {
+    pub name: Arc<str>,
+    pub ranges: Arc<[Extent]>,
+    sums: Mutex<Checksums>,
+}
+
+impl Bytes {
+    pub(crate) fn new(name: Arc<str>, ranges: Vec<Extent>, sums: Option<Checksums>) -> Self {
+        let bytes = ranges.iter().map(|range| range.bytes).sum();
+        let sums = Mutex::new(sums.unwrap_or_else(|| Checksums::new(bytes)));
+        Self { name, ranges: ranges.into(), sums }
+    }
+
+    /// The handle: the first range says which, the length is that of all of them.
+    pub(crate) fn extent(&self) -> Extent {
+        Extent { offset: self.ranges[0].offset, bytes: self.ranges.iter().map(|range| range.bytes).sum() }
+    }
+
+    pub(crate) fn sums(&self) -> MutexGuard<'_, Checksums> {
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An extent in use.
+struct Entry {
+    bytes: Arc<Bytes>,
+    /// Generations that have it, snapshots among them: as long as there is one, nobody writes to it.
+    pins: u32,
+    snapshots: u32,
+    /// Somebody's `allocate`, or a tensor's by itself.
+    plain: bool,
+}
+
+struct Tensor {
+    name: Arc<str>,
+    /// Key of its extent.
+    current: u64,
+    /// Those of extents for its next values.
+    spares: Vec<u64>,
+}
+
+/// What was committed, or is being committed: names and extents.
+#[derive(Debug, Clone)]
+pub(crate) struct Generation {
+    pub number: u64,
+    pub time: u64,
+    pub state: Arc<str>,
+    pub tensors: Arc<[(Arc<str>, u64)]>,
+}
+
+/// A generation under a name.
+#[derive(Debug, Clone)]
+pub(crate) struct Tagged {
+    pub tag: Arc<str>,
+    pub generation: Generation,
+}
+
+/// Everything that is on the volumes, and who has it.
+#[derive(Default)]
+pub(crate) struct Table {
+    pub allocator: ExtentAllocator,
+    /// By the offset of the first range.
+    entries: BTreeMap<u64, Entry>,
+    tensors: BTreeMap<TensorId, Tensor>,
+    names: HashMap<Arc<str>, TensorId>,
+    next: u64,
+    /// The last that was committed.
+    pub durable: Option<Generation>,
+    /// Those of which a commit failed: their notes may be on the medium all the same.
+    doubtful: Vec<Generation>,
+    pub snapshots: Vec<Tagged>,
+    /// The number of the last generation that there was.
+    pub last_number: u64,
+}
+
+impl Table {
+    /// Puts extents that were found free to use.
+    pub(crate) fn insert(&mut self, bytes: Bytes, plain: bool) -> Extent {
+        self.allocator.take(&bytes.ranges);
+        let extent = bytes.extent();
+        let entry = Entry { bytes: Arc::new(bytes), pins: 0, snapshots: 0, plain };
+        self.entries.insert(extent.offset, entry);
+        extent
+    }
+
+    /// What an extent's handle is of.
+    pub(crate) fn bytes(&self, key: u64) -> Option<&Arc<Bytes>> {
+        self.entries.get(&key).map(|entry| &entry.bytes)
+    }
+
+    /// Gives back what was allocated as an extent.
+    pub(crate) fn free_plain(&mut self, extent: Extent) {
+        let plain = self.entries.get(&extent.offset).is_some_and(|entry| entry.plain);
+        assert!(plain, "a tensor is freed once, and one that belongs to generations is removed");
+        self.free(extent.offset);
+    }
+
+    /// Gives an extent back that nobody has.
+    pub(crate) fn free(&mut self, key: u64) {
+        let entry = self.entries.remove(&key).expect("it is in use");
+        debug_assert_eq!(entry.pins, 0);
+        self.allocator.free(&entry.bytes.ranges);
+    }
+
+    /// All extents that are somebody's value: those of tensors, and plain ones.
+    pub(crate) fn values(&self) -> Vec<(String, Extent)> {
+        let plain = self.entries.values().filter(|entry| entry.plain);
+        let named = self.tensors.values().map(|tensor| &self.entries[&tensor.current]);
+        let mut values: Vec<_> =
+            plain.chain(named).map(|entry| (entry.bytes.name.to_string(), entry.bytes.extent())).collect();
+        values.sort_unstable_by_key(|(_, extent)| extent.offset);
+        values
+    }
+
+    /// A tensor whose first value lies in an extent of its own.
+    pub(crate) fn create_tensor(&mut self, name: Arc<str>, key: u64) -> TensorId {
+        let id = TensorId(self.next);
+        self.next += 1;
+        self.names.insert(Arc::clone(&name), id);
+        self.tensors.insert(id, Tensor { name, current: key, spares: Vec::new() });
+        id
+    }
+
+    pub(crate) fn find_tensor(&self, name: &str) -> Option<TensorId> {
+        self.names.get(name).copied()
+    }
+
+    pub(crate) fn exists(&self, id: TensorId) -> bool {
+        self.tensors.contains_key(&id)
+    }
+
+    fn tensor(&self, id: TensorId) -> &Tensor {
+        self.tensors.get(&id).expect("the tensor was not removed")
+    }
+
+    pub(crate) fn current(&self, id: TensorId) -> &Arc<Bytes> {
+        &self.entries[&self.tensor(id).current].bytes
+    }
+
+    /// Its extents are free where no generation has them.
+    pub(crate) fn remove_tensor(&mut self, id: TensorId) {
+        let tensor = self.tensors.remove(&id).expect("a tensor is removed once");
+        self.names.remove(&tensor.name);
+        for key in tensor.spares.into_iter().chain([tensor.current]) {
+            if self.entries[&key].pins == 0 {
+                self.free(key);
+            }
+        }
+    }
+
+    /// Whether a generation has the present value, so that another place is needed for the next.
+    pub(crate) fn is_pinned(&self, id: TensorId) -> bool {
+        self.entries[&self.tensor(id).current].pins > 0
+    }
+
+    /// Whether a snapshot has the present value.
+    pub(crate) fn in_snapshot(&self, id: TensorId) -> bool {
+        self.entries[&self.tensor(id).current].snapshots > 0
+    }
+
+    pub(crate) fn take_spare(&mut self, id: TensorId) -> Option<u64> {
+        self.tensors.get_mut(&id).expect("the tensor was not removed").spares.pop()
+    }
+
+    pub(crate) fn add_spare(&mut self, id: TensorId, key: u64) {
+        self.tensors.get_mut(&id).expect("the tensor was not removed").spares.push(key);
+    }
+
+    pub(crate) fn set_current(&mut self, id: TensorId, key: u64) {
+        self.tensors.get_mut(&id).expect("the tensor was not removed").current = key;
+    }
+
+    /// How many spares a tensor needs for that no rewrite has to look for room, this one or those after commits; two where a
+    /// snapshot will not give the present value's place back.
+    fn spares_needed(&self, tensor: &Tensor, durable: Option<u64>) -> usize {
+        match durable {
+            Some(key) if key == tensor.current => 1 + usize::from(self.entries[&key].snapshots > 0),
+            // What the next commit supersedes becomes the spare.
+            Some(key) => usize::from(self.entries[&key].snapshots > 0),
+            None => 1,
+        }
+    }
+
+    fn durable_key(&self, name: &str) -> Option<u64> {
+        self.durable.as_ref()?.key(name)
+    }
+
+    /// How many spares a tensor lacks for that no step has to look for room.
+    pub(crate) fn spares_lacking(&self, id: TensorId) -> usize {
+        let tensor = self.tensor(id);
+        let needed = self.spares_needed(tensor, self.durable_key(&tensor.name));
+        needed.saturating_sub(tensor.spares.len())
+    }
+
+    /// The tensors that need one more spare once the durable generation stays under a name: those that have two slots, and of
+    /// which no snapshot has that generation's value yet.
+    pub(crate) fn spares_for_snapshot(&self) -> Vec<TensorId> {
+        let needs = |(name, key): &(Arc<str>, u64)| {
+            let id = self.find_tensor(name)?;
+            let tensor = self.tensor(id);
+            let two_slots = !tensor.spares.is_empty() || tensor.current != *key;
+            (two_slots && self.entries[key].snapshots == 0).then_some(id)
+        };
+        self.durable.iter().flat_map(|durable| durable.tensors.iter()).filter_map(needs).collect()
+    }
+
+    /// The present values of all tensors, as a generation.
+    pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<str>) -> Generation {
+        let mut tensors: Vec<_> =
+            self.tensors.values().map(|tensor| (Arc::clone(&tensor.name), tensor.current)).collect();
+        tensors.sort_unstable();
+        Generation { number, time, state, tensors: tensors.into() }
+    }
+
+    /// From now on nobody writes to what a generation has.
+    pub(crate) fn pin(&mut self, generation: &Generation) {
+        for (_, key) in generation.tensors.iter() {
+            self.entries.get_mut(key).expect("a generation's extents are in use").pins += 1;
+        }
+    }
+
+    fn unpin(&mut self, generation: &Generation) {
+        for (_, key) in generation.tensors.iter() {
+            self.entries.get_mut(key).expect("a generation's extents are in use").pins -= 1;
+        }
+    }
+
+    /// Gives up a pin, and what nobody has any more.
+    pub(crate) fn release(&mut self, generation: Generation, two_slots: bool) {
+        self.unpin(&generation);
+        self.reclaim(&[generation], two_slots);
+    }
+
+    /// Whether nothing on the medium speaks of a generation.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.durable.is_none() && self.doubtful.is_empty() && self.snapshots.is_empty()
+    }
+
+    /// Whether the medium may have a generation that is no snapshot.
+    pub(crate) fn has_current(&self) -> bool {
+        self.durable.is_some() || !self.doubtful.is_empty()
+    }
+
+    /// A pinned generation may be on the medium, and may not.
+    pub(crate) fn doubt(&mut self, generation: Generation) {
+        self.doubtful.push(generation);
+    }
+
+    /// A pinned generation is the durable one, and none before is.
+    pub(crate) fn commit(&mut self, generation: Option<Generation>, two_slots: bool) {
+        self.last_number = generation.as_ref().map_or(self.last_number, |generation| generation.number);
+        let mut old = std::mem::take(&mut self.doubtful);
+        old.extend(std::mem::replace(&mut self.durable, generation));
+        old.iter().for_each(|old| self.unpin(old));
+        self.reclaim(&old, two_slots);
+    }
+
+    pub(crate) fn add_snapshot(&mut self, snapshot: Tagged) {
+        self.pin(&snapshot.generation);
+        for (_, key) in snapshot.generation.tensors.iter() {
+            self.entries.get_mut(key).expect("pinned").snapshots += 1;
+        }
+        self.snapshots.push(snapshot);
+    }
+
+    pub(crate) fn remove_snapshot(&mut self, tag: &str, two_slots: bool) {
+        let Some(place) = self.snapshots.iter().position(|snapshot| &*snapshot.tag == tag) else { return };
+        let snapshot = self.snapshots.remove(place);
+        for (_, key) in snapshot.generation.tensors.iter() {
+            self.entries.get_mut(key).expect("pinned").snapshots -= 1;
+        }
+        self.release(snapshot.generation, two_slots);
+    }
+
+    /// The tensors are those of a pinned generation, whatever they were before.
+    pub(crate) fn restore(&mut self, generation: Generation, two_slots: bool) {
+        let gone: Vec<TensorId> = self
+            .tensors
+            .iter()
+            .filter(|(_, tensor)| generation.key(&tensor.name).is_none())
+            .map(|(id, _)| *id)
+            .collect();
+        gone.into_iter().for_each(|id| self.remove_tensor(id));
+        let mut superseded = Vec::new();
+        for (name, key) in generation.tensors.iter() {
+            match self.find_tensor(name) {
+                Some(id) => {
+                    let tensor = self.tensors.get_mut(&id).expect("found by its name");
+                    let old = std::mem::replace(&mut tensor.current, *key);
+                    superseded.push((Arc::clone(name), old));
+                }
+                None => drop(self.create_tensor(Arc::clone(name), *key)),
+            }
+        }
+        self.commit(Some(generation), two_slots);
+        self.reclaim_keys(&superseded, two_slots);
+    }
+
+    /// What generations had and nobody has any more becomes a spare where one is needed, and is free else. Spares that are
+    /// not needed any more are free too.
+    fn reclaim(&mut self, generations: &[Generation], two_slots: bool) {
+        for generation in generations {
+            self.reclaim_keys(&generation.tensors, two_slots);
+        }
+    }
+
+    fn reclaim_keys(&mut self, keys: &[(Arc<str>, u64)], two_slots: bool) {
+        for (name, key) in keys {
+            let tensor = self.find_tensor(name).map(|id| (id, self.tensor(id)));
+            let has = |tensor: &Tensor| tensor.current == *key || tensor.spares.contains(key);
+            let unused = self.entries.get(key).is_some_and(|entry| entry.pins == 0 && !entry.plain)
+                && !tensor.is_some_and(|(_, tensor)| has(tensor));
+            match tensor.map(|(id, _)| id) {
+                Some(id) => {
+                    if unused {
+                        // Kept or freed below.
+                        self.add_spare(id, *key);
+                    }
+                    self.trim(id, two_slots);
+                }
+                None if unused => self.free(*key),
+                None => {}
+            }
+        }
+    }
+
+    /// Frees spares that a tensor does not need, or that have another length by now.
+    fn trim(&mut self, id: TensorId, two_slots: bool) {
+        let tensor = self.tensor(id);
+        let needed = match two_slots {
+            // While a failed commit may be on the medium it is open what the next one supersedes.
+            true if !self.doubtful.is_empty() => usize::MAX,
+            true => self.spares_needed(tensor, self.durable_key(&tensor.name)),
+            false => 0,
+        };
+        let bytes = self.entries[&tensor.current].bytes.extent().bytes;
+        let fits = |key: &u64| self.entries[key].bytes.extent().bytes == bytes;
+        let (mut kept, mut freed): (Vec<u64>, Vec<u64>) = tensor.spares.iter().partition(|key| fits(key));
+        freed.extend(kept.drain(needed.min(kept.len())..));
+        self.tensors.get_mut(&id).expect("found above").spares = kept;
+        freed.into_iter().for_each(|key| self.free(key));
+    }
+
+    /// Extents of a tensor's name that are in use: its value, spares, and what generations have of it.
+    pub(crate) fn held(&self) -> HashMap<Arc<str>, (usize, u64)> {
+        let mut held: HashMap<Arc<str>, (usize, u64)> = HashMap::new();
+        for entry in self.entries.values().filter(|entry| !entry.plain) {
+            let sum = held.entry(Arc::clone(&entry.bytes.name)).or_default();
+            sum.0 += 1;
+            sum.1 += entry.bytes.extent().bytes;
+        }
+        held
+    }
+
+    #[cfg(test)]
+    pub(crate) fn check(&self) {
+        let mut pins: HashMap<u64, (u32, u32)> = HashMap::new();
+        for generation in self.durable.iter().chain(&self.doubtful) {
+            generation.tensors.iter().for_each(|(_, key)| pins.entry(*key).or_default().0 += 1);
+        }
+        for snapshot in &self.snapshots {
+            for (_, key) in snapshot.generation.tensors.iter() {
+                pins.entry(*key).or_default().0 += 1;
+                pins.entry(*key).or_default().1 += 1;
+            }
+        }
+        let mut used: HashMap<u64, usize> = HashMap::new();
+        for tensor in self.tensors.values() {
+            for key in tensor.spares.iter().chain([&tensor.current]) {
+                *used.entry(*key).or_default() += 1;
+            }
+        }
+        for (key, entry) in &self.entries {
+            let (all, snapshots) = pins.remove(key).unwrap_or_default();
+            assert_eq!((entry.pins, entry.snapshots), (all, snapshots), "pins of {key}");
+            let users = used.remove(key).unwrap_or(0);
+            assert!(users <= 1, "{key} is in two places");
+            assert!(entry.plain || users > 0 || all > 0, "{key} is nobody's");
+        }
+        assert!(pins.is_empty() && used.is_empty(), "not in use: {pins:?} {used:?}");
+        let total: u64 = self.entries.values().map(|entry| entry.bytes.extent().bytes).sum();
+        assert_eq!(total, self.allocator.end() - self.allocator.free_bytes());
+    }
+}
+
+impl Generation {
+    /// The extent of a tensor.
+    pub(crate) fn key(&self, name: &str) -> Option<u64> {
+        let place = self.tensors.binary_search_by(|(found, _)| (**found).cmp(name)).ok()?;
+        Some(self.tensors[place].1)
+    }
+}

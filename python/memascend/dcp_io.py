@@ -1,0 +1,269 @@
+"""PyTorch Distributed Checkpoints read and written tensor by tensor, and read without trusting their pickles.
+
+Importing this imports torch.distributed.checkpoint, which takes half a second: nothing else here does.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import warnings
+from collections import OrderedDict
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from memascend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Callable, Iterator, Mapping
+
+METADATA_NAME = ".metadata"
+
+#: What the pickle `.metadata` may name, beside sizes and dtypes. Of each only the attributes are taken.
+_ADMITTED = {
+    *(
+        (metadata.__name__, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (filesystem.__name__, "_StorageInfo"),
+    # The directory it was saved to, which means nothing here; Python 3.13 knows its class by another name.
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    ("torch.serialization", "_get_layout"),
+}
+#: These are taken as they are: no pickle can change them.
+_VALUES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
+
+
+class _Record:
+    """What a pickle says of one object. A pickle may set attributes of classes too: it never gets the real ones."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata` and makes nothing but records."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        super().__init__(file)
+        self._path = file.name
+        self._kinds: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        asked = module, name
+        if asked in _ADMITTED:
+            return self._kinds.setdefault(asked, type(name, (_Record,), {}))
+        if asked in _VALUES:
+            return _VALUES[asked]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which the description of a checkpoint has no use for: nothing of it "
+            "was loaded"
+        )
+
+
+def _entry(said: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+    if type(said).__name__ == "BytesStorageMetadata":
+        return metadata.BytesStorageMetadata()
+    dtype = said.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype} is no dtype")
+    chunks = [metadata.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in said.chunks]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(said.size), chunks)
+
+
+def _read_metadata(file: Path) -> metadata.Metadata:
+    with open(file, "rb") as stream:
+        found = _MetadataUnpickler(stream).load()
+    if type(found).__name__ != "Metadata":
+        raise CheckpointError(f"{file} does not describe a checkpoint")
+    entries = {str(key): _entry(said) for key, said in found.state_dict_metadata.items()}
+    storage = {
+        metadata.MetadataIndex(index.fqn, getattr(index, "offset", None)): filesystem._StorageInfo(
+            info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None)
+        )
+        for index, info in found.storage_data.items()
+    }
+    return metadata.Metadata(entries, storage_data=storage)
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader with metadata that were read before."""
+
+    def __init__(self, path: Path, known: metadata.Metadata) -> None:
+        super().__init__(path)
+        self._known = known
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        return self._known
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which would load any pickle where a value is not a tensor."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class DistributedReader:
+    """An open checkpoint: what it holds is known, and nothing of it has been read."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what `path` holds.
+
+        Raises CheckpointError if it is no checkpoint, or is damaged or dangerous.
+        """
+        self.path = path
+        file = path / METADATA_NAME
+        try:
+            known = _read_metadata(file)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(
+                f"{path} has no {METADATA_NAME}: it is not a PyTorch Distributed Checkpoint"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises of every kind
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+        self.entries = known.state_dict_metadata
+        self._storage = known.storage_data
+        self._reader = _Reader(path, known)
+        self._sizes: dict[str, int] = {}
+
+    def shown(self, key: str) -> torch.Tensor | None:
+        """Return a tensor without contents of the shape and dtype of `key`; None for what is not a tensor."""
+        entry = self.entries[key]
+        if isinstance(entry, metadata.BytesStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+    def problem(self, key: str) -> str | None:
+        """Say what is wrong with the files that hold `key`, as far as it can be told without reading them."""
+        try:
+            return self._problem(key)
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
+            return f"{METADATA_NAME} is damaged where it describes {key}"
+
+    def _problem(self, key: str) -> str | None:
+        entry = self.entries[key]
+        self.shown(key)
+        indices = [metadata.MetadataIndex(key)]
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            indices = [metadata.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+            inside = all(
+                len(chunk.sizes) == len(chunk.offsets) == len(entry.size)
+                and all(
+                    min(start, length) >= 0 and start + length <= size
+                    for start, length, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+                )
+                for chunk in entry.chunks
+            )
+            parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if not inside or parts != math.prod(entry.size) or len(set(indices)) != len(indices):
+                return f"{key} is not there in full"
+        for index in indices:
+            info = self._storage.get(index)
+            if info is None:
+                return f"{key} is in no file"
+            name = info.relative_path
+            if Path(name).name != name:
+                return f"{key} is said to be outside of it, in {name}"
+            if name not in self._sizes:
+                file = self.path / name
+                self._sizes[name] = file.stat().st_size if file.is_file() else -1
+            if not 0 <= info.offset <= info.offset + info.length <= self._sizes[name]:
+                state = "missing" if self._sizes[name] < 0 else "truncated"
+                return f"{name}, which holds {key}, is {state}"
+        return None
+
+    def read_into(self, key: str, target: torch.Tensor) -> None:
+        """Read a tensor into one of its shape, converting to its dtype."""
+        self._load(key, target)
+
+    def read(self, key: str) -> Any:
+        """Return a tensor or another value."""
+        shown = self.shown(key)
+        return self._load(key, None if shown is None else torch.zeros(shown.shape, dtype=shown.dtype))
+
+    def _load(self, key: str, target: torch.Tensor | None) -> Any:
+        values: dict[str, Any] = {key: target}
+        try:
+            with _quiet():
+                dcp.load(values, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
+        except pickle.UnpicklingError as error:
+            # PyTorch's message recommends to load it all the same.
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f"a pickle that names {named[1]}" if named else "a damaged pickle"
+            raise CheckpointError(f"{key} of {self.path} is {what}: it was not loaded") from None
+        except Exception as error:  # whatever a damaged archive raises
+            first = str(error).partition("\n")[0]
+            raise CheckpointError(f"cannot read {key} of {self.path}: {first}") from error
+        return values[key]
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """DCP's planner, which asks for a tensor when it is about to be written."""
+
+    def __init__(self, sources: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        super().__init__()
+        self._sources = sources
+
+    def lookup_object(self, index: metadata.MetadataIndex) -> Any:
+        source = self._sources.get(index.fqn)
+        return super().lookup_object(index) if source is None else source()
+
+
+def write_distributed(path: Path, state: dict[str, Any], sources: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+    """Write a checkpoint of `state` into the directory `path`.
+
+    A tensor of `state` shows shape and dtype; its values are what `sources` returns for it, under its keys joined by
+    dots, when its turn comes. One or two of them are held at a time.
+    """
+    # DCP holds what it writes to one file until that is written, and with a device present reads ahead.
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
+    with _quiet():
+        dcp.save(state, storage_writer=writer, planner=_StreamingPlanner(sources), no_dist=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Have DCP raise what went wrong rather than a report of all ranks, and not tell that it is alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            yield
+    except CheckpointException as error:
+        # It is no Exception itself.
+        failure = next(iter(error.failures.values()))[0]
+        # Where a write failed, torch.save then finds its archive unfinished and raises of that.
+        cause: BaseException | None = failure
+        while type(cause) is RuntimeError:
+            cause = cause.__context__
+        raise (cause if isinstance(cause, OSError) else failure) from None

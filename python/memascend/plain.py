@@ -1,0 +1,96 @@
+"""Python values as JSON and back, exactly: what a store keeps of schedulers and random states. Never a pickle."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import torch
+
+from memascend.errors import MemascendError
+
+#: Marks an object of JSON that stands for something else.
+_KIND = "!"
+
+
+def dumps(value: Any, what: str) -> str:
+    """Return `value` as JSON: numbers, strings, None, lists, tuples, sets, dictionaries of any of these, and tensors.
+
+    Raises MemascendError naming the part of `what` that is something else.
+    """
+    return json.dumps(_encode(value, what), separators=(",", ":"))
+
+
+def loads(text: str) -> Any:
+    """Return the value that `dumps` was given; tensors are new ones on the CPU."""
+    return json.loads(text, object_hook=_decode)
+
+
+def _encode(value: Any, what: str) -> Any:
+    if value is None or type(value) in (bool, int, str, float):
+        return value
+    if isinstance(value, torch.Tensor):
+        data = value.detach().to("cpu").contiguous()
+        raw = data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        return {
+            _KIND: "tensor",
+            "dtype": str(data.dtype).removeprefix("torch."),
+            "shape": list(data.shape),
+            "data": base64.b64encode(raw).decode(),
+        }
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, dict):
+        if all(type(key) is str and key != _KIND for key in value):
+            return {key: _encode(each, f"{what}[{key!r}]") for key, each in value.items()}
+        pairs = [[_encode(key, what), _encode(each, f"{what}[{key!r}]")] for key, each in value.items()]
+        return {_KIND: "dict", "items": pairs}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_encode(each, f"{what}[{index}]") for index, each in enumerate(value)]
+        return (
+            items
+            if isinstance(value, list)
+            else {_KIND: "set" if isinstance(value, set | frozenset) else "tuple", "items": items}
+        )
+    if type(value).__module__ == "numpy":
+        # Its numbers and arrays, without importing it for who does not use it.
+        return _encode(value.item() if getattr(value, "ndim", None) == 0 else torch.from_numpy(value), what)
+    if isinstance(value, bool | int | float | str):  # an enumeration's member, say
+        return _encode({bool: bool, int: int, float: float, str: str}[_base(value)](value), what)
+    raise MemascendError(
+        f"{what} is a {type(value).__name__}, which a store does not keep: numbers, strings, lists, tuples, "
+        "dictionaries and tensors are"
+    )
+
+
+def _base(value: Any) -> type:
+    return next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
+
+
+def _decode(found: dict[str, Any]) -> Any:
+    kind = found.get(_KIND)
+    if kind is None:
+        return found
+    if kind == "tensor":
+        dtype = getattr(torch, found["dtype"])
+        raw = bytearray(base64.b64decode(found["data"]))
+        data = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return data.view(found["shape"])
+    if kind == "bytes":
+        return base64.b64decode(found["data"])
+    if kind == "dtype":
+        return getattr(torch, found["name"])
+    if kind == "dict":
+        return {_hashable(key): value for key, value in found["items"]}
+    if kind == "tuple":
+        return tuple(found["items"])
+    if kind == "set":
+        return set(found["items"])
+    raise MemascendError(f"a store holds a value of kind {kind!r}, which this version does not know")
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key

@@ -1,0 +1,563 @@
+"""Durable steps: whatever stops a run, it goes on from the last of them with the same bits."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import memascend
+from memascend import plain
+from memascend._memascend import KeptStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VOLUME = "memascend.volume"
+LEAST: dict[str, Any] = {"allocator": "pageable"}
+STEPS = 4
+
+
+class Normed(nn.Module):
+    """A model with buffers that a forward pass changes, dropout, frozen parameters and tied ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 128)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(3))
+        self.frozen = nn.Linear(128, 256)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(128, 512, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embedding(input_ids.flatten() % 512)
+        for layer in self.layers:
+            x = nn.functional.dropout(x + layer(x), 0.1)
+        x = x + 0.01 * self.frozen(x)[:, :128]
+        loss = nn.functional.cross_entropy(self.head(x), labels.flatten() % 512)
+        return type("Output", (), {"loss": loss})
+
+
+def build(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    if architecture != "normed":
+        return tiny.build(architecture, dtype)
+    torch.manual_seed(0)
+    return Normed().to(dtype).train()
+
+
+class Run:
+    """A training loop that can be begun at any step: batches by number, a scheduler, clipping, accumulation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        architecture: str,
+        optimizer: memascend.AdamW | None = None,
+        make: Callable[..., Any] = memascend.AdamW,
+        at: Callable[[int, str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.architecture, self.at = model, architecture, at or (lambda _step, _moment: None)
+        self.optimizer = optimizer or make([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.losses: dict[int, float] = {}
+        torch.manual_seed(7)
+        if "_memascend" in model.__dict__:
+            memascend.track(model, scheduler=self.scheduler)
+
+    def go(self, steps: int, first: int = 0) -> Run:
+        for step in range(first, steps):
+            for micro in range(2):
+                loss = self.model(**tiny.batch(self.architecture, 2 * step + micro)).loss
+                self.at(step, f"forward {micro}")
+                loss.backward()
+                self.losses[2 * step + micro] = loss.item()
+                self.at(step, f"backward {micro}")
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.at(step, "step")
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+        return self
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights, states and buffers."""
+        found = dict(memascend.parameters_of(self.model))
+        for key, states in self.optimizer.state_dict()["state"].items():
+            found |= {f"{key}.{name}": value for name, value in states.items()}
+        return found | {f"buffer {name}": value.clone() for name, value in self.model.named_buffers()}
+
+
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def given(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module | None:
+    """The module for `resume`, with other weights, where it needs one."""
+    if architecture in ("plain", "normed"):
+        model = build(architecture, dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+            for buffer in model.buffers():
+                buffer.fill_(3)
+        return model
+    return None
+
+
+def go_on(
+    store: Path, architecture: str, steps: int = STEPS, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[int, Run, dict[str, torch.Tensor]]:
+    """Resume and go to the end; returns the step that was durable, the run, and its state."""
+    torch.manual_seed(12345)  # whatever the program did before
+    resumed = memascend.resume(store, model=given(architecture, dtype), **LEAST | options)
+    try:
+        run = Run(resumed.model, architecture, resumed.optimizer)
+        run.go(steps, resumed.steps)
+        return resumed.steps, run, run.state()
+    finally:
+        memascend.close(resumed.model)
+
+
+def copied(store: Path, copy: Path) -> None:
+    """Copy what is on the drive. The manifest first: what it speaks of is not written over meanwhile."""
+    copy.mkdir()
+    for name in ("memascend.json", VOLUME):
+        if (store / name).exists():
+            shutil.copy(store / name, copy / name)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "plain": {"states": "bfloat16", "master": False},
+    "normed": {"make": memascend.Lion},
+    "qwen3": {"states": "8bit"},
+    "t5_dropout": {"make": memascend.SGD, "momentum": 0.9},
+    "mixtral": {"amsgrad": True},
+}
+
+
+@pytest.mark.parametrize("architecture", VARIANTS)
+def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(tmp_path: Path, architecture: str) -> None:
+    """What is on the drive at some moment is what a killed process leaves."""
+    options = VARIANTS[architecture]
+    reference = Run(build(architecture), architecture, **options).go(STEPS)
+    expected, losses = reference.state(), reference.losses
+    copies: dict[tuple[int, str], Path] = {}
+
+    def at(step: int, moment: str) -> None:
+        if 0 < step < STEPS - 1 or moment == "step":
+            copies[step, moment] = tmp_path / f"{step} {moment}"
+            copied(tmp_path / "store", copies[step, moment])
+
+    # Batch normalisation would count what is computed again.
+    recompute = architecture != "normed"
+    model = memascend.offload(
+        build(architecture), store=tmp_path / "store", host_memory="64MiB", recompute=recompute, **LEAST
+    )
+    run = Run(model, architecture, at=at, **options).go(STEPS)
+    assert run.losses == losses
+    same(run.state(), expected)
+    memascend.close(model)
+    assert not (tmp_path / "store").exists()
+    seen = set()
+    for (step, moment), copy in copies.items():
+        if not memascend.can_resume(copy):
+            # A commit takes its time, beside the training.
+            assert step == 0 or (step == 1 and moment in ("forward 0", "backward 0"))
+            continue
+        durable, resumed, state = go_on(copy, architecture)
+        # A step is durable by the end of the next one's first backward pass at the latest.
+        assert durable in ((step, step - 1) if moment in ("forward 0", "backward 0") else (step,)), (step, moment)
+        assert resumed.losses == {n: loss for n, loss in losses.items() if n >= 2 * durable}
+        same(state, expected)
+        seen.add(durable)
+        assert not list(copy.iterdir()), "closed in peace, the store goes"
+    assert seen >= {1, 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_another_budget_and_other_cuts_read_the_same_store(tmp_path: Path, dtype: torch.dtype) -> None:
+    expected = Run(build("llama", dtype), "llama").go(STEPS).state()
+    model = memascend.offload(build("llama", dtype), store=tmp_path / "store", host_memory="256MiB", **LEAST)
+    Run(model, "llama").go(2)
+    memascend.flush(model)
+    shutil.copytree(tmp_path / "store", tmp_path / "small")
+    shutil.copytree(tmp_path / "store", tmp_path / "unchecked")
+    memascend.close(model)
+    durable, _, state = go_on(tmp_path / "small", "llama", dtype=dtype, engine="threads", compute_threads=2)
+    assert durable == 2
+    same(state, expected)
+    same(go_on(tmp_path / "unchecked", "llama", dtype=dtype, checksums=False, host_memory="64MiB")[2], expected)
+
+
+def test_steps_that_are_not_kept_are_taken_again(tmp_path: Path) -> None:
+    expected = Run(build("llama"), "llama").go(6).state()
+    model = memascend.offload(
+        build("llama"), store=tmp_path / "store", host_memory="64MiB", durability="every:2", **LEAST
+    )
+    copies = []
+
+    def at(step: int, moment: str) -> None:
+        if moment == "backward 1":
+            copies.append(tmp_path / str(step))
+            shutil.copytree(tmp_path / "store", copies[-1])
+
+    Run(model, "llama", at=at).go(5)
+    memascend.close(model)
+    assert [memascend.can_resume(copy) for copy in copies] == [False, False, True, True, True]
+    for copy, durable in zip(copies[2:], [2, 2, 4], strict=True):
+        found, _, state = go_on(copy, "llama", steps=6, durability="every:3")
+        assert found == durable
+        same(state, expected)
+
+
+def test_without_durability_nothing_is_kept_but_on_request(tmp_path: Path) -> None:
+    expected = Run(build("llama"), "llama").go(STEPS).state()
+    options = {"host_memory": "64MiB", "durability": "none", **LEAST}
+    model = memascend.offload(build("llama"), store=tmp_path / "store", **options)
+    in_place = memascend.stats(model)["store_bytes_used"]
+    run = Run(model, "llama").go(2)
+    assert memascend.stats(model)["generation"] == 0
+    with pytest.raises(memascend.MemascendError, match="durability='none'"):
+        run.optimizer.save_checkpoint("a")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    assert not memascend.can_resume(tmp_path / "copy")
+    with pytest.raises(memascend.StoreError, match="copy"):
+        memascend.resume(tmp_path / "copy")
+    memascend.close(model)
+    assert not (tmp_path / "store").exists()
+    # Kept on request, it is resumed; updated in place again, what was kept is true no more.
+    model = memascend.offload(build("llama"), store=tmp_path / "store", keep_store=True, **options)
+    Run(model, "llama").go(2)
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "store", **options)
+    run = Run(resumed.model, "llama", resumed.optimizer)
+    assert resumed.steps == 2
+    shutil.copytree(tmp_path / "store", tmp_path / "before")
+    run.go(3, 2)
+    memascend.flush(resumed.model)
+    shutil.copytree(tmp_path / "store", tmp_path / "after")
+    assert memascend.can_resume(tmp_path / "before")
+    assert not memascend.can_resume(tmp_path / "after")
+    run.go(STEPS, 3)
+    same(run.state(), expected)
+    assert memascend.stats(resumed.model)["store_bytes_used"] < in_place * 8
+    memascend.close(resumed.model)
+
+
+def test_a_store_that_was_kept_goes_on(tmp_path: Path) -> None:
+    expected = Run(build("gpt2"), "gpt2").go(STEPS).state()
+    model = memascend.offload(build("gpt2"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    Run(model, "gpt2").go(2)
+    with pytest.raises(memascend.StoreError, match="in use"):
+        memascend.resume(tmp_path / "s")
+    with pytest.raises(memascend.StoreError, match="in use"):
+        memascend.can_resume(tmp_path / "s")
+    memascend.close(model)
+    with pytest.raises(memascend.StoreError, match="resume"):
+        memascend.offload(build("gpt2"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    durable, _, state = go_on(tmp_path / "s", "gpt2")
+    assert durable == 2
+    same(state, expected)
+
+
+def test_before_the_first_step_there_is_only_the_model(tmp_path: Path) -> None:
+    model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    expected = dict(memascend.parameters_of(model))
+    memascend.close(model)
+    with pytest.raises(memascend.CheckpointError, match=r"tiny\.Plain.*model="):
+        memascend.resume(tmp_path / "s")
+    resumed = memascend.resume(tmp_path / "s", model=given("plain"), **LEAST)
+    same(dict(memascend.parameters_of(resumed.model)), expected)
+    assert (resumed.steps, resumed.optimizers) == (0, [])
+    with pytest.raises(memascend.MemascendError, match="0 optimizers"):
+        _ = resumed.optimizer
+    memascend.close(resumed.model)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model = memascend.offload(
+        tiny.Plain().bfloat16(), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST
+    )
+    memascend.close(model)
+    with pytest.raises(memascend.CheckpointError, match=r"another model: embedding.weight is .*2048, 256.*missing"):
+        memascend.resume(tmp_path / "s", model=build("llama"))
+    with pytest.raises(memascend.CheckpointError, match="another model"):
+        memascend.resume(tmp_path / "s", model=tiny.Plain(width=128))
+    assert memascend.can_resume(tmp_path / "s"), "nothing was lost"
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_kept_listed_gone_back_to_and_deleted(tmp_path: Path) -> None:
+    reference = Run(build("llama"), "llama").go(2)
+    second = reference.state()
+    end = reference.go(6, 2).state()
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    run = Run(model, "llama").go(2)
+    before = memascend.stats(model)["store_bytes_used"]
+    memascend.save_checkpoint(model, "two")
+    held = memascend.checkpoints(model)[0][2]
+    # Room for one generation more; buffers that do not change need none.
+    assert 0 <= before + held - memascend.stats(model)["store_bytes_used"] <= 4096
+    with pytest.raises(memascend.StoreError, match="two"):
+        memascend.save_checkpoint(model, "two")
+    with pytest.raises(memascend.StoreError, match="cannot be the name"):
+        memascend.save_checkpoint(model, "../x")
+    run.go(4, 2)
+    run.optimizer.save_checkpoint("four")
+    run.go(5, 4)
+    run.optimizer.save_checkpoint("five", keep_last=2)
+    assert [tag for tag, _, _ in memascend.checkpoints(model)] == ["four", "five"]
+    memascend.save_checkpoint(model, "five again")
+    memascend.delete_checkpoint(model, "four")
+    with pytest.raises(memascend.StoreError, match="four"):
+        memascend.delete_checkpoint(model, "four")
+    run.go(6, 5)
+    same(run.state(), end)
+    memascend.close(model)
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    with pytest.raises(memascend.StoreError, match="two"):
+        memascend.resume(tmp_path / "s", tag="two")
+    resumed = memascend.resume(tmp_path / "s", tag="five", keep_store=True, **LEAST)
+    assert resumed.steps == 5
+    assert [tag for tag, _, _ in memascend.checkpoints(resumed.model)] == ["five", "five again"]
+    run = Run(resumed.model, "llama", resumed.optimizer).go(6, 5)
+    same(run.state(), end)
+    memascend.close(resumed.model)
+    # The checkpoint is as it was, whatever was trained since.
+    for store in (tmp_path / "s", tmp_path / "copy"):
+        durable, _, state = go_on(store, "llama", steps=6, tag="five again")
+        assert durable == 5
+        same(state, end)
+    del second
+
+
+def test_a_checkpoint_outlives_many_steps(tmp_path: Path) -> None:
+    reference = Run(build("gpt2"), "gpt2").go(3)
+    third = reference.state()
+    model = memascend.offload(build("gpt2"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    run = Run(model, "gpt2").go(3)
+    memascend.save_checkpoint(model, "three")
+    used = memascend.stats(model)["store_bytes_used"]
+    for step in range(3, 9):
+        run.go(step + 1, step)
+    memascend.flush(model)
+    assert memascend.stats(model)["store_bytes_used"] == used, "no step takes more"
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "s", tag="three", **LEAST)
+    same(Run(resumed.model, "gpt2", resumed.optimizer).state(), third)
+    memascend.close(resumed.model)
+
+
+# ---- what belongs to a run --------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_of_one_model_go_on(tmp_path: Path) -> None:
+    def optimizers(model: nn.Module) -> list[Any]:
+        large = [p for p in model.parameters() if p.ndim > 1]
+        small = [p for p in model.parameters() if p.ndim == 1]
+        return [memascend.AdamW(large, lr=1e-2), memascend.SGD(small, lr=1e-2, momentum=0.9)]
+
+    def go(model: nn.Module, both: list[Any], steps: range) -> dict[str, torch.Tensor]:
+        for number in steps:
+            model(**tiny.batch("plain", number)).loss.backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(memascend.parameters_of(model))
+
+    reference = build("plain")
+    expected = go(reference, optimizers(reference), range(5))
+    model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    both = optimizers(model)
+    go(model, both, range(3))
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    same(go(model, both, range(3, 5)), expected)
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "copy", model=given("plain"), **LEAST)
+    assert [type(optimizer) for optimizer in resumed.optimizers] == [memascend.AdamW, memascend.SGD]
+    assert resumed.steps == 3
+    same(go(resumed.model, resumed.optimizers, range(3, 5)), expected)
+    memascend.close(resumed.model)
+
+
+def test_parameters_outside_of_the_store_leave_no_step_to_go_on_from(tmp_path: Path) -> None:
+    outside = nn.Parameter(torch.ones(4))
+    model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    optimizer = memascend.AdamW([*model.parameters(), outside], lr=1e-2)
+    assert any("outside of the store" in notice for notice in memascend.stats(model)["notices"])
+    (model(**tiny.batch("plain", 0)).loss + outside.sum()).backward()
+    optimizer.step()
+    memascend.flush(model)
+    assert memascend.stats(model)["generation"] == 0
+    memascend.close(model)
+    model = memascend.offload(build("plain"), store=tmp_path / "t", host_memory="64MiB", durability="step", **LEAST)
+    with pytest.raises(memascend.MemascendError, match="cannot be made durable"):
+        memascend.AdamW([*model.parameters(), outside], lr=1e-2)
+    memascend.close(model)
+
+
+class Position:
+    """Data that knows where it is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_scaler_data_and_random_numbers_go_on(tmp_path: Path) -> None:
+    import random
+
+    import numpy
+
+    def go(model: nn.Module, optimizer: Any, steps: int) -> list[Any]:
+        data, scaler = Position(), memascend.GradScaler(init_scale=2.0**10, growth_interval=2)
+        torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+        if "_memascend" in model.__dict__:
+            memascend.track(model, data=data, scaler=scaler)
+        seen = []
+        while data.position < steps:
+            data.position += 1
+            loss = model(**tiny.batch("llama", data.position)).loss * (1 + 0.1 * random.random() + torch.rand(()))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append((data.position, loss.item(), scaler.get_scale(), numpy.random.rand()))
+        return seen
+
+    reference = build("llama")
+    expected = go(reference, memascend.AdamW(reference.parameters(), lr=1e-2), 5)
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    assert go(model, memascend.AdamW(model.parameters(), lr=1e-2), 3) == expected[:3]
+    gc.collect()  # the optimizer is no more, but its states are kept
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "s", **LEAST)
+    # The random number after the step was drawn again: it is the state at the step that is kept.
+    assert [seen[:3] for seen in go(resumed.model, resumed.optimizer, 5)] == [seen[:3] for seen in expected[3:]]
+    memascend.close(resumed.model)
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    class Odd(Position):
+        def state_dict(self) -> dict[str, Any]:
+            return {"handle": object()}
+
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    with pytest.raises(TypeError, match="clock is a float"):
+        memascend.track(model, clock=1.0)
+    memascend.track(model, clock=Odd())
+    run = Run(model, "llama")
+    with pytest.raises(memascend.MemascendError, match=r"clock.*handle.* is a object"):
+        run.go(2)
+    memascend.close(model)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"a": [1, 2.5, float("inf"), -0.0, True, "x", None], "b": {"c": ()}},
+        {1: "one", (2, 3): [4], "!": 5, None: 6},
+        (1, (2, [3]), {4}),
+        b"\x00\xff",
+        torch.float16,
+        [1e-300, 2**70, 0.1 + 0.2],
+    ],
+)
+def test_values_come_back_from_json(value: Any) -> None:
+    assert repr(plain.loads(plain.dumps(value, "it"))) == repr(value)
+
+
+def test_tensors_come_back_from_json() -> None:
+    nan = torch.tensor([0x7FC1], dtype=torch.uint16).view(torch.bfloat16)
+    values = [torch.randn(3, 4), torch.tensor(7), torch.empty(0, 5), torch.ones(2, dtype=torch.bool), nan]
+    for value in values:
+        back = plain.loads(plain.dumps(value, "it"))
+        assert (back.dtype, back.shape) == (value.dtype, value.shape)
+        assert torch.equal(back.view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+    with pytest.raises(memascend.MemascendError, match=r"it\['a'\]\[1\] is a function"):
+        plain.dumps({"a": [1, lambda: 0]}, "it")
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Path]:
+    """A store after two steps."""
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    Run(model, "llama").go(2)
+    memascend.close(model)
+    del model
+    gc.collect()
+    yield tmp_path / "s"
+
+
+def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
+    file = kept / VOLUME
+    store = KeptStore([kept])
+    tensors = dict(store.tensors())
+    store.close()
+    assert "model.layers.1.mlp.up_proj.weight.exp_avg" in tensors
+    whole = file.read_bytes()
+    found = 0
+    for position in range(12_345, len(whole), len(whole) // 40):
+        with open(file, "r+b") as handle:
+            handle.seek(position)
+            handle.write(bytes([whole[position] ^ 4]))
+        store = KeptStore([kept])
+        damaged = store.verify(lambda _done, _total: None)
+        store.close()
+        if damaged:  # else nobody's: a second slot, a gradient
+            found += 1
+            ((name, offset, length, places),) = damaged
+            assert name in tensors
+            assert any(str(path) == str(file) and at <= position < at + length for path, at in places), damaged
+            assert offset % (1 << 20) == 0
+            resumed = memascend.resume(kept, keep_store=True, **LEAST)
+            with pytest.raises(memascend.StoreError) as told:
+                Run(resumed.model, "llama", resumed.optimizer).go(3, 2)
+                memascend.flush(resumed.model)
+            assert name in str(told.value)
+            assert str(file) in str(told.value)
+            memascend.offload_of(resumed.model).close(failed=True)
+        with open(file, "r+b") as handle:
+            handle.seek(position)
+            handle.write(whole[position : position + 1])
+    assert found > 5
+    store = KeptStore([kept])
+    assert store.verify(lambda _done, _total: None) == []
+    store.close()
+
+
+def test_a_damaged_manifest_is_refused(kept: Path) -> None:
+    manifest = kept / "memascend.json"
+    whole = manifest.read_bytes()
+    for position in range(0, len(whole), max(1, len(whole) // 50)):
+        manifest.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(memascend.StoreError, match=r"damaged|format|kept"):
+            memascend.resume(kept)
+    manifest.write_bytes(whole[:-10])
+    with pytest.raises(memascend.StoreError, match="damaged"):
+        memascend.resume(kept)
+    manifest.write_bytes(whole)
+    assert go_on(kept, "llama")[0] == 2

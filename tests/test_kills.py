@@ -1,0 +1,120 @@
+"""Runs that are killed, again and again, at any instant: each goes on, and the end is that of a run nobody touched.
+
+MEMASCEND_KILLS says how often (default: a few). Every kill is SIGKILL, which no process can see coming.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import lab
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from test_faults import command, words_of
+
+from memascend._memascend import KeptStore
+
+KILLS = int(os.environ.get("MEMASCEND_KILLS", "6"))
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama over bytes with 0.3M parameters."""
+    return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=64, layers=4, positions=64)
+
+
+def losses(metrics: Path) -> dict[int, list[Any]]:
+    """What each step said, as often as it was taken."""
+    found: dict[int, list[Any]] = {}
+    for line in metrics.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a kill
+            continue
+        if record["record"] == "step":
+            found.setdefault(record["step"], []).append((record["loss"], record["grad_norm"], record["lr"]))
+    return found
+
+
+def words(model_dir: Path, room: Path, *more: str) -> list[str]:
+    """A run whose layers go to the SSD and come back, with all that a run keeps beside its tensors."""
+    flags = {
+        "host_memory": "24MiB",
+        "steps": STEPS,
+        "metrics": room / "metrics.jsonl",
+        "warmup_steps": 3,
+        "grad_accum": 2,
+    }
+    return [*words_of(model_dir, room / "out", room / "store", **flags), *more]
+
+
+VARIANTS = {
+    "every step": [],
+    "every third, threads": ["--durability", "every:3"],
+    "8 bits": ["--states", "8bit", "--no-master"],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_killed_at_any_instant_comes_to_the_same_end(tmp_path: Path, model_dir: Path, variant: str) -> None:
+    more = VARIANTS[variant]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    with lab.Child(tmp_path, command, ["--version"]) as child:
+        child.wait()  # from here on processes begin at once
+    begun = time.monotonic()
+    with lab.Child(tmp_path, command, words(model_dir, alone, *more)) as child:
+        assert child.wait(120).code == 0, child.told()
+    seconds = time.monotonic() - begun
+    expected, weights = losses(alone / "metrics.jsonl"), load_file(alone / "out" / "model.safetensors")
+    assert expected.keys() == set(range(1, STEPS + 1))
+    seed = int(os.environ.get("MEMASCEND_SEED", "0"))
+    chance = random.Random(f"{seed} {variant}")
+    kills, runs, resumed = 0, 0, 0
+    wanted = -(-KILLS // len(VARIANTS))
+    while kills < wanted:
+        runs += 1
+        room = tmp_path / f"run {runs}"
+        room.mkdir()
+        for attempt in range(100):
+            on = (room / "store" / "memascend.json").exists()
+            with lab.Child(tmp_path, command, [*words(model_dir, room, *more), "--resume"]) as child:
+                patient = kills >= wanted or attempt > 20
+                end = time.monotonic() + (120 if patient else chance.uniform(0, seconds))
+                while child.alive() and time.monotonic() < end:
+                    time.sleep(0.001)
+                assert not patient or not child.alive(), child.told()
+                if (room / "out").exists():
+                    break  # all that was left to do, if it was killed, was to remove the store
+                if not child.alive():
+                    ended = child.wait()
+                    assert ended.code == 0, f"seed {seed}, run {runs}, attempt {attempt}: {ended.err}"
+                    break
+                if on:
+                    assert "Traceback" not in child.told()
+            kills += 1
+            resumed += on
+            if (room / "store" / "memascend.json").exists() and kills % 5 == 0:
+                store = KeptStore([room / "store"])
+                assert store.verify(lambda _done, _total: None) == []
+                store.close()
+        taken = losses(room / "metrics.jsonl")
+        assert taken.keys() == expected.keys()
+        for step, seen in taken.items():
+            assert set(seen) == set(expected[step]), f"seed {seed}, run {runs}: step {step}"
+        for name, value in load_file(room / "out" / "model.safetensors").items():
+            assert torch.equal(value, weights[name]), f"seed {seed}, run {runs}: {name}"
+        left = {path.name for path in room.iterdir()} - {"store", "out", "metrics.jsonl"}
+        # Of a process that was killed when its output was in place; those before it were cleared away.
+        assert len(left) <= 1 and all(name.startswith(".out.partial-") for name in left)
+        shutil.rmtree(room)
+    print(f"{variant}: {kills} kills, {resumed} of them of runs that had gone on, {runs} runs, seed {seed}")
