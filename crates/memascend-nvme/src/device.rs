@@ -142,13 +142,14 @@ impl Device {
         Ok(self.find_note()?.note)
     }
 
-    /// As [`Device::read_note`], and whether there may have been a newer one.
+    /// As [`Device::read_note`], and whether there may have been a newer one. It is on the medium when this returns.
     ///
     /// # Errors
     /// If the device cannot be read.
     pub fn find_note(&self) -> DeviceResult<FoundNote> {
         self.notes()
             .find(&self.file)
+            .and_then(|found| self.file.sync_data().map(|()| found))
             .map_err(|source| DeviceError::io("read the note of", &self.path, source))
     }
 

@@ -86,6 +86,11 @@ pub trait Engine: Send + Sync {
         true
     }
 
+    /// How many bytes there is room for on a medium of the engine's own, where that is limited.
+    fn room_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Whether bytes are moved at all, so that what was written is what is read.
     fn moves_bytes(&self) -> bool {
         true

@@ -23,6 +23,11 @@ mod threads;
 mod volume;
 mod workload;
 
+/// What the fuzz targets reach that nobody else does.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
+
 pub use counters::{Counters, CountersSnapshot, DirectionSnapshot};
 pub use device::{Device, device_id, find_device};
 pub use device_error::{DeviceError, DeviceResult};
@@ -36,7 +41,7 @@ pub use geometry::Geometry;
 pub use notes::{FoundNote, NoteKeeper};
 pub use ring::RingEngine;
 pub use signatures::Signature;
-pub use sim::{Faults, Injected, SimDisk, SimEngine};
+pub use sim::{Faults, Injected, Power, SimDisk, SimEngine, SimNotePlace};
 pub use superblock::DeviceId;
 pub use threads::ThreadsEngine;
 pub use volume::{Volume, VolumeFile};

@@ -24,6 +24,8 @@ const MAGIC: &[u8; 16] = b"memascend-note\0\0";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const KEPT: u32 = 1;
 const CLEARED: u32 = 2;
+/// Sequence numbers count upwards from one: nobody gets there, and there is always one more.
+const SEQUENCE_MAX: u64 = u64::MAX / 2;
 
 /// What was found in the place of a note.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -37,7 +39,8 @@ pub struct FoundNote {
 
 /// Where the note of a volume lies.
 pub trait NoteKeeper: Send + Sync {
-    /// The note.
+    /// The note, which is on the medium when this returns. A process that was killed may have written it and not waited for
+    /// that; whoever goes by it overwrites what the one before speaks of.
     fn find_note(&self) -> Result<FoundNote>;
 
     /// Puts a note in the place of the one before; when it returns, the note is on the medium. One that does not arrive whole
@@ -46,6 +49,30 @@ pub trait NoteKeeper: Send + Sync {
 
     /// Takes the note back, on the medium too.
     fn clear_note(&self) -> Result<()>;
+}
+
+/// What slots lie on.
+pub(crate) trait Medium {
+    /// Reads `bytes` bytes, rounded up to whole blocks.
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks>;
+    /// Writes all of it.
+    fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()>;
+    /// Waits until everything written is on the medium.
+    fn sync(&self) -> io::Result<()>;
+}
+
+impl Medium for File {
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
+        Blocks::read(self, offset, bytes)
+    }
+
+    fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
+        blocks.write(self, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_data()
+    }
 }
 
 /// The two slots of a device.
@@ -76,8 +103,12 @@ struct Slot {
 
 impl Notes {
     pub(crate) fn of(superblock: &Superblock) -> Self {
-        let slot_bytes = superblock.note_bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-        Self { id: superblock.id, offset: superblock.note_offset, slot_bytes }
+        Self::at(superblock.id, superblock.note_offset, superblock.note_bytes)
+    }
+
+    /// Slots somewhere, of so many bytes together.
+    pub(crate) fn at(id: DeviceId, offset: u64, bytes: u64) -> Self {
+        Self { id, offset, slot_bytes: bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64 }
     }
 
     /// The longest note.
@@ -91,30 +122,30 @@ impl Notes {
     }
 
     /// The note that was written last and is whole.
-    pub(crate) fn read(&self, file: &File) -> io::Result<Option<Vec<u8>>> {
-        Ok(self.find(file)?.note)
+    pub(crate) fn read(&self, medium: &impl Medium) -> io::Result<Option<Vec<u8>>> {
+        Ok(self.find(medium)?.note)
     }
 
     /// As [`Notes::read`], and whether there may have been a newer one.
-    pub(crate) fn find(&self, file: &File) -> io::Result<FoundNote> {
-        let (newest, damaged) = self.newest(file)?;
+    pub(crate) fn find(&self, medium: &impl Medium) -> io::Result<FoundNote> {
+        let (newest, damaged) = self.newest(medium)?;
         Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
     /// Keeps a note of at most [`limit_bytes`](Self::limit_bytes); returns once the device has it.
-    pub(crate) fn write(&self, file: &File, note: &[u8]) -> io::Result<()> {
-        self.put(file, KEPT, note)
+    pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> io::Result<()> {
+        self.put(medium, KEPT, note)
     }
 
     /// Says that there is no note any more.
-    pub(crate) fn clear(&self, file: &File) -> io::Result<()> {
-        self.put(file, CLEARED, &[])
+    pub(crate) fn clear(&self, medium: &impl Medium) -> io::Result<()> {
+        self.put(medium, CLEARED, &[])
     }
 
-    fn put(&self, file: &File, kind: u32, note: &[u8]) -> io::Result<()> {
+    fn put(&self, medium: &impl Medium, kind: u32, note: &[u8]) -> io::Result<()> {
         assert!(note.len() as u64 <= self.limit_bytes(), "the note's length was checked before");
-        let (index, sequence) = match self.newest(file)?.0 {
-            Some(newest) => (1 - newest.index, newest.sequence.saturating_add(1)),
+        let (index, sequence) = match self.newest(medium)?.0 {
+            Some(newest) => (1 - newest.index, newest.sequence + 1),
             None => (0, 1),
         };
         let mut blocks = Blocks::zeroed(BLOCK_BYTES + note.len());
@@ -128,17 +159,17 @@ impl Notes {
         let crc = crc32fast::hash(&bytes[..CRC_AT]);
         bytes[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
         bytes[BLOCK_BYTES..BLOCK_BYTES + note.len()].copy_from_slice(note);
-        blocks.write(file, self.slot_offsets()[index as usize])?;
-        file.sync_data()
+        medium.write(self.slot_offsets()[index as usize], &blocks)?;
+        medium.sync()
     }
 
     /// The valid slot with the highest sequence number, and whether the other one is damaged and may be newer. A slot that
     /// cannot be read is an error: what it holds may be newer than the other.
-    fn newest(&self, file: &File) -> io::Result<(Option<Slot>, bool)> {
+    fn newest(&self, medium: &impl Medium) -> io::Result<(Option<Slot>, bool)> {
         let mut newest: Option<Slot> = None;
         let mut damaged = None;
         for index in 0..2 {
-            match self.slot(file, index)? {
+            match self.slot(medium, index)? {
                 Content::Empty => {}
                 Content::Damaged(sequence) => damaged = damaged.max(Some(sequence.unwrap_or(u64::MAX))),
                 Content::Whole(slot) => {
@@ -152,9 +183,9 @@ impl Notes {
         Ok((newest, damaged > sequence))
     }
 
-    fn slot(&self, file: &File, index: u64) -> io::Result<Content> {
+    fn slot(&self, medium: &impl Medium, index: u64) -> io::Result<Content> {
         let offset = self.slot_offsets()[index as usize];
-        let header = Blocks::read(file, offset, BLOCK_BYTES)?;
+        let header = medium.read(offset, BLOCK_BYTES)?;
         let header = header.first();
         if header.iter().all(|byte| *byte == 0) {
             return Ok(Content::Empty);
@@ -165,11 +196,13 @@ impl Notes {
         let is_header = header[..16] == *MAGIC
             && header[24..40] == *self.id.as_bytes()
             && u32_at(CRC_AT) == crc32fast::hash(&header[..CRC_AT]);
-        if !is_header || !matches!(kind, KEPT | CLEARED) || length > self.limit_bytes() {
+        let is_possible =
+            matches!(kind, KEPT | CLEARED) && sequence <= SEQUENCE_MAX && length <= self.limit_bytes();
+        if !is_header || !is_possible {
             return Ok(Content::Damaged(None));
         }
         let length = usize::try_from(length).expect("a slot fits into memory");
-        let note = Blocks::read(file, offset + BLOCK_BYTES as u64, length)?;
+        let note = medium.read(offset + BLOCK_BYTES as u64, length)?;
         let note = &note.bytes()[..length];
         if crc32fast::hash(note) != note_crc {
             return Ok(Content::Damaged(Some(sequence)));
@@ -228,6 +261,69 @@ mod tests {
         let (start, end) = (superblock.note_offset as usize, superblock.data_offset as usize);
         assert!(bytes[..start].iter().chain(&bytes[end..]).all(|&byte| byte == 0));
         assert_eq!(bytes[end - 1], 0xff);
+    }
+
+    /// On the image of a device with superblocks and two notes. A bit changes what is found, or it is in bytes that nobody
+    /// uses. `MEMASCEND_FLIPS` is how many places are tried, or `all`.
+    #[test]
+    fn a_flipped_bit_is_noticed_or_in_bytes_that_nobody_uses() {
+        use crate::format::Standing;
+        let (file, _) = area();
+        let superblock = Superblock::plan(DeviceId::random().unwrap(), DEVICE_BYTES, 512);
+        let notes = Notes::of(&superblock);
+        let (copy, block) = (Superblock::copy_offset(DEVICE_BYTES), BLOCK_BYTES as u64);
+        for place in [0, copy] {
+            file.write_all_at(&superblock.encode(), place).unwrap();
+        }
+        let written = [vec![1; 700], vec![2; 5000]];
+        written.iter().for_each(|note| notes.write(&file, note).unwrap());
+        let [older, newer] = notes.slot_offsets();
+        // Where something is written, and as much behind it.
+        let areas =
+            [0..2 * block, older..older + 2 * block, newer..newer + 4 * block, copy - block..copy + block];
+        let bits: u64 = areas.iter().map(|area| (area.end - area.start) * 8).sum();
+        let count = match std::env::var("MEMASCEND_FLIPS") {
+            Ok(count) if count == "all" => bits,
+            Ok(count) => count.parse().expect("a number, or all"),
+            Err(_) => 10_000,
+        };
+        let mut counts = [0; 2];
+        for index in 0..count {
+            let mut bit = if count >= bits { index } else { index * 0x9E37_79B9 % bits };
+            let mut areas = areas.iter();
+            let place = loop {
+                let area = areas.next().expect("the bit is in one of them");
+                let length = (area.end - area.start) * 8;
+                if bit < length {
+                    break area.start + bit / 8;
+                }
+                bit -= length;
+            };
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, place).unwrap();
+            file.write_all_at(&[byte[0] ^ 1 << (bit % 8)], place).unwrap();
+            let standing = Standing::read(&file, DEVICE_BYTES).unwrap();
+            let found = notes.find(&file).unwrap();
+            file.write_all_at(&byte, place).unwrap();
+            let within = |begin: u64, bytes: u64| (begin..begin + bytes).contains(&place);
+            let (newest, before) = (Some(written[1].clone()), Some(written[0].clone()));
+            if within(0, block) {
+                // Opening is refused, and says that the copy is whole.
+                assert!(matches!(standing, Standing::FirstBlockLost(found) if found == superblock));
+            } else {
+                assert!(matches!(standing, Standing::Whole(found) if found == superblock));
+            }
+            // The copy is read where the first superblock is not whole, and an older note where the newer one is not: until
+            // then nobody uses them.
+            let expected = match place {
+                _ if within(newer, block + 5000) => FoundNote { note: before, damaged: true },
+                _ => FoundNote { note: newest, damaged: within(older, block) },
+            };
+            assert_eq!(found, expected, "byte {place}");
+            let used = within(0, block) || within(newer, block + 5000) || within(older, block);
+            counts[usize::from(used)] += 1;
+        }
+        assert!(counts.iter().all(|found| *found > count / 10), "{counts:?}");
     }
 
     #[test]

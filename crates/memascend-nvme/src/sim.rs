@@ -6,9 +6,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::block::Blocks;
+use crate::notes::{Medium, Notes};
 use crate::schedule::{Ended, Schedule};
 use crate::{
-    BLOCK_BYTES, Counters, CountersSnapshot, Engine, Geometry, Operation, Request, Result, VolumeFile,
+    BLOCK_BYTES, Counters, CountersSnapshot, DeviceId, Engine, FoundNote, Geometry, IoError, NoteKeeper,
+    Operation, Request, Result, VolumeFile,
 };
 
 /// What the simulated medium writes whole or not at all.
@@ -68,10 +71,73 @@ impl FromStr for Faults {
     }
 }
 
+/// The power of some simulated disks, which can be made to fail at any of what they are asked to do.
+#[derive(Default)]
+pub struct Power {
+    state: Mutex<PowerState>,
+}
+
+#[derive(Default)]
+struct PowerState {
+    /// Operations of all disks so far: parts of transfers, flushes, and what is done to a note.
+    count: u64,
+    cut_at: Option<u64>,
+    off: bool,
+}
+
+impl Power {
+    /// Power that stays.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// The power fails at operation `count` from now, the first being 1: it is on its way then, and fails, as all that follow do.
+    pub fn cut_at(&self, count: u64) {
+        let mut state = self.lock();
+        state.cut_at = Some(state.count + count);
+    }
+
+    /// Operations so far.
+    pub fn count(&self) -> u64 {
+        self.lock().count
+    }
+
+    /// Whether it has failed.
+    pub fn is_off(&self) -> bool {
+        self.lock().off
+    }
+
+    /// The power is back. Each disk has to be told by [`SimDisk::crash`] what that meant for it.
+    pub fn restore(&self) {
+        let mut state = self.lock();
+        (state.cut_at, state.off) = (None, false);
+    }
+
+    /// One more operation; whether it is the one at which the power fails.
+    fn step(&self) -> io::Result<bool> {
+        let mut state = self.lock();
+        if state.off {
+            return Err(gone());
+        }
+        state.count += 1;
+        state.off = state.cut_at == Some(state.count);
+        Ok(state.off)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PowerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn gone() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENODEV)
+}
+
 /// The medium behind simulated engines: what was flushed survives [`SimDisk::crash`], what was not may or may not.
 /// Blocks never written read as zeros.
 pub struct SimDisk {
     faults: Faults,
+    power: Arc<Power>,
     state: Mutex<Disk>,
 }
 
@@ -83,6 +149,16 @@ struct Disk {
     /// How often each die was cast for each place.
     casts: HashMap<(Die, u64), u64>,
     injected: Injected,
+    room_bytes: Option<u64>,
+    file: NoteFile,
+}
+
+/// A file that is replaced by renaming another one.
+#[derive(Default)]
+struct NoteFile {
+    durable: Option<Vec<u8>>,
+    /// What a directory says that was not flushed: no file, or one of which the bytes were flushed or not.
+    renamed: Option<Option<(Vec<u8>, bool)>>,
 }
 
 type Block = Box<[u8]>;
@@ -120,7 +196,24 @@ pub struct Injected {
 impl SimDisk {
     /// An empty disk.
     pub fn new(faults: Faults) -> Arc<Self> {
-        Arc::new(Self { faults, state: Mutex::default() })
+        Self::with_power(faults, Power::new())
+    }
+
+    /// An empty disk that hangs on the same power as others.
+    pub fn with_power(faults: Faults, power: Arc<Power>) -> Arc<Self> {
+        Arc::new(Self { faults, power, state: Mutex::default() })
+    }
+
+    /// The disk holds that much data from now on, or whatever it is given.
+    pub fn set_room(&self, bytes: Option<u64>) {
+        self.lock().room_bytes = bytes;
+    }
+
+    /// Changes a byte of what was flushed, as a drive may that forgets; false where nothing was ever written.
+    pub fn flip(&self, place: u64, change: u8) -> bool {
+        let mut disk = self.lock();
+        let block = disk.durable.get_mut(&(place / BLOCK_BYTES as u64));
+        block.map(|block| block[(place % BLOCK_BYTES as u64) as usize] ^= change).is_some()
     }
 
     /// The power fails: of what was not flushed, each block is on the medium or is not. The disk may be used again.
@@ -143,6 +236,21 @@ impl SimDisk {
                 _ => *old = block,
             }
         }
+        let Some(renamed) = disk.file.renamed.take() else { return };
+        let choice = self.cast(&mut disk, Die::Crash, NOTE_OFFSET);
+        if choice.is_multiple_of(2) {
+            return;
+        }
+        disk.file.durable = renamed.map(|(mut bytes, flushed)| {
+            if !flushed {
+                for (index, sector) in bytes.chunks_mut(SECTOR_BYTES).enumerate() {
+                    if choice >> (1 + index % 60) & 1 == 1 {
+                        sector.fill(0);
+                    }
+                }
+            }
+            bytes
+        });
     }
 
     /// The faults so far.
@@ -160,14 +268,23 @@ impl SimDisk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn flush(&self) {
-        let mut disk = self.lock();
-        if self.hits(&mut disk, self.faults.lost_flush_one_in, Die::LostFlush, 0).is_some() {
-            disk.injected.lost_flushes += 1;
-            return;
+    fn flush(&self) -> io::Result<()> {
+        // Cut short, it may have flushed anything: what the crash leaves of the cache is that.
+        if self.power.step()? {
+            return Err(gone());
         }
-        let cached = std::mem::take(&mut disk.cached);
-        disk.durable.extend(cached);
+        let mut disk = self.lock();
+        if !self.loses_flush(&mut disk) {
+            let cached = std::mem::take(&mut disk.cached);
+            disk.durable.extend(cached);
+        }
+        Ok(())
+    }
+
+    fn loses_flush(&self, disk: &mut Disk) -> bool {
+        let lost = self.hits(disk, self.faults.lost_flush_one_in, Die::LostFlush, 0).is_some();
+        disk.injected.lost_flushes += u64::from(lost);
+        lost
     }
 
     /// Moves bytes, as a device would: all of them, some of them, or none with an error.
@@ -175,7 +292,14 @@ impl SimDisk {
         if !(offset | buffer.len() as u64).is_multiple_of(self.geometry().block_bytes as u64) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
+        let cut = self.power.step()?;
         let mut disk = self.lock();
+        if cut {
+            if operation == Operation::Write {
+                disk.transfer(operation, offset, buffer);
+            }
+            return Err(gone());
+        }
         let faults = &self.faults;
         if let Some(draw) = self.hits(&mut disk, faults.again_one_in, Die::Again, offset) {
             disk.injected.again += 1;
@@ -272,6 +396,137 @@ impl Disk {
     }
 }
 
+/// Where the slots for notes lie on a disk that has them: far behind all data.
+const NOTE_OFFSET: u64 = 1 << 40;
+const NOTE_BYTES: u64 = 1 << 20;
+
+/// The disk as a note sees it: transfers that are whole or fail.
+impl Medium for SimDisk {
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
+        let mut blocks = Blocks::zeroed(bytes);
+        self.carry_out_whole(Operation::Read, offset, blocks.bytes_mut())?;
+        Ok(blocks)
+    }
+
+    fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
+        self.carry_out_whole(Operation::Write, offset, &mut blocks.bytes().to_vec())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.flush()
+    }
+}
+
+impl SimDisk {
+    fn carry_out_whole(&self, operation: Operation, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let end = buffer.len().min(done + PART_BYTES);
+            match self.carry_out(operation, offset + done as u64, &mut buffer[done..end]) {
+                // As the schedule does: what ends inside a block is done again from there.
+                Ok(bytes) => done += bytes / self.geometry().block_bytes * self.geometry().block_bytes,
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts a file in the place of the note's: it is written and flushed, then renamed, then the directory is flushed.
+    fn replace_file(&self, note: Option<&[u8]>) -> io::Result<()> {
+        let mut flushed = false;
+        if note.is_some() {
+            let cut = self.power.step()?;
+            let mut disk = self.lock();
+            let draw = self.hits(&mut disk, self.faults.write_error_one_in, Die::WriteError, NOTE_OFFSET);
+            if draw.is_some() && !cut {
+                disk.injected.write_errors += 1;
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            flushed = !self.loses_flush(&mut disk);
+            drop(disk);
+            // Nobody has seen the file yet.
+            if cut || self.power.step()? {
+                return Err(gone());
+            }
+        }
+        let cut = self.power.step()?;
+        self.lock().file.renamed = Some(note.map(|note| (note.to_vec(), flushed)));
+        if cut { Err(gone()) } else { self.flush_directory() }
+    }
+
+    fn flush_directory(&self) -> io::Result<()> {
+        if self.power.step()? {
+            return Err(gone());
+        }
+        let mut disk = self.lock();
+        // A name that is on the medium before the bytes are: a crash shows it.
+        let unflushed = matches!(disk.file.renamed, Some(Some((_, false))));
+        if !self.loses_flush(&mut disk)
+            && !unflushed
+            && let Some(renamed) = disk.file.renamed.take()
+        {
+            disk.file.durable = renamed.map(|(bytes, _)| bytes);
+        }
+        Ok(())
+    }
+}
+
+/// A note on a simulated disk: in two slots, as that of a device, or in a file that is replaced.
+struct SimNotes {
+    disk: Arc<SimDisk>,
+    slots: Option<Notes>,
+    file: Arc<VolumeFile>,
+}
+
+impl SimNotes {
+    fn failed<T>(&self, action: &'static str, result: io::Result<T>) -> Result<T> {
+        result.map_err(|source| IoError::File { action, path: self.file.path().to_owned(), source })
+    }
+}
+
+impl NoteKeeper for SimNotes {
+    fn find_note(&self) -> Result<FoundNote> {
+        let found = match &self.slots {
+            Some(notes) => notes.find(&*self.disk).and_then(|found| self.disk.flush().map(|()| found)),
+            None => self.disk.flush_directory().map(|()| {
+                let disk = self.disk.lock();
+                let note = match &disk.file.renamed {
+                    Some(renamed) => renamed.as_ref().map(|(bytes, _)| bytes.clone()),
+                    None => disk.file.durable.clone(),
+                };
+                FoundNote { note, damaged: false }
+            }),
+        };
+        self.failed("read the note of", found)
+    }
+
+    fn write_note(&self, note: &[u8]) -> Result<()> {
+        let written = match &self.slots {
+            Some(notes) => notes.write(&*self.disk, note),
+            None => self.disk.replace_file(Some(note)),
+        };
+        self.failed("write the note of", written)
+    }
+
+    fn clear_note(&self) -> Result<()> {
+        let cleared = match &self.slots {
+            Some(notes) => notes.clear(&*self.disk),
+            None => self.disk.replace_file(None),
+        };
+        self.failed("clear the note of", cleared)
+    }
+}
+
+/// Where the notes of a simulated volume lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SimNotePlace {
+    /// In two slots on the simulated disk.
+    Slots,
+    /// In a file on the simulated disk, which is replaced by renaming.
+    File,
+}
+
 fn zeros() -> Block {
     vec![0; BLOCK_BYTES].into_boxed_slice()
 }
@@ -280,6 +535,7 @@ fn zeros() -> Block {
 pub struct SimEngine {
     shared: Arc<Shared>,
     pump: Option<JoinHandle<()>>,
+    notes: Option<SimNotePlace>,
 }
 
 struct Shared {
@@ -314,7 +570,7 @@ impl SimEngine {
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        Self { shared, pump: None }
+        Self { shared, pump: None, notes: None }
     }
 
     /// An engine with a thread that carries everything out and calls back, as those of real engines do.
@@ -323,6 +579,12 @@ impl SimEngine {
         let shared = Arc::clone(&engine.shared);
         engine.pump = Some(std::thread::spawn(move || shared.pump()));
         engine
+    }
+
+    /// The notes of its volume are on the simulated disk too, and share its fate.
+    pub fn with_notes(mut self, place: SimNotePlace) -> Self {
+        self.notes = Some(place);
+        self
     }
 
     /// Completes every request held back.
@@ -412,8 +674,8 @@ impl Engine for SimEngine {
     }
 
     fn flush(&self) -> Result<()> {
-        self.shared.disk.flush();
-        Ok(())
+        let path = || self.shared.file.path().to_owned();
+        self.shared.disk.flush().map_err(|source| IoError::File { action: "sync", path: path(), source })
     }
 
     fn counters(&self) -> CountersSnapshot {
@@ -422,6 +684,21 @@ impl Engine for SimEngine {
 
     fn needs_room(&self) -> bool {
         false
+    }
+
+    fn room_bytes(&self) -> Option<u64> {
+        self.shared.disk.lock().room_bytes
+    }
+
+    fn notes(&self) -> Option<Arc<dyn NoteKeeper>> {
+        let place = self.notes?;
+        let id = DeviceId::from_bytes(*b"a simulated disk");
+        let slots = (place == SimNotePlace::Slots).then(|| Notes::at(id, NOTE_OFFSET, NOTE_BYTES));
+        Some(Arc::new(SimNotes {
+            disk: Arc::clone(&self.shared.disk),
+            slots,
+            file: Arc::clone(&self.shared.file),
+        }))
     }
 }
 
@@ -562,7 +839,7 @@ mod tests {
                         },
                     }
                 }
-                disk.flush();
+                disk.flush().unwrap();
             }
             let found = disk.injected();
             assert_eq!(told, [found.write_errors, found.read_errors, found.short, found.again]);
@@ -627,7 +904,7 @@ mod tests {
             let disk = disk(&format!("seed=5,torn={torn}"));
             let blocks = 300;
             write(&disk, 0, 1, blocks * BLOCK_BYTES).unwrap();
-            disk.flush();
+            disk.flush().unwrap();
             write(&disk, 100 * BLOCK_BYTES, 2, 200 * BLOCK_BYTES).unwrap();
             assert!(read(&disk, 100 * BLOCK_BYTES, BLOCK_BYTES) == [2; BLOCK_BYTES], "seen before the crash");
             disk.crash();
@@ -655,7 +932,7 @@ mod tests {
     fn a_lost_flush_says_all_is_well_and_a_crash_then_takes_data() {
         let disk = disk("seed=5,lost_flush_one_in=1");
         write(&disk, 0, 1, 100 * BLOCK_BYTES).unwrap();
-        disk.flush();
+        disk.flush().unwrap();
         assert_eq!(disk.injected(), Injected { lost_flushes: 1, ..Injected::default() });
         disk.crash();
         let after = read(&disk, 0, 100 * BLOCK_BYTES);

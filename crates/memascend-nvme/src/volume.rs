@@ -200,6 +200,8 @@ impl Volume {
             // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
             std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
             making.made = true;
+            // What is committed there is not to be lost with the directory's name; but one may write where one may not read.
+            let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
         }
         if !create && !directory.join(Self::FILE_NAME).exists() {
             return Err(IoError::NotKept { path: given.to_owned() });
@@ -439,7 +441,8 @@ impl NoteKeeper for Volume {
             Place::Device(device) => Ok(device.find_note()?),
             Place::Directory { directory, .. } => {
                 let path = directory.join(Self::NOTE_NAME);
-                match read_no_link(&path) {
+                let synced = |note| File::open(directory)?.sync_all().map(|()| note);
+                match read_no_link(&path).and_then(synced) {
                     Ok(mut note) => {
                         // The room that it has beyond its end; no note ends in zeros.
                         note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
@@ -505,6 +508,7 @@ fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
     if file.metadata()?.len() > NOTE_BYTES_MAX {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
+    file.sync_all()?;
     let mut bytes = Vec::new();
     file.take(NOTE_BYTES_MAX).read_to_end(&mut bytes)?;
     Ok(bytes)

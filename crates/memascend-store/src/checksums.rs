@@ -22,6 +22,14 @@ pub(crate) fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::checksum(Crc32Iscsi, bytes) as u32
 }
 
+/// CRC-32C of bytes in two pieces.
+pub(crate) fn checksum_of_both(first: &[u8], second: &[u8]) -> u32 {
+    let mut digest = crc_fast::Digest::new(Crc32Iscsi);
+    digest.update(first);
+    digest.update(second);
+    digest.finalize() as u32
+}
+
 /// CRC-32C of bytes of which `first` is that of the first ones, and `second` that of the `blocks` blocks behind.
 fn combine(first: u32, second: u32, blocks: u32) -> u32 {
     crc_fast::checksum_combine(Crc32Iscsi, first.into(), second.into(), u64::from(blocks) * BLOCK) as u32
@@ -97,6 +105,13 @@ pub(crate) struct Encoded {
     /// MiB, first and last block and checksum of what is known in those.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     parts: Vec<(u32, u32, u32, u32)>,
+}
+
+impl Encoded {
+    /// How long the text is.
+    pub(crate) fn text_bytes(&self) -> usize {
+        self.known.len()
+    }
 }
 
 impl Checksums {
@@ -297,7 +312,7 @@ impl Checksums {
         let mut encoded = Encoded { known: String::new(), unknown: Vec::new(), parts: Vec::new() };
         if self.known.iter().any(|word| *word != 0) {
             let known = |mib: u32| self.known(mib).unwrap_or(0);
-            encode_words(&mut encoded.known, (0..self.mibs() as u32).map(known));
+            encoded.known = encode_words((0..self.mibs() as u32).map(known));
         }
         for mib in 0..self.mibs() as u32 {
             if self.known(mib).is_some() {
@@ -402,22 +417,44 @@ pub(crate) fn sum_pieces(pieces: Vec<(u32, Range<u32>, Range<usize>)>, bytes: &[
 
 const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-/// Words in base 64, little-endian, padded to whole groups with `=`.
-fn encode_words(text: &mut String, words: impl ExactSizeIterator<Item = u32>) {
-    let bytes: Vec<u8> = words.flat_map(u32::to_le_bytes).collect();
-    let mut digits = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
-    let digit = |bits: u32| DIGITS[(bits & 63) as usize];
-    let (groups, rest) = bytes.as_chunks::<3>();
-    for group in groups {
-        let bits = u32::from_be_bytes([0, group[0], group[1], group[2]]);
-        digits.extend([digit(bits >> 18), digit(bits >> 12), digit(bits >> 6), digit(bits)]);
+/// The two digits of each twelve bits.
+static PAIRS: [[u8; 2]; 4096] = {
+    let mut pairs = [[0; 2]; 4096];
+    let mut bits = 0;
+    while bits < 4096 {
+        pairs[bits] = [DIGITS[bits >> 6], DIGITS[bits & 63]];
+        bits += 1;
     }
-    if !rest.is_empty() {
-        let bits = u32::from_be_bytes([0, rest[0], rest.get(1).copied().unwrap_or(0), 0]);
-        let third = if rest.len() == 2 { digit(bits >> 6) } else { b'=' };
-        digits.extend([digit(bits >> 18), digit(bits >> 12), third, b'=']);
+    pairs
+};
+
+/// Words in base 64, little-endian, padded to whole groups with `=`. Each commit writes a hundred thousand.
+fn encode_words(mut words: impl ExactSizeIterator<Item = u32>) -> String {
+    let mut digits = Vec::with_capacity((words.len() * 4).div_ceil(3) * 4);
+    let group = |digits: &mut Vec<u8>, bits: u32| {
+        let [[first, second], [third, fourth]] =
+            [PAIRS[(bits >> 12 & 0xfff) as usize], PAIRS[(bits & 0xfff) as usize]];
+        digits.extend_from_slice(&[first, second, third, fourth]);
+    };
+    // Three words are four groups of three bytes.
+    while words.len() >= 3 {
+        let mut next = || words.next().expect("three are left");
+        let (a, b, c) = (next(), next(), next());
+        group(&mut digits, a.swap_bytes() >> 8);
+        group(&mut digits, (a >> 24) << 16 | (b & 0xffff).swap_bytes() >> 16);
+        group(&mut digits, (b >> 16).swap_bytes() >> 8 | (c & 0xff));
+        group(&mut digits, c.swap_bytes() & 0xff_ffff);
     }
-    text.push_str(std::str::from_utf8(&digits).expect("digits are ASCII"));
+    let mut rest: Vec<u8> = words.flat_map(u32::to_le_bytes).collect();
+    let bytes = rest.len();
+    rest.resize(bytes.next_multiple_of(3), 0);
+    for three in rest.as_chunks::<3>().0 {
+        group(&mut digits, u32::from_be_bytes([0, three[0], three[1], three[2]]));
+    }
+    let padding = rest.len() - bytes;
+    let begin = digits.len() - padding;
+    digits[begin..].fill(b'=');
+    String::from_utf8(digits).expect("digits are ASCII")
 }
 
 /// As many words as that, if the text is exactly what they are in base 64.
@@ -445,7 +482,192 @@ fn decode_words(text: &str, words: usize) -> Option<Vec<u32>> {
     }
     bytes.truncate(words * 4);
     let decoded: Vec<u32> = bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
-    let mut again = String::new();
-    encode_words(&mut again, decoded.iter().copied());
-    (decoded.len() == words && again == text).then_some(decoded)
+    (decoded.len() == words && encode_words(decoded.iter().copied()) == text).then_some(decoded)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BLOCKS_ALL: usize = 2 * BLOCKS as usize + 50;
+
+    #[derive(Debug, Clone)]
+    enum Action {
+        Write { first: usize, count: usize, arrives: bool },
+        Read { first: usize, count: usize },
+        Remember,
+    }
+
+    fn range() -> impl Strategy<Value = (usize, usize)> {
+        // Often around the ends of MiBs, and whole ones.
+        let first = prop_oneof![0..BLOCKS_ALL, Just(0), Just(256), Just(512), 250_usize..262];
+        let count = prop_oneof![1..BLOCKS_ALL, Just(256), Just(50), 1_usize..20];
+        (first, count).prop_map(|(first, count)| (first, count.min(BLOCKS_ALL - first)))
+    }
+
+    fn action() -> impl Strategy<Value = Action> {
+        prop_oneof![
+            6 => (range(), prop::bool::weighted(0.9))
+                .prop_map(|((first, count), arrives)| Action::Write { first, count, arrives }),
+            6 => range().prop_map(|(first, count)| Action::Read { first, count }),
+            1 => Just(Action::Remember),
+        ]
+    }
+
+    struct Disk {
+        bytes: Vec<u8>,
+        sums: Checksums,
+        writes: u8,
+    }
+
+    impl Disk {
+        fn new() -> Self {
+            let bytes = vec![0; BLOCKS_ALL * BLOCK_BYTES];
+            Self { sums: Checksums::new(bytes.len() as u64), bytes, writes: 0 }
+        }
+
+        fn write(&mut self, first: usize, count: usize, arrives: bool) {
+            self.writes = self.writes.wrapping_add(1);
+            let (offset, length) = (first * BLOCK_BYTES, count * BLOCK_BYTES);
+            let new = vec![self.writes; length];
+            self.sums.write(&sum_writes(offset as u64, &new));
+            if arrives {
+                self.bytes[offset..offset + length].copy_from_slice(&new);
+            } else {
+                // Some of it arrived, and it is told that it did not.
+                self.bytes[offset..offset + length / 2].copy_from_slice(&new[..length / 2]);
+                self.sums.forget(offset as u64, length as u64);
+            }
+        }
+
+        fn read(&mut self, first: usize, count: usize) -> Option<(u64, u64)> {
+            let (offset, length) = (first * BLOCK_BYTES, count * BLOCK_BYTES);
+            let pieces = self.sums.cut(offset as u64, length as u64);
+            let sums = sum_pieces(pieces, &self.bytes[offset..offset + length]);
+            self.sums.read(&sums)
+        }
+
+        /// Whether a byte is of something whose checksum is known.
+        fn is_known(&self, at: usize) -> bool {
+            let (mib, block) = ((at / SUM_BYTES as usize) as u32, (at / BLOCK_BYTES) as u32 % BLOCKS);
+            self.sums.written(mib).iter().any(|part| (part.begin..part.end).contains(&block))
+        }
+
+        fn remember(&mut self) {
+            let text = serde_json::to_string(&self.sums.encode()).unwrap();
+            let decoded = Checksums::decode(self.bytes.len() as u64, &serde_json::from_str(&text).unwrap());
+            self.sums = decoded.expect("what was encoded");
+            assert_eq!(serde_json::to_string(&self.sums.encode()).unwrap(), text);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn whatever_is_cut_how_ever_right_bytes_are_right_and_a_flip_is_found(
+            actions in prop::collection::vec(action(), 1..40),
+            flip in 0..BLOCKS_ALL * BLOCK_BYTES,
+            bit in 0..8_u32,
+            cuts in prop::collection::vec(1_usize..300, 1..40),
+        ) {
+            let mut disk = Disk::new();
+            for action in actions {
+                match action {
+                    Action::Write { first, count, arrives } => disk.write(first, count, arrives),
+                    Action::Read { first, count } => prop_assert_eq!(disk.read(first, count), None),
+                    Action::Remember => disk.remember(),
+                }
+            }
+            let known = disk.is_known(flip);
+            disk.bytes[flip] ^= 1 << bit;
+            // All of it is read, in pieces of any length.
+            let (mut at, mut found) = (0, None);
+            for count in cuts.iter().cycle() {
+                let count = (*count).min(BLOCKS_ALL - at);
+                found = found.or(disk.read(at, count));
+                at += count;
+                if at == BLOCKS_ALL {
+                    break;
+                }
+            }
+            prop_assert_eq!(found.is_some(), known);
+            if let Some((offset, bytes)) = found {
+                prop_assert!((offset..offset + bytes).contains(&(flip as u64)), "{} {}", offset, bytes);
+            }
+        }
+
+        #[test]
+        fn what_was_written_in_parts_is_known_as_a_whole(cuts in prop::collection::vec(1_usize..300, 1..40)) {
+            let mut disk = Disk::new();
+            let mut parts = Vec::new();
+            let mut at = 0;
+            for count in cuts.iter().cycle() {
+                let count = (*count).min(BLOCKS_ALL - at);
+                parts.push((at, count));
+                at += count;
+                if at == BLOCKS_ALL {
+                    break;
+                }
+            }
+            // In some order.
+            parts.sort_by_key(|(first, count)| (first * 7 + count * 13) % 31);
+            for (first, count) in parts {
+                disk.write(first, count, true);
+            }
+            prop_assert!(disk.sums.mixed.is_empty());
+            for mib in 0..3 {
+                let begin = mib as usize * SUM_BYTES as usize;
+                let end = disk.bytes.len().min(begin + SUM_BYTES as usize);
+                prop_assert_eq!(disk.sums.known(mib), Some(checksum(&disk.bytes[begin..end])));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_overwritten_part_by_part_after_it_was_read_is_compared_to_its_end() {
+        let mut disk = Disk::new();
+        disk.write(0, 256, true);
+        let flip = 200 * BLOCK_BYTES + 5;
+        disk.bytes[flip] ^= 4;
+        // An update in place: each part is read, then written.
+        for (first, found) in [(0, None), (64, None), (128, None), (192, Some((0, 1 << 20)))] {
+            assert_eq!(disk.read(first, 64), found, "part {first}");
+            disk.write(first, 64, true);
+        }
+        assert_eq!(disk.read(0, 256), None);
+        assert!(disk.sums.mixed.is_empty());
+    }
+
+    #[test]
+    fn crc_32c_is_what_others_compute() {
+        // The check value of the catalogues, and RFC 3720's for 32 zeros.
+        assert_eq!(checksum(b"123456789"), 0xe306_9283);
+        assert_eq!(checksum(&[0; 32]), 0x8a91_36aa);
+    }
+
+    #[test]
+    fn base_64_is_exact() {
+        for words in [
+            vec![],
+            vec![0],
+            vec![1, u32::MAX],
+            vec![0x0403_0201, 0x0807_0605, 0x0c0b_0a09],
+            (0..50).map(|n| n * 0x1234_5679).collect(),
+        ] {
+            let text = encode_words(words.iter().copied());
+            assert_eq!(decode_words(&text, words.len()), Some(words.clone()), "{text}");
+            assert_eq!(decode_words(&text, words.len() + 1), None);
+        }
+        assert_eq!(decode_words("AQIDBA==", 1), Some(vec![0x0403_0201]));
+        assert_eq!(
+            encode_words([0x0403_0201, 0x0807_0605, 0x0c0b_0a09, 0x100f_0e0d].into_iter()),
+            "AQIDBAUGBwgJCgsMDQ4PEA=="
+        );
+        for wrong in ["AQIDBB==", "AQIDBA=A", "AQID BA=", "AQIDBA--"] {
+            assert_eq!(decode_words(wrong, 1), None, "{wrong}");
+        }
+    }
 }

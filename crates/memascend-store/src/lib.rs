@@ -22,6 +22,11 @@ mod store;
 mod table;
 mod verify;
 
+/// What the fuzz target reaches that nobody else does.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
+
 pub use commit::{Snapshot, TensorReport};
 pub use error::{Damage, Result, StoreError};
 pub use extents::{Extent, ExtentAllocator};

@@ -15,7 +15,7 @@ use std::str::FromStr;
 use memascend_nvme::{BLOCK_BYTES, DeviceId};
 use serde::{Deserialize, Serialize};
 
-use crate::checksums::{Checksums, Encoded, checksum};
+use crate::checksums::{Checksums, Encoded, checksum, checksum_of_both};
 use crate::{Extent, Layout};
 
 /// The format that is written and read.
@@ -102,19 +102,22 @@ pub(crate) struct Manifest {
 }
 
 /// The JSON of a manifest, but for the volume.
-pub(crate) struct Common(String);
+pub(crate) struct Common(Vec<u8>);
 
 impl Common {
     pub(crate) fn of(body: &Body) -> Self {
-        Self(serde_json::to_string(body).expect("a manifest is plain data"))
+        // Nearly all of it is checksums: room for everything at once.
+        let sums: usize = body.versions.iter().map(|version| version.sums.text_bytes() + 100).sum();
+        let mut json = Vec::with_capacity(sums + sums / 4 + 4096);
+        serde_json::to_writer(&mut json, body).expect("a manifest is plain data");
+        Self(json)
     }
 
     /// What goes to one of the volumes.
     pub(crate) fn note(&self, volume: usize) -> Vec<u8> {
-        let json = format!("{{\"volume\":{volume},{}", &self.0[1..]);
-        let mut note = first_line(json.len(), checksum(json.as_bytes())).into_bytes();
-        note.extend_from_slice(json.as_bytes());
-        note
+        let (begin, rest) = (format!("{{\"volume\":{volume},"), &self.0[1..]);
+        let line = first_line(begin.len() + rest.len(), checksum_of_both(begin.as_bytes(), rest));
+        [line.as_bytes(), begin.as_bytes(), rest].concat()
     }
 }
 

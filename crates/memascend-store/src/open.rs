@@ -8,7 +8,7 @@ use memascend_nvme::{IoError, Volume, open_engine};
 
 use crate::manifest::{Manifest, NotManifest, Written};
 use crate::store::{Member, OpenEngine};
-use crate::table::{Bytes, Generation, Tagged};
+use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError, StoreOptions};
 
 /// A volume that was found, and what is on it.
@@ -150,18 +150,24 @@ impl Store {
             }
         }
         self.sequence.store(manifest.body.sequence, Ordering::Relaxed);
+        self.table().fill(manifest)
+    }
+}
+
+impl Table {
+    /// Takes what a manifest says into an empty table.
+    pub(crate) fn fill(&mut self, manifest: Manifest) -> Option<()> {
         let mut names: Vec<Option<Arc<str>>> = vec![None; manifest.sums.len()];
         let generations = || manifest.body.snapshots.iter().chain(&manifest.body.current);
         for (name, version) in generations().flat_map(|written| &written.tensors) {
             names[*version].get_or_insert_with(|| name.as_str().into());
         }
-        let mut table = self.table();
         let mut keys = Vec::new();
         let mut shared: Vec<Arc<str>> = Vec::new();
         for ((version, sums), name) in manifest.body.versions.iter().zip(manifest.sums).zip(names) {
             let name = name?;
             shared.push(Arc::clone(&name));
-            keys.push(table.insert(Bytes::new(name, version.extents(), Some(sums)), false).offset);
+            keys.push(self.insert(Bytes::new(name, version.extents(), Some(sums)), false).offset);
         }
         let generation = |written: &Written| {
             let tensor = |(_, version): &(String, usize)| (Arc::clone(&shared[*version]), keys[*version]);
@@ -174,18 +180,18 @@ impl Store {
                 tensors: tensors.into(),
             }
         };
-        table.last_number = generations().map(|written| written.number).max().unwrap_or(0);
+        self.last_number = generations().map(|written| written.number).max().unwrap_or(0);
         for written in &manifest.body.snapshots {
-            table.add_snapshot(Tagged { tag: written.tag.as_str().into(), generation: generation(written) });
+            self.add_snapshot(Tagged { tag: written.tag.as_str().into(), generation: generation(written) });
         }
         if let Some(current) = manifest.body.current.as_ref().map(generation) {
             for (name, key) in current.tensors.iter() {
-                table.create_tensor(Arc::clone(name), *key);
+                self.create_tensor(Arc::clone(name), *key);
             }
-            let last = table.last_number;
-            table.pin(&current);
-            table.commit(Some(current), true);
-            table.last_number = last;
+            let last = self.last_number;
+            self.pin(&current);
+            self.commit(Some(current), true);
+            self.last_number = last;
         }
         Some(())
     }

@@ -384,7 +384,9 @@ impl Store {
         let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
         self.members.iter().zip(room).enumerate().find_map(|(index, (member, room))| {
             let used_bytes = self.map.layout.share_bytes(index, table.allocator.end());
-            let needed_bytes = self.map.layout.share_bytes(index, end) - used_bytes;
+            // A volume that has become smaller than what lies on it lets nothing grow, wherever the growth would be.
+            let lost_bytes = if end > table.allocator.end() { used_bytes.saturating_sub(*room) } else { 0 };
+            let needed_bytes = self.map.layout.share_bytes(index, end) - used_bytes + lost_bytes;
             let free_bytes = room.saturating_sub(used_bytes);
             let path = member.volume.path().to_owned();
             (needed_bytes > free_bytes).then_some(IoError::NoSpace { path, needed_bytes, free_bytes })
@@ -395,7 +397,7 @@ impl Store {
     fn room(&self) -> Result<Vec<u64>> {
         let room = |member: &Member| match member.engine.needs_room() {
             true => Ok(member.volume.free_bytes()?.saturating_add(member.volume.reserved_bytes())),
-            false => Ok(u64::MAX),
+            false => Ok(member.engine.room_bytes().unwrap_or(u64::MAX)),
         };
         self.members.iter().map(room).collect()
     }
@@ -570,10 +572,13 @@ impl After {
     }
 }
 
+/// The first error of a transfer, and what there is to do at its end.
+type Outcome = (Option<IoError>, Option<(After, Transferred)>);
+
 /// Collects the parts of one transfer.
 struct Join {
     left: AtomicUsize,
-    outcome: Mutex<(Option<IoError>, Option<(After, Transferred)>)>,
+    outcome: Mutex<Outcome>,
     of: Arc<Bytes>,
 }
 

@@ -375,7 +375,8 @@ impl Table {
         held
     }
 
-    #[cfg(test)]
+    /// Whether every extent has the owners that it should.
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn check(&self) {
         let mut pins: HashMap<u64, (u32, u32)> = HashMap::new();
         for generation in self.durable.iter().chain(&self.doubtful) {

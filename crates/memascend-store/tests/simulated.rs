@@ -58,6 +58,7 @@ struct Tried {
     transfers: u64,
     across_volumes: u64,
     failed: u64,
+    damaged: u64,
     blocks_verified: u64,
     crashes: u64,
     blocks_survived: u64,
@@ -358,7 +359,11 @@ impl<'a> Trial<'a> {
         let buffer = buffer.take();
         let tensor = self.tensors.get_mut(&index).expect("not freed while busy");
         tensor.busy.retain(|busy| *busy != (first, count));
-        if let Err(error) = result {
+        if let Err(StoreError::Damaged(damage)) = result {
+            // What another write went over.
+            assert!(!trusted && operation == Operation::Read && damage.tensor == tensor.name, "{damage}");
+            self.tried.damaged += 1;
+        } else if let Err(error) = result {
             self.tried.failed += 1;
             let (one_in, errnos): (_, &[i32]) = match operation {
                 Operation::Read => (self.faults.read_error_one_in, &[libc::EIO]),
@@ -567,6 +572,7 @@ fn a_store_moves_the_right_bytes_or_says_what_failed() {
     if tried.transfers > 10_000 {
         let Tried { failed, across_volumes, blocks_verified, dropped_in_flight, .. } = tried;
         let Tried { crashes, blocks_survived, blocks_old_or_new, .. } = tried;
+        assert!(tried.damaged > 0, "{tried:?}");
         for count in [failed, across_volumes, blocks_verified, dropped_in_flight] {
             assert!(count > tried.transfers / 100, "{tried:?}");
         }

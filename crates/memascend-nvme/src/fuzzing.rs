@@ -1,0 +1,104 @@
+//! The parsers of what lies on raw devices, as the fuzz targets call them: with any bytes, and with bytes whose checksums are
+//! right, since a wrong one hides everything behind it.
+
+use std::io;
+use std::sync::Mutex;
+
+use crate::block::Blocks;
+use crate::notes::{FoundNote, Medium, Notes};
+use crate::superblock::Superblock;
+use crate::{BLOCK_BYTES, DeviceId};
+
+const CRC_AT: usize = BLOCK_BYTES - 4;
+
+fn block_of(bytes: &[u8]) -> [u8; BLOCK_BYTES] {
+    let mut block = [0; BLOCK_BYTES];
+    let length = bytes.len().min(BLOCK_BYTES);
+    block[..length].copy_from_slice(&bytes[..length]);
+    block
+}
+
+fn sign(block: &mut [u8]) {
+    let crc = crc32fast::hash(&block[..CRC_AT]);
+    block[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
+}
+
+/// A block as a superblock: what is accepted divides a device in order.
+pub fn superblock(data: &[u8]) {
+    let Some((mode, data)) = data.split_first() else { return };
+    let mut block = block_of(data);
+    if mode & 1 == 1 {
+        block[..16].copy_from_slice(b"memascend-device");
+        sign(&mut block);
+    }
+    let Ok(found) = Superblock::decode(&block) else { return };
+    assert!(found.note_offset >= BLOCK_BYTES as u64);
+    assert!(found.note_offset + found.note_bytes <= found.data_offset);
+    assert!(found.data_offset + found.data_bytes <= Superblock::copy_offset(found.device_bytes));
+    let notes = Notes::of(&found);
+    let [first, second] = notes.slot_offsets();
+    assert!(first >= found.note_offset && second + notes.limit_bytes() < found.data_offset);
+    assert_eq!(Superblock::decode(&found.encode()), Ok(found));
+}
+
+/// A note area in memory; leaving it is an error of ours.
+struct Area(Mutex<Vec<u8>>);
+
+const AREA_AT: usize = 3 * BLOCK_BYTES;
+const AREA_BYTES: usize = 16 * BLOCK_BYTES;
+
+impl Medium for Area {
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
+        let mut blocks = Blocks::zeroed(bytes);
+        let at = offset as usize - AREA_AT;
+        let length = blocks.bytes().len();
+        blocks.bytes_mut().copy_from_slice(&self.0.lock().unwrap()[at..at + length]);
+        Ok(blocks)
+    }
+
+    fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
+        let at = offset as usize - AREA_AT;
+        self.0.lock().unwrap()[at..at + blocks.bytes().len()].copy_from_slice(blocks.bytes());
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Two slots of any content: what is found was there, and the next note is found.
+pub fn notes(data: &[u8]) {
+    let id = DeviceId::from_bytes(*b"0123456789abcdef");
+    let notes = Notes::at(id, AREA_AT as u64, AREA_BYTES as u64);
+    let mut bytes = vec![0; AREA_BYTES];
+    let Some((mode, data)) = data.split_first() else { return };
+    let slots = data.split_at(data.len() / 2);
+    for (index, content) in [slots.0, slots.1].into_iter().enumerate() {
+        let slot = &mut bytes[index * AREA_BYTES / 2..(index + 1) * AREA_BYTES / 2];
+        // The interesting part of the header, then the note.
+        let (header, note) = content.split_at(content.len().min(64));
+        slot[..header.len()].copy_from_slice(header);
+        let length = note.len().min(slot.len() - BLOCK_BYTES);
+        slot[BLOCK_BYTES..BLOCK_BYTES + length].copy_from_slice(&note[..length]);
+        let signs = mode >> (2 * index);
+        if signs & 1 == 1 {
+            slot[..16].copy_from_slice(b"memascend-note\0\0");
+            slot[24..40].copy_from_slice(id.as_bytes());
+            let says = u64::from_le_bytes(slot[48..56].try_into().expect("eight bytes"));
+            if signs & 2 == 2 && says <= notes.limit_bytes() {
+                let crc = crc32fast::hash(&slot[BLOCK_BYTES..BLOCK_BYTES + says as usize]);
+                slot[20..24].copy_from_slice(&crc.to_le_bytes());
+            }
+            sign(slot);
+        }
+    }
+    let area = Area(Mutex::new(bytes));
+    let found = notes.find(&area).expect("memory can be read");
+    assert!(found.note.is_none_or(|note| note.len() as u64 <= notes.limit_bytes()));
+    notes.write(&area, data.get(..100).unwrap_or(data)).expect("memory can be written");
+    let written = notes.find(&area).expect("memory can be read").note;
+    assert_eq!(written.as_deref(), Some(data.get(..100).unwrap_or(data)));
+    notes.clear(&area).expect("memory can be written");
+    assert_eq!(notes.find(&area).expect("memory can be read").note, FoundNote::default().note);
+}

@@ -1,0 +1,212 @@
+"""What stands in a store, looked at, checked and moved out without training; and stores that find no room."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lab
+import pytest
+import torch
+from test_generations import LEAST, Run, build, go_on, same
+from transformers import AutoModelForCausalLM
+
+import memascend
+from memascend import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor], dict[str, Any]]]:
+    """A store after three steps with a checkpoint after the second, its weights, and its optimizer's state_dict."""
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    run = Run(model, "llama").go(2)
+    memascend.save_checkpoint(model, "second")
+    run.go(3, 2)
+    weights, states = dict(memascend.parameters_of(model)), run.optimizer.state_dict()
+    memascend.close(model)
+    yield tmp_path / "s", weights, states
+
+
+def told(capfd: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    assert cli.main([str(word) for word in words]) == code, capfd.readouterr().err
+    return capfd.readouterr().out
+
+
+def test_a_store_is_inspected(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, weights, _ = kept
+    parameters = sum(weight.numel() for weight in weights.values())
+    text = told(capfd, "inspect", store, "--tensors", "--tbw", 1)
+    assert f"LlamaForCausalLM, {parameters / 1e6:,.1f}M parameters, AdamW" in text
+    assert "step 3, generation" in text
+    assert "checkpoint second: step 2" in text
+    assert "model.layers.2.mlp.up_proj.weight.master_low" in text
+    assert "% of the drive's rated endurance" in text
+    found = json.loads(told(capfd, "inspect", store, "--tbw", 1, "--json"))
+    assert (found["steps"], found["parameters"], found["model"]) == (3, parameters, "LlamaForCausalLM")
+    assert [(one["tag"], one["steps"]) for one in found["checkpoints"]] == [("second", 2)]
+    assert sum(tensor["bytes"] for tensor in found["tensors"]) >= 12 * parameters
+    (volume,) = found["volumes"]
+    assert volume["path"] == str(store)
+    # The weights once, and three times 12 bytes of each parameter.
+    assert volume["life_bytes_written"] >= (2 + 3 * 12) * parameters
+    assert volume["endurance_used"] == pytest.approx(volume["life_bytes_written"] / 1e12)
+    # The life goes on with the run.
+    go_on(store, "llama", steps=4, keep_store=True)
+    again = json.loads(told(capfd, "inspect", store, "--json"))
+    assert again["volumes"][0]["life_bytes_written"] >= volume["life_bytes_written"] + 12 * parameters
+
+
+def test_a_store_is_verified(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, _, _ = kept
+    assert "everything is as it was written" in told(capfd, "verify", store)
+    found = json.loads(told(capfd, "inspect", store, "--json"))
+    assert found["generation"] > 0
+    file = store / "memascend.volume"
+    whole = file.read_bytes()
+    file.write_bytes(bytes(len(whole)))
+    assert cli.main(["verify", str(store)]) == cli.FAILED
+    out, err = capfd.readouterr()
+    assert "damaged: model.embed_tokens.weight, bytes 0 to 1048576: in" in out
+    assert str(file) in out
+    assert "not as they were written" in err
+
+
+def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, _, _ = kept
+    reference = Run(build("llama"), "llama").go(4).state()
+    assert told(capfd, "checkpoints", store).startswith("checkpoint second: step 2")
+    assert cli.main(["checkpoints", str(store), "--restore", "third"]) == cli.BAD_INPUT
+    assert "third" in capfd.readouterr().err
+    told(capfd, "checkpoints", store, "--restore", "second")
+    assert json.loads(told(capfd, "inspect", store, "--json"))["steps"] == 2
+    assert told(capfd, "checkpoints", store, "--delete", "second") == "no checkpoints\n"
+    durable, _, state = go_on(store, "llama")
+    assert durable == 2
+    same(state, reference)
+
+
+def test_nothing_is_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["inspect"], ["verify"], ["checkpoints"], ["export", "--out", str(tmp_path / "out")]):
+        assert cli.main([words[0], str(tmp_path / "no"), *words[1:]]) == cli.BAD_INPUT
+        assert str(tmp_path / "no") in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "torch", "distributed"])
+def test_a_store_is_exported(kept: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], layout: str) -> None:
+    store, weights, states = kept
+    out = tmp_path / "exported"
+    text = told(capfd, "export", store, "--out", out, "--format", layout)
+    assert text == f"wrote {out}: the model after step 3\n"
+    if layout != "distributed":
+        model = AutoModelForCausalLM.from_pretrained(out)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, weights[name]), name
+    if layout == "torch":
+        saved = torch.load(out / "optimizer.pt", weights_only=True)
+        assert saved["param_groups"] == states["param_groups"]
+        for key, state in states["state"].items():
+            same(saved["state"][key], state)
+    if layout == "distributed":
+        model = build("llama")
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+        memascend.load_distributed(model, optimizer, out)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, weights[name]), name
+    assert cli.main(["export", str(store), "--out", str(out)]) == cli.BAD_INPUT
+    assert "already exists" in capfd.readouterr().err
+    # The store is as it was.
+    durable, _, state = go_on(store, "llama")
+    assert durable == 3
+    same(state, Run(build("llama"), "llama").go(4).state())
+
+
+@pytest.mark.parametrize(
+    ("ending", "stays"),
+    [
+        ("raise ValueError('mine')", True),
+        ("raise KeyboardInterrupt", True),
+        ("pass", False),
+        ("memascend.close(model)", False),
+    ],
+)
+def test_a_store_stays_when_its_program_fails(tmp_path: Path, ending: str, stays: bool) -> None:
+    code = f"""
+        import torch, memascend
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+        memascend.offload(model, store={str(tmp_path / "s")!r}, host_memory="256MiB", allocator="pageable")
+        optimizer = memascend.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        {ending}
+    """
+    subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, timeout=120)
+    assert memascend.can_resume(tmp_path / "s") == stays
+    if stays:
+        linears = [torch.nn.Linear(256, 256) for _ in range(3)]
+        resumed = memascend.resume(tmp_path / "s", model=torch.nn.Sequential(*linears), **LEAST)
+        assert resumed.steps == 1, "the update of the second was still deferred"
+        memascend.close(resumed.model)
+
+
+# ---- no room --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_without_room_for_two_slots_it_is_in_place(tmp_path: Path) -> None:
+    model = build("llama")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with lab.mounted("ext4", 20 * parameters + 16 * MIB, tmp_path / "drive") as drive:
+        options = {"store": drive.path / "s", "host_memory": "64MiB", **LEAST}
+        memascend.offload(model, durability="step", **options)
+        with pytest.raises(memascend.StoreError, match="not enough space") as caught:
+            memascend.AdamW(model.parameters(), lr=1e-2)
+        assert str(drive.path) in str(caught.value)
+        memascend.close(model)
+        model = build("llama")
+        memascend.offload(model, **options)
+        run = Run(model, "llama").go(2)
+        assert any("no room for" in notice and "in place" in notice for notice in memascend.stats(model)["notices"])
+        assert memascend.stats(model)["generation"] == 0
+        expected = Run(build("llama"), "llama").go(2)
+        assert run.losses == expected.losses
+        same(dict(memascend.parameters_of(model)), dict(expected.model.named_parameters()))
+        memascend.close(model)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_a_checkpoint_without_room_changes_nothing(tmp_path: Path, kind: str) -> None:
+    expected = Run(build("llama"), "llama").go(5).state()
+    with lab.mounted(kind, lab.LEAST_BYTES[kind] + 128 * MIB, tmp_path / "drive") as drive:
+        store = drive.path / "s"
+        model = memascend.offload(build("llama"), store=store, host_memory="64MiB", **LEAST)
+        run = Run(model, "llama").go(2)
+        ballast = drive.fill(leave=MIB)
+        with pytest.raises(memascend.StoreError, match="not enough space"):
+            memascend.save_checkpoint(model, "two")
+        assert memascend.checkpoints(model) == []
+        run.go(3, 2)
+        with pytest.raises((OSError, memascend.CheckpointError), match=r"[Nn]o space left|not enough space"):
+            memascend.save_distributed(model, run.optimizer, drive.path / "dcp")
+        assert not (drive.path / "dcp").exists()
+        ballast.unlink()
+        memascend.save_checkpoint(model, "three")
+        run.go(4, 3)
+        memascend.flush(model)
+        memascend.offload_of(model).close(failed=True)
+        resumed = memascend.resume(store, tag="three", **LEAST)
+        assert resumed.steps == 3
+        run = Run(resumed.model, "llama", resumed.optimizer).go(5, 3)
+        same(run.state(), expected)
+        memascend.close(resumed.model)
