@@ -84,7 +84,7 @@ impl Kind {
 /// A store in temporary directories.
 pub struct Bench {
     pub store: Arc<Store>,
-    _root: tempfile::TempDir,
+    _root: Option<tempfile::TempDir>,
 }
 
 impl Bench {
@@ -103,7 +103,12 @@ impl Bench {
         };
         let engine = EngineOptions { choice, ..EngineOptions::default() };
         let options = StoreOptions { engine, ..StoreOptions::default() };
-        Self { store: Arc::new(Store::create(&directories, &options).unwrap()), _root: root }
+        Self { store: Arc::new(Store::create(&directories, &options).unwrap()), _root: Some(root) }
+    }
+
+    /// A store of the caller's.
+    pub fn on(store: Store) -> Self {
+        Self { store: Arc::new(store), _root: None }
     }
 
     /// Writes `bytes` to a new tensor.
@@ -384,7 +389,11 @@ impl Unit {
 
     /// As [`Unit::new`], where writing may fail.
     pub fn try_new(model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
-        let bench = Bench::new(setup.kind, setup.volumes);
+        Self::put_on(Bench::new(setup.kind, setup.volumes), model, setup)
+    }
+
+    /// Puts the model's unit on a store.
+    pub fn put_on(bench: Bench, model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
         let put = |(index, part): (usize, Range<usize>)| {
             bench.put(&format!("layer.0.{index}"), &model.start.unit[part])
         };
@@ -402,6 +411,13 @@ impl Unit {
         Self::on(bench, model, setup, ids)
     }
 
+    /// The unit that a store has which was opened again.
+    pub fn found_on(bench: Bench, model: &Arc<Model>, setup: Setup) -> Self {
+        let find = |index: usize| bench.store.find_tensor(&format!("layer.0.{index}")).unwrap();
+        let ids = (0..model.parts().len()).map(find).collect();
+        Self::on(bench, model, setup, ids)
+    }
+
     fn on(bench: Bench, model: &Arc<Model>, setup: Setup, ids: Vec<TensorId>) -> Self {
         let store = &bench.store;
         let chunk_elements = setup.chunk_blocks * GRADIENT_BLOCK;
@@ -415,7 +431,10 @@ impl Unit {
         for (index, shape) in model.shapes.iter().enumerate() {
             let name = |what: &str| format!("layer.0.{index}.{what}");
             let allocate = |plane: Plane| {
-                (plane, store.create_tensor(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap())
+                let found = store.find_tensor(&name(plane.name));
+                let create =
+                    || store.create_tensor(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap();
+                (plane, found.unwrap_or_else(create))
             };
             let gradient = if shape.is_pack() {
                 let bytes = shape.numel * shape.dtype().bytes();

@@ -1,0 +1,146 @@
+//! The power fails at every single operation of some optimizer steps: reads, writes of weights, states and spilled gradients, flushes
+//! and manifests, on simulated disks that reorder and tear. What is there afterwards is a step, whole, to the bit; and from there
+//! the rest of the steps give what they give without the failure.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memascend_nvme::{Faults, OpenedEngine, Power, SimDisk, SimEngine, SimNotePlace, Volume, VolumeFile};
+use memascend_optim::kernels::{Algorithm, Moments, Rule, Weight};
+use memascend_store::{Store, StoreError, StoreOptions};
+use support::{Bench, Kind, Model, Setup, Shape, Unit, adamw, within_patience};
+
+const STEPS: u64 = 3;
+
+struct Lab {
+    power: Arc<Power>,
+    disks: Vec<Arc<SimDisk>>,
+    directories: Vec<PathBuf>,
+    place: SimNotePlace,
+}
+
+impl Lab {
+    fn new(root: &Path, volumes: u64, seed: u64, place: SimNotePlace) -> Self {
+        let power = Power::new();
+        let disk = |index| {
+            let faults = Faults { seed: 2 * seed + index, torn: true, reorder: 5, ..Faults::default() };
+            SimDisk::with_power(faults, Arc::clone(&power))
+        };
+        Self {
+            disks: (0..volumes).map(disk).collect(),
+            directories: (0..volumes).map(|index| root.join(index.to_string())).collect(),
+            power,
+            place,
+        }
+    }
+
+    fn store(&self, create: bool) -> Result<Store, StoreError> {
+        let options = StoreOptions { direct: false, ..StoreOptions::default() };
+        let open = |file: &Arc<VolumeFile>| {
+            let directory = file.path().parent().expect("a directory has it");
+            let index = self.directories.iter().position(|known| known == directory).expect("one of ours");
+            let engine = SimEngine::running(file, Arc::clone(&self.disks[index])).with_notes(self.place);
+            Ok(OpenedEngine { engine: Arc::new(engine), notice: None })
+        };
+        if create {
+            Store::create_with(&self.directories, &options, &open)
+        } else {
+            Store::open_with(&self.directories, &options, &open)
+        }
+    }
+
+    /// What a power failure leaves, once the process is gone, which could not tidy up.
+    fn crash(&self) {
+        for directory in &self.directories {
+            std::fs::create_dir_all(directory).unwrap();
+            let file = directory.join(Volume::FILE_NAME);
+            std::fs::OpenOptions::new().create(true).append(true).open(file).unwrap();
+        }
+        self.power.restore();
+        self.disks.iter().for_each(|disk| disk.crash());
+    }
+}
+
+/// Steps `from + 1 ..= STEPS`, each committed; tells of the last that was.
+fn train(unit: &Unit, from: u64, mut committed: impl FnMut(u64)) -> Result<(), String> {
+    let told = |error: &dyn std::fmt::Display| error.to_string();
+    for step in from + 1..=STEPS {
+        unit.capture(step).map_err(|error| told(&error))?;
+        let lease = unit.lease();
+        unit.fetch(&lease, unit.updates(step)).wait().map_err(|error| told(&error))?;
+        unit.pending.wait().map_err(|error| told(&error))?;
+        unit.bench.store.commit(&step.to_string()).map_err(|error| told(&error))?;
+        committed(step);
+    }
+    Ok(())
+}
+
+/// A tensor in two pieces, a pack, one with other rules, and frozen weights between them; gradients find little room.
+fn model() -> Arc<Model> {
+    let lion = Rule { algorithm: Algorithm::Lion, moments: Moments::Bf16, weight: Weight::F16Master };
+    let pack = Shape {
+        rule: adamw(Weight::Bf16Split),
+        numel: 900,
+        gap_pages: 0,
+        segments: vec![(0, 300), (320, 500)],
+    };
+    let shapes = vec![Shape::whole(adamw(Weight::Bf16Split), 70_000, 0), Shape::whole(lion, 9_000, 1), pack];
+    Arc::new(Model::new(shapes, 7))
+}
+
+/// Returns how many operations there were before the power failed, or in all.
+fn fail_at(model: &Arc<Model>, volumes: u64, place: SimNotePlace, cut: Option<u64>) -> u64 {
+    let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let lab = Lab::new(root.path(), volumes, cut.unwrap_or(0), place);
+    let setup = Setup { staging_chunks: 3, ..Setup::plain(Kind::Sim(Faults::default())) };
+    let unit = Unit::put_on(Bench::on(lab.store(true).unwrap()), model, setup).unwrap();
+    unit.bench.store.commit("0").unwrap();
+    let before = lab.power.count();
+    if let Some(cut) = cut {
+        lab.power.cut_at(cut);
+    }
+    let mut last = 0;
+    let trained = train(&unit, 0, |step| last = step);
+    let operations = lab.power.count() - before;
+    drop(unit);
+    let Some(cut) = cut else {
+        trained.unwrap();
+        return operations;
+    };
+    assert!(lab.power.is_off() || trained.is_ok(), "cut {cut}: {trained:?}");
+    lab.crash();
+    let what = format!("{volumes} volumes, {place:?}, cut {cut}");
+    let unit = Unit::found_on(Bench::on(lab.store(false).unwrap()), model, setup);
+    let step: u64 = unit.bench.store.state().expect("the first commit came before").parse().unwrap();
+    assert!(step == last || step == last + 1, "{what}: step {step} after {last}");
+    if step > 0 {
+        // Before the first step there are no states.
+        unit.on_ssd().unwrap().assert_same(&model.in_memory(step), &what);
+    }
+    train(&unit, step, |_| ()).unwrap();
+    unit.on_ssd().unwrap().assert_same(&model.in_memory(STEPS), &what);
+    operations
+}
+
+#[test]
+fn a_power_failure_at_any_operation_of_a_step_leaves_a_step() {
+    let model = model();
+    for (volumes, place) in [(1, SimNotePlace::File), (2, SimNotePlace::Slots)] {
+        let mut cuts = 0;
+        for cut in 1.. {
+            let model = Arc::clone(&model);
+            let (sender, receiver) = std::sync::mpsc::channel();
+            within_patience(&format!("{volumes} volumes, cut {cut}"), move || {
+                let _ = sender.send(fail_at(&model, volumes, place, Some(cut)));
+            });
+            cuts = cut;
+            if receiver.recv().unwrap() < cut {
+                break; // it went through
+            }
+        }
+        println!("{volumes} volumes, {place:?}: {cuts} cuts");
+        assert!(cuts > 60, "{cuts} cuts: {}", fail_at(&model, volumes, place, None));
+    }
+}
