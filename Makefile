@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python asan wheel lint format bench clean distclean
+.PHONY: help demo test test-rust test-python asan fuzz wheel lint format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,13 @@ test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
 	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
 		--target x86_64-unknown-linux-gnu --target-dir target/asan
+
+# Seconds for each target; needs `cargo install cargo-fuzz` and a nightly toolchain.
+FUZZ_SECONDS ?= 60
+fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ_SECONDS for each)
+	cd crates/memascend-store/fuzz && for target in manifest superblock notes; do \
+		mkdir -p corpus/$$target && cargo +nightly fuzz run --fuzz-dir . $$target corpus/$$target seeds/$$target \
+		-- -max_total_time=$(FUZZ_SECONDS) -dict=manifest.dict || exit 1; done
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree.
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)

@@ -265,7 +265,17 @@ class Replay:
     def __init__(self, model, plan, units, store: Path, activation_scale: float) -> None:
         options = {"engine": "null", "direct": False, "allocator": "pageable"}
         self.model, self.plan, self.activation_scale = model, plan, activation_scale
-        self.state = Offload(model, units, plan, str(store), recompute=True, keep_store=False, options=options)
+        self.state = Offload(
+            model,
+            units,
+            plan,
+            str(store),
+            recompute=True,
+            keep_store=False,
+            durability="none",
+            source={},
+            options=options,
+        )
         self.state.attach()
         self.optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
         self.units = {unit.name: unit for unit in units}

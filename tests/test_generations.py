@@ -556,7 +556,7 @@ def test_a_damaged_manifest_is_refused(kept: Path) -> None:
         manifest.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(memascend.StoreError, match=r"damaged|format|kept"):
             memascend.resume(kept)
-    manifest.write_bytes(whole[:-10])
+    manifest.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(memascend.StoreError, match="damaged"):
         memascend.resume(kept)
     manifest.write_bytes(whole)

@@ -46,7 +46,9 @@ class KeptBuffers:
         if copies is None or state is None:
             return
         self._seen = {name: seen for name, _, seen in copies}
-        self.described = [[name, copy.dtype, list(copy.shape)] for name, copy, _ in copies]
+        dtypes = [str(copy.dtype).removeprefix("torch.") for _, copy, _ in copies]
+        shapes = [list(copy.shape) for _, copy, _ in copies]
+        self.described = [list(each) for each in zip((name for name, _, _ in copies), dtypes, shapes, strict=True)]
         parts = [_bytes(copy) for _, copy, _ in copies]
         whole = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         runtime = state.runtime
@@ -71,7 +73,7 @@ class KeptBuffers:
         differing = buffers.keys() ^ {name for name, _, _ in described}
         if differing:
             raise CheckpointError(f"the store holds another model: buffer {min(differing)} is in one of them only")
-        kept = [torch.empty(shape, dtype=dtype) for _, dtype, shape in described]
+        kept = [torch.empty(shape, dtype=getattr(torch, dtype)) for _, dtype, shape in described]
         whole = torch.empty(sum(copy.nbytes for copy in kept), dtype=torch.uint8)
         self.described = described
         if not whole.numel():

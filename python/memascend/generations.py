@@ -244,7 +244,7 @@ class Generations:
                             "dtype": str(tensor.dtype).removeprefix("torch."),
                             "numel": tensor.numel,
                             "parameters": [
-                                [place.name, list(place.shape), place.start, place.parameter.requires_grad]
+                                [place.name, place.shape, place.start, place.parameter.requires_grad]
                                 for place in tensor.places
                             ],
                             "states": [
@@ -261,10 +261,10 @@ class Generations:
             ],
             "buffers": self._buffers.described,
             "optimizers": self._described(),
-            "random": moment["random"],
-            "tracked": tracked,
+            "random": plain.encode(moment["random"], "the random numbers"),
+            "tracked": plain.encode(tracked, "the run"),
         }
-        return plain.dumps(record, "the run")
+        return plain.as_json(record)
 
     def _described(self) -> list[dict[str, Any]]:
         """What is kept of the optimizers, the latest of those too that are no more but whose states are there."""

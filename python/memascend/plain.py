@@ -19,7 +19,12 @@ def dumps(value: Any, what: str) -> str:
 
     Raises MemascendError naming the part of `what` that is something else.
     """
-    return json.dumps(_encode(value, what), separators=(",", ":"))
+    return as_json(encode(value, what))
+
+
+def as_json(value: Any) -> str:
+    """Return as JSON what is made of JSON's own kinds, or by `encode`."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def loads(text: str) -> Any:
@@ -27,7 +32,8 @@ def loads(text: str) -> Any:
     return json.loads(text, object_hook=_decode)
 
 
-def _encode(value: Any, what: str) -> Any:
+def encode(value: Any, what: str) -> Any:
+    """Return `value` in JSON's own kinds; see `dumps`."""
     if value is None or type(value) in (bool, int, str, float):
         return value
     if isinstance(value, torch.Tensor):
@@ -45,11 +51,11 @@ def _encode(value: Any, what: str) -> Any:
         return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
         if all(type(key) is str and key != _KIND for key in value):
-            return {key: _encode(each, f"{what}[{key!r}]") for key, each in value.items()}
-        pairs = [[_encode(key, what), _encode(each, f"{what}[{key!r}]")] for key, each in value.items()]
+            return {key: encode(each, f"{what}[{key!r}]") for key, each in value.items()}
+        pairs = [[encode(key, what), encode(each, f"{what}[{key!r}]")] for key, each in value.items()]
         return {_KIND: "dict", "items": pairs}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_encode(each, f"{what}[{index}]") for index, each in enumerate(value)]
+        items = [encode(each, f"{what}[{index}]") for index, each in enumerate(value)]
         return (
             items
             if isinstance(value, list)
@@ -57,9 +63,9 @@ def _encode(value: Any, what: str) -> Any:
         )
     if type(value).__module__ == "numpy":
         # Its numbers and arrays, without importing it for who does not use it.
-        return _encode(value.item() if getattr(value, "ndim", None) == 0 else torch.from_numpy(value), what)
+        return encode(value.item() if getattr(value, "ndim", None) == 0 else torch.from_numpy(value), what)
     if isinstance(value, bool | int | float | str):  # an enumeration's member, say
-        return _encode({bool: bool, int: int, float: float, str: str}[_base(value)](value), what)
+        return encode({bool: bool, int: int, float: float, str: str}[_base(value)](value), what)
     raise MemascendError(
         f"{what} is a {type(value).__name__}, which a store does not keep: numbers, strings, lists, tuples, "
         "dictionaries and tensors are"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from memascend import _memascend
+from memascend import _memascend, plain
 from memascend._memascend import Rule
 from memascend.errors import MemascendError
 from memascend.interrupts import uninterrupted
@@ -706,8 +706,8 @@ class OffloadedOptimizer(Optimizer):
 
     def trains_only(self, state: Offload) -> bool:
         """Whether every parameter is of the model `state`."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return all((found := place_of(parameter)) is not None and found[0] is state for parameter in parameters)
+        known = {id(place.parameter) for place in state.places}
+        return all(id(parameter) in known for group in self.param_groups for parameter in group["params"])
 
     def describe(self, state: Offload) -> dict[str, Any]:
         """Return what a store keeps of the optimizer: names of parameters instead of parameters, and no tensors.
@@ -719,22 +719,23 @@ class OffloadedOptimizer(Optimizer):
                 f"{type(self).__name__} also trains parameters that are not of the offloaded model, so that a step of "
                 "all of them cannot be made durable in its store: use an optimizer for each, or durability='none'"
             )
+        places = {id(place.parameter): place for place in state.places}
         groups, states = [], {}
         for group in self.param_groups:
             names = []
             for parameter in group["params"]:
-                found = place_of(parameter)
-                assert found is not None
-                names.append(found[1].name)
-                rule, owner = self._rules.get(parameter), found[1].owner
+                place = places[id(parameter)]
+                names.append(place.name)
+                rule, owner = self._rules.get(parameter), place.owner
                 mine = owner is not None and owner() is self
                 if mine and rule is not None and "step" in self.state.get(parameter, {}):
-                    made = [plane.name for plane in rule.planes if plane in found[1].made]
-                    states[found[1].name] = [self.state[parameter]["step"], [*rule.arguments], made]
-            groups.append({**group, "params": names})
+                    made = [plane.name for plane in place.made]
+                    states[place.name] = [self.state[parameter]["step"], rule.arguments, made]
+            options = {name: value for name, value in group.items() if name != "params"}
+            groups.append(plain.encode(options, "a group's options") | {"params": names})
         return {
             "class": type(self).__name__,
-            "defaults": self.defaults,
+            "defaults": plain.encode(self.defaults, "the defaults"),
             "groups": groups,
             "states": states,
             "nonfinite": self.nonfinite,
