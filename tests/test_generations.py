@@ -464,10 +464,8 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
     with pytest.raises(TypeError, match="clock is a float"):
         memascend.track(model, clock=1.0)
-    memascend.track(model, clock=Odd())
-    run = Run(model, "llama")
     with pytest.raises(memascend.MemascendError, match=r"clock.*handle.* is a object"):
-        run.go(2)
+        memascend.track(model, clock=Odd())
     memascend.close(model)
 
 
@@ -496,6 +494,135 @@ def test_tensors_come_back_from_json() -> None:
         assert torch.equal(back.view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
     with pytest.raises(memascend.MemascendError, match=r"it\['a'\]\[1\] is a function"):
         plain.dumps({"a": [1, lambda: 0]}, "it")
+
+
+class Extra(nn.Module):
+    """Parameters that no gradient reaches, modules with the names that we give, a large buffer that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(128, 128)
+        self.unused = nn.Linear(256, 256)
+        self.small = nn.Linear(1024, 1024)
+        self.register_buffer("book", torch.zeros(512, 1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.book.data = self.book + 1
+        return self.used(x).sum() + self.small(x.repeat(1, 8)).sum()
+
+
+def test_resumed_again_and_again(tmp_path: Path) -> None:
+    def go(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 128)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    reference = Extra()
+    go(reference, memascend.AdamW(reference.parameters(), lr=1e-2), 8)
+    torch.manual_seed(0)
+    model = memascend.offload(
+        Extra(), store=tmp_path / "s", host_memory="64MiB", keep_store=True, recompute=False, **LEAST
+    )
+    go(model, memascend.AdamW(model.parameters(), lr=1e-2), 2)
+    memascend.close(model)
+    used = set()
+    for number in range(3):
+        with torch.device("meta") if number == 1 else torch.device("cpu"):
+            model = Extra()
+        resumed = memascend.resume(tmp_path / "s", model=model, keep_store=True, **LEAST)
+        assert resumed.steps == 2 + 2 * number
+        assert torch.equal(model.book, torch.full((512, 1024), 2.0 + 2 * number))
+        go(model, resumed.optimizer, 2)
+        memascend.flush(model)
+        used.add(memascend.stats(model)["store_bytes_used"])
+        memascend.close(model)
+    assert len(used) == 1, "nothing is left behind from one time to the next"
+    resumed = memascend.resume(tmp_path / "s", model=Extra(), **LEAST)
+    same(dict(memascend.parameters_of(resumed.model)), dict(reference.named_parameters()))
+    memascend.close(resumed.model)
+
+
+def test_what_fails_or_only_looks_loses_nothing(tmp_path: Path) -> None:
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    run = Run(model, "llama").go(2)
+    memascend.save_checkpoint(model, "two")
+    run.go(4, 2)
+    memascend.flush(model)
+    memascend.close(model)
+    assert memascend.can_resume(tmp_path / "s"), "there is a checkpoint"
+    with pytest.raises(memascend.BudgetError):
+        memascend.resume(tmp_path / "s", tag="two", host_memory="10KB")
+    with pytest.raises(memascend.CheckpointError, match="another model"):
+        memascend.resume(tmp_path / "s", tag="two", model=build("plain"), keep_store=False)
+    resumed = memascend.resume(tmp_path / "s", **LEAST)
+    assert resumed.steps == 4
+    with pytest.raises(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError
+        finally:
+            memascend.close(resumed.model)
+    memascend.delete_checkpoint((resumed := memascend.resume(tmp_path / "s", **LEAST)).model, "two")
+    memascend.close(resumed.model)
+    assert not memascend.can_resume(tmp_path / "s")
+
+
+def test_a_loop_over_parts_of_a_model_is_durable(tmp_path: Path) -> None:
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        inputs = tiny.batch("llama", number)["input_ids"]
+        with memascend.offload_of(model).streamer.forward_pass(True):
+            hidden = model.model(input_ids=inputs).last_hidden_state
+        hidden.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert memascend.stats(model)["generation"] == 2
+    memascend.close(model)
+
+
+def test_a_commit_between_step_and_scheduler_is_made_good(tmp_path: Path) -> None:
+    expected = Run(build("llama"), "llama").go(3).state()
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+
+    def at(step: int, moment: str) -> None:
+        if moment == "step":
+            memascend.flush(model)
+
+    run = Run(model, "llama", at=at).go(2)
+    run.at = lambda step, moment: copied(tmp_path / "s", tmp_path / "copy") if moment == "backward 1" else None
+    run.go(3, 2)
+    memascend.close(model)
+    assert go_on(tmp_path / "copy", "llama", steps=2)[0] == 2
+    copied_again = tmp_path / "copy"
+    assert not memascend.can_resume(copied_again)
+    del expected
+
+
+def test_track_turns_no_time_back_and_loaded_states_are_durable(tmp_path: Path) -> None:
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    Run(model, "llama").go(2)
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "s", keep_store=True, **LEAST)
+    run = Run(resumed.model, "llama", resumed.optimizer).go(3, 2)
+    run.optimizer.param_groups[0]["lr"] = 0.125
+    memascend.save_checkpoint(resumed.model, "three")
+    memascend.track(resumed.model, position=Position())
+    assert run.optimizer.param_groups[0]["lr"] == 0.125
+    states = run.optimizer.state_dict()
+    for state in states["state"].values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 7.0)
+    run.optimizer.load_state_dict(states)
+    run.optimizer.flush()
+    copied(tmp_path / "s", tmp_path / "copy")
+    memascend.close(resumed.model)
+    resumed = memascend.resume(tmp_path / "copy", **LEAST)
+    found = resumed.optimizer.state_dict()["state"]
+    assert all((state["exp_avg"] == 7).all() for state in found.values())
+    memascend.close(resumed.model)
+    memascend.delete_checkpoint((resumed := memascend.resume(tmp_path / "s", **LEAST)).model, "three")
+    memascend.close(resumed.model)
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------

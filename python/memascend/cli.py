@@ -22,7 +22,7 @@ FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is add
 
 _EPILOG = """\
 Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. Whatever ends a run early,
-its store keeps the last durable step, and the same command with --resume goes on from there.
+its store keeps the last durable step: go on with --resume, and another --out where there is one already.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 

@@ -74,12 +74,9 @@ class Settings:
         """What a resumed run must have in common with the one that it goes on with, to come to the same end."""
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
-            *("seed", "dtype", "optimizer", "states", "master", "text_field"),
+            *("seed", "dtype", "optimizer", "states", "master", "text_field", "steps", "epochs"),
         )
-        chosen = {name: getattr(self, name) for name in names}
-        if self.schedule != "constant":  # which may go on for longer
-            chosen |= {"steps": self.steps, "epochs": self.epochs}
-        return chosen
+        return {name: getattr(self, name) for name in names}
 
     def as_record(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""

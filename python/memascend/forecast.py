@@ -17,6 +17,7 @@ from torch import nn
 
 from memascend import zero_infinity
 from memascend.activations import STASH_FROM_BYTES
+from memascend.buffers import kept_bytes
 from memascend.checkpoint import empty_model
 from memascend.data import DataError
 from memascend.generations import parse_durability
@@ -131,7 +132,7 @@ def forecast(
     work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, two_slots)
     space = ssd_space(units, config, work)
     if two_slots:
-        space["buffers"] = round_up(sum(buffer.nbytes for buffer in model.buffers()), PAGE_BYTES)
+        space["buffers"] = kept_bytes(model)
     parameters = sum(place.numel for unit in units for place in unit.places)
     planned, least = traffic(model, units, plan, config, work), traffic(model, units, smallest, config, work)
     return {

@@ -21,6 +21,7 @@ import torch
 from memascend import plain
 from memascend.buffers import KeptBuffers
 from memascend.errors import MemascendError, StoreError
+from memascend.interrupts import uninterrupted
 from memascend.plan import format_size
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class Generations:
         self._counted: weakref.ref[OffloadedOptimizer] | None = None
         #: What had to be kept at once when the last step was taken.
         self._moment: dict[str, Any] | None = None
+        self._kept_moment: dict[str, Any] | None = None
+        #: What was committed since is not all: states were loaded, or schedulers had not followed the step yet.
+        self._again = False
         self._buffers = KeptBuffers(state)
         self._due: str | None = None
         self._commit: Commit | None = None
@@ -102,21 +106,24 @@ class Generations:
         for name, each in objects.items():
             if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
                 raise TypeError(f"{name} is a {type(each).__name__} without state_dict() and load_state_dict()")
+            plain.encode(each.state_dict(), name)  # which says at once what cannot be kept
         for name, each in objects.items():
             if name in self.waiting:
-                each.load_state_dict(self.waiting.pop(name))
+                each.load_state_dict(self.waiting[name])
+                del self.waiting[name]
             self._tracked[name] = each
-        if self._resumed is not None and self.steps == self._kept_steps:
+        if self._resumed is not None:
             # What the program did to get here it did not do then: a new scheduler, say, sets the learning rate.
             restore_random_states(self._resumed["random"])
-            for optimizer, described in zip(self.optimizers, self._resumed["optimizers"], strict=False):
-                for group, kept in zip(optimizer.param_groups, described["groups"], strict=False):
+            for known, described in zip(self._optimizers, self._resumed["optimizers"], strict=False):
+                optimizer = known.reference()
+                for group, kept in zip(optimizer.param_groups if optimizer else (), described["groups"], strict=False):
                     group.update({name: value for name, value in kept.items() if name != "params"})
 
     def decide(self, optimizer: OffloadedOptimizer, missing: int, spares: int) -> bool:
         """Return whether tensors get a second slot: `spares` bytes beside `missing` ones that are needed anyway."""
         whole = optimizer.trains_only(self._offload)
-        if self.period and not whole:
+        if not whole and (self.period or (self.period is None and self._offload.runtime.generation)):
             optimizer.describe(self._offload)  # which says what is wrong
         if self.period is None and not whole:
             self.period = 0
@@ -129,6 +136,8 @@ class Generations:
                 self._offload.runtime.check_room(missing + spares)
                 self.period = 1
             except StoreError:
+                if self._offload.runtime.generation:  # nothing of which may be written over
+                    raise
                 self._offload.runtime.check_room(missing)
                 self.period = 0
                 self._offload.notices.append(
@@ -142,6 +151,7 @@ class Generations:
 
     def stepped(self, optimizer: OffloadedOptimizer) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
+        self._resumed = None
         if self._counted is None or self._counted() is optimizer:
             self.steps += 1  # those of others before the next pass belong to the same step
             self._counted = weakref.ref(optimizer)
@@ -154,9 +164,10 @@ class Generations:
     def begin(self) -> None:
         """A pass begins. If a generation is due, keep what belongs to it before the pass changes that."""
         self._counted = None
-        if self._moment is not None and self._due is None and self._wanted():
+        if self._moment is not None and self._due is None and (self._wanted() or self._again):
             self._due = self._describe()
-            self._moment = None
+            self._moment = self._kept_moment = None
+            self._again = False
 
     def start(self) -> None:
         """Start committing the generation that is due, if the updates that it waits for have been started."""
@@ -164,44 +175,57 @@ class Generations:
             return
         streamer = self._offload.streamer
         if not streamer.deferred():
-            self._commit = self._offload.runtime.commit(self._due, streamer.tickets())
+            with uninterrupted():
+                self._commit = self._offload.runtime.commit(self._due, streamer.tickets())
 
-    def settle(self) -> None:
+    def settle(self, optimizer: OffloadedOptimizer | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may write over the one before it.
 
-        Raises StoreError if it could not be committed; it is tried again the next time.
+        `optimizer` is about to step, or to begin with a parameter. Raises StoreError if the generation could not be
+        committed; it is tried again the next time.
         """
+        if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
+            # There was no pass of the whole model since its last step: a loop that calls parts of it.
+            self._offload.streamer.apply_updates()
+            self.begin()
         if self._due is not None and self._commit is None:
             self._offload.streamer.apply_updates()
             self.start()
         if self._commit is not None:
-            commit, self._commit = self._commit, None
-            commit.wait()
-            self._due = None
+            try:
+                self._commit.wait()
+            except MemascendError:
+                self._commit = None
+                raise
+            self._commit = self._due = None
             self._kept_steps = self.steps
 
     def commit(self) -> None:
         """Make what the run is now a durable generation; all updates have been applied."""
         self.settle()
-        if self.period and (self._moment is not None or self.steps != self._kept_steps):
-            self._due = self._describe()
-            self._moment = None
-            self.settle()
+        if self.period and (self._moment is not self._kept_moment or self.steps != self._kept_steps):
+            self.keep()
 
     def keep(self) -> None:
         """Commit in any case: the store is to be kept, or a snapshot made."""
         self.settle()
         self._due = self._describe()
-        self._moment = None
         self.settle()
+        # Schedulers may follow the step only now: what they say then is committed with the next pass.
+        self._kept_moment, self._again = self._moment, self._moment is not None
+
+    def changed(self) -> None:
+        """Note that states were loaded: they are committed with the next pass, or by `flush`."""
+        if self.period:
+            self._moment, self._again = self._now(), True
 
     def abandon(self) -> None:
         """Wait for a commit under way, whatever becomes of it."""
-        commit, self._commit = self._commit, None
-        if commit is not None:
+        if self._commit is not None:
             with suppress(MemascendError):  # the generation before it stays
-                commit.wait()
+                self._commit.wait()
                 self._kept_steps = self.steps
+            self._commit = None
 
     def take_up(self, record: dict[str, Any]) -> None:
         """Go on from what the store has kept."""
@@ -312,6 +336,11 @@ def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> d
         "config": json.loads(model.config.to_json_string(use_diff=False)),
         "generation_config": None if generation is None else json.loads(generation.to_json_string(use_diff=False)),
         "conversions": conversions,
+        "implementations": {
+            name: kept
+            for name in ("_attn_implementation", "_experts_implementation")
+            if isinstance(kept := getattr(model.config, name, None), str)
+        },
     }
 
 

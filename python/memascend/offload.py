@@ -367,12 +367,15 @@ class Offload:
         """Free every lease and file handle. The store's files go unless they were to be kept.
 
         After something `failed`, the last durable generation is kept, unless `keep_store` is False, and nothing newer.
+        So it is while an exception is on its way, and where there are checkpoints.
         """
         if self.runtime.closed:
             return
+        failed = failed or sys.exc_info()[0] is not None
         if failed:
             self.generations.abandon()
-        kept = failed and self.keep_store is not False and self.runtime.generation > 0
+        wanted = failed or bool(self.runtime.snapshots())
+        kept = wanted and self.keep_store is not False and self.runtime.generation > 0
         try:
             if self.keep_store and not failed:
                 self.streamer.apply_updates()
@@ -415,10 +418,10 @@ def _closed(*_: Any, **__: Any) -> Any:
 def _close_all() -> None:
     if os.getpid() != _OWNER_PID:  # a forked child has none of the threads that closing waits for
         return
-    # Who was stopped by an error will want to go on from the last step; who got to the end has what they wanted.
-    failed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+    # Nobody has said that the run is done: what is durable of it stays, and what was to be kept is made so.
+    crashed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
     for holder in list(_open):
-        holder.close(failed)
+        holder.close(failed=crashed or not getattr(holder, "keep_store", False))
 
 
 def close_at_exit(holder: Any) -> None:
@@ -493,8 +496,9 @@ def offload(
         durability: "step" makes every step of an optimizer durable: whatever stops the run, `memascend.resume` goes on
             from the last one. It takes room for a second copy of weights and states, and no traffic. "every:N" does so
             for every N-th step; "none" updates in place. "auto" is "step" where the volumes have the room.
-        keep_store: leave the store's files in place on close, to be resumed. By default they go then, but stay where
-            the program ends by an error or is killed, if there is a durable step.
+        keep_store: leave the store's files in place on close, to be resumed. By default `close` removes them, but not
+            while an exception is on its way, nor where there are checkpoints; a program that ends without `close`
+            leaves its last durable step. False removes them in any of these cases.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each place, which
             decide on its share), `depth` (transfers in flight on each), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",

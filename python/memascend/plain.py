@@ -29,7 +29,10 @@ def as_json(value: Any) -> str:
 
 def loads(text: str) -> Any:
     """Return the value that `dumps` was given; tensors are new ones on the CPU."""
-    return json.loads(text, object_hook=_decode)
+    try:
+        return json.loads(text, object_hook=_decode)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def encode(value: Any, what: str) -> Any:
@@ -81,21 +84,28 @@ def _decode(found: dict[str, Any]) -> Any:
     if kind is None:
         return found
     if kind == "tensor":
-        dtype = getattr(torch, found["dtype"])
+        dtype = _dtype(found["dtype"])
         raw = bytearray(base64.b64decode(found["data"]))
         data = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return data.view(found["shape"])
     if kind == "bytes":
         return base64.b64decode(found["data"])
     if kind == "dtype":
-        return getattr(torch, found["name"])
+        return _dtype(found["name"])
     if kind == "dict":
         return {_hashable(key): value for key, value in found["items"]}
     if kind == "tuple":
         return tuple(found["items"])
     if kind == "set":
         return set(found["items"])
-    raise MemascendError(f"a store holds a value of kind {kind!r}, which this version does not know")
+    raise ValueError(f"a value of kind {kind!r}, which this version does not know")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"PyTorch has no dtype {name}")
+    return dtype
 
 
 def _hashable(key: Any) -> Any:

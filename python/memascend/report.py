@@ -93,10 +93,8 @@ class Metrics:
         try:
             self._file: TextIO = open(path, "a+" if go_on else "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
             if go_on and self._file.tell():
-                with open(path, "rb") as so_far:
-                    so_far.seek(-1, os.SEEK_END)
-                    if so_far.read(1) != b"\n":  # killed in the middle of a line
-                        self._file.write("\n")
+                # A process that was killed in the middle of a line has left the half of it.
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise OutputError(f"--metrics {path}: {error.strerror}") from error
 

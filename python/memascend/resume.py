@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from memascend.units import Unit
 
 
+#: What every record has.
+_PARTS = {"steps", "model", "recompute", "units", "buffers", "optimizers", "random", "tracked"}
+
+
 @dataclass(frozen=True)
 class Resumed:
     """A run that goes on."""
@@ -33,7 +37,7 @@ class Resumed:
     model: nn.Module
     #: All that trained the model, in the order in which they were made.
     optimizers: list[OffloadedOptimizer]
-    #: Optimizer steps that were durable: as many batches (times those accumulated) of the data are done.
+    #: Optimizer steps that were durable; those that were left out for a gradient that is not finite do not count.
     steps: int
 
     @property
@@ -82,15 +86,24 @@ def resume(
     return_large_blocks_to_system()
     paths = store_paths(store)
     record = read_record(paths, tag)
+    classes = {each["class"]: _class_of(each["class"], optimizer_classes or {}) for each in record["optimizers"]}
     if model is None:
         model = _model_of(record["model"])
     elif "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
         raise MemascendError("the model is offloaded already")
     units = _units_of(model, record)
+    plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
+    if tag is not None:
+        # Only now that nothing of it is wrong: the steps after it are given up.
+        kept = KeptStore(paths)
+        try:
+            kept.restore_snapshot(tag)
+        finally:
+            kept.close()
     state = Offload(
         model,
         units,
-        smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory)),
+        plan,
         paths,
         recompute=record["recompute"] if recompute is None else recompute,
         keep_store=keep_store,
@@ -104,8 +117,9 @@ def resume(
         with torch.no_grad():
             state.generations.take_up(record)
         state.attach()
-        optimizers = [_optimizer_of(state, each, optimizer_classes or {}) for each in record["optimizers"]]
+        optimizers = [_optimizer_of(state, each, classes[each["class"]]) for each in record["optimizers"]]
     except BaseException:
+        state.keep_store = None
         state.close(failed=True)
         raise
     restore_random_states(record["random"])
@@ -120,7 +134,7 @@ def track(model: nn.Module, **objects: Any) -> None:
     when the step is taken; the others when the next forward pass begins, after schedulers and scalers have followed it.
 
     In a resumed run each object gets the state that was kept under its name, and random numbers go on where they were:
-    call it last before the loop, with the same names.
+    call it last before the loop, with the same names. Make the iterator of a `DataLoader` before: it draws a number.
     """
     offload_of(model).generations.track(objects)
 
@@ -161,14 +175,21 @@ def can_resume(store: StorePaths) -> bool:
 
 
 def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
-    """Return what the store keeps of a run beside its tensors, after going back to the checkpoint `tag`."""
+    """Return what the store keeps of a run beside its tensors, at its last durable step or at the checkpoint `tag`."""
     kept = KeptStore(paths)
     try:
-        if tag is not None:
-            kept.restore_snapshot(tag)
-        text = kept.state
+        checkpoints = {name: state for name, _, _, state in kept.snapshots()}
+        if tag is not None and tag not in checkpoints:
+            kept.restore_snapshot(tag)  # which says so
+        text = kept.state if tag is None else checkpoints[tag]
     finally:
         kept.close()
+    if text is None:
+        where = ", ".join(str(path) for path in paths)
+        raise CheckpointError(
+            f"the store in {where} has no durable step to go on from, but checkpoints: give tag= (memascend checkpoints "
+            f"--restore) one of {', '.join(checkpoints)}"
+        )
     return record_of(text, paths)
 
 
@@ -181,7 +202,10 @@ def record_of(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
     try:
         record = plain.loads(text or "")
         version = record["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        missing = _PARTS - record.keys() if version == FORMAT else None
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the store in {where} keeps something that is no run of memascend: {error}") from None
     if version != FORMAT:
         raise CheckpointError(f"the store in {where} keeps a run in format {version}, this version reads {FORMAT}")
@@ -201,6 +225,8 @@ def _model_of(source: dict[str, Any]) -> nn.Module:
     values = dict(source["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config.architectures = [source["class"]]
+    for name, kept in source["implementations"].items():
+        setattr(config, name, kept)
     model = empty_model(config, "the store", torch.float32)
     if source["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig.from_dict(source["generation_config"])
@@ -274,15 +300,26 @@ def _find_states(state: Offload, record: dict[str, Any]) -> None:
             if found is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             place.tensor.planes[plane] = StorePlane(plane, name, found, written=True)
+    # States that were made room for and never written begin anew where they are needed.
+    used = {tensor.name for unit in state.units for tensor in unit.tensors}
+    used |= {kept.name for unit in state.units for tensor in unit.tensors for kept in tensor.planes.values()}
+    for name in state.runtime.tensor_names():
+        if name not in used and not name.startswith(".buffers"):
+            found = state.runtime.find_tensor(name)
+            assert found is not None
+            state.runtime.remove_tensor(found)
 
 
-def _optimizer_of(state: Offload, described: dict[str, Any], classes: Mapping[str, type]) -> OffloadedOptimizer:
+def _class_of(name: str, classes: Mapping[str, type]) -> type:
     from memascend import optim
 
-    name = described["class"]
     cls = classes.get(name) or getattr(optim, name, None)
     if cls is None:
         raise CheckpointError(f"the run was trained by a {name}: give it as optimizer_classes={{{name!r}: {name}}}")
+    return cls
+
+
+def _optimizer_of(state: Offload, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
     parameters = {place.name: place.parameter for place in state.places}
     groups = [{**group, "params": [parameters[each] for each in group["params"]]} for group in described["groups"]]
     optimizer = cls(groups, nonfinite=described["nonfinite"])

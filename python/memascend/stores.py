@@ -23,7 +23,8 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     kept = KeptStore(list(paths))
     try:
         found = kept.report()
-        record = record_of(kept.state, paths)
+        # After a run in place that was killed there may be nothing but checkpoints.
+        record = record_of(kept.state, paths) if kept.state is not None else None
         found["notices"] = kept.notices
         found["checkpoints"] = [
             {"tag": tag, "generation": generation, "bytes": held, "steps": record_of(state, paths)["steps"]}
@@ -31,6 +32,8 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         ]
     finally:
         kept.close()
+    if record is None:
+        return found | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
     found["steps"] = record["steps"]
     found["model"] = record["model"]["class"]
     found["parameters"] = sum(
@@ -48,12 +51,14 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
 
 def as_text(found: dict[str, Any], tensors: bool) -> str:
     """Return what `inspect` found as a text."""
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
-    optimizers = ", ".join(found["optimizers"]) or "no optimizer yet"
-    lines = [
-        f"{found['model']}, {found['parameters'] / 1e6:,.1f}M parameters, {optimizers}",
-        f"step {found['steps']}, generation {found['generation']}, durable since {written}",
-    ]
+    lines = ["no durable step but the checkpoints"]
+    if found["steps"] is not None:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
+        optimizers = ", ".join(found["optimizers"]) or "no optimizer yet"
+        lines = [
+            f"{found['model']}, {found['parameters'] / 1e6:,.1f}M parameters, {optimizers}",
+            f"step {found['steps']}, generation {found['generation']}, durable since {written}",
+        ]
     held = sum(tensor["bytes"] for tensor in found["tensors"])
     lines.append(f"{len(found['tensors'])} tensors of {format_size(held)}")
     for volume in found["volumes"]:
@@ -118,7 +123,9 @@ def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore:
         return
     kept = KeptStore(list(paths))
     try:
-        for tag in delete:
+        tags = {tag for tag, _, _, _ in kept.snapshots()}
+        missing = next((tag for tag in delete if tag not in tags), None)
+        for tag in delete if missing is None else [missing]:
             kept.delete_snapshot(tag)
         if restore is not None:
             kept.restore_snapshot(restore)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 
 from memascend.activations import forget_recomputed
 from memascend.errors import MemascendError
+from memascend.interrupts import uninterrupted
 from memascend.plan import format_size
 
 if TYPE_CHECKING:
@@ -188,10 +189,12 @@ class Streamer:
 
     def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
         residency = self.residencies[unit]
-        updates, residency.updates = residency.updates, ()
-        residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, updates)
-        for update in updates:
-            update.started()
+        # An update is either begun, and known to be, or waits: nothing may come between.
+        with uninterrupted() if residency.updates else nullcontext():
+            residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates)
+            for update in residency.updates:
+                update.started()
+            residency.updates = ()
         residency.storage = torch.frombuffer(lease, dtype=torch.uint8)
         self.by_address[lease.address] = unit
 

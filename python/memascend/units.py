@@ -202,7 +202,7 @@ def partition(model: nn.Module) -> list[Unit]:
     """
     units: list[Unit] = []
     taken: set[int] = set()
-    small = Unit("small", repeated=False, held=False)
+    small = Unit("small modules", repeated=False, held=False)
 
     def own(module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
         named = []
@@ -224,7 +224,7 @@ def partition(model: nn.Module) -> list[Unit]:
                 small.modules.append(module)
                 small_named.extend(direct)
             else:
-                add(Unit(prefix or "root", repeated=False, held=any(module.children())), module, direct)
+                add(Unit(prefix or "root module", repeated=False, held=any(module.children())), module, direct)
         repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name

@@ -29,15 +29,20 @@ def workspace(out: Path) -> Iterator[Path]:
 
 def put_in_place(finished: Path, out: Path) -> None:
     """Make the finished directory appear under its name, durably and in one go."""
-    for path in [*finished.iterdir(), finished]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    for path in [*finished.rglob("*"), finished]:
+        _sync(path)
     if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
         raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
     os.rename(finished, out)
+    _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def clear_away(out: Path) -> None:

@@ -285,6 +285,16 @@ impl Runtime {
         Ok(self.parts()?.store.find_tensor(name).map(TensorId))
     }
 
+    /// The names of all tensors.
+    fn tensor_names(&self) -> PyResult<Vec<String>> {
+        Ok(self.parts()?.store.tensors().into_iter().map(|(name, _)| name).collect())
+    }
+
+    /// How many bytes a tensor has, in whole blocks.
+    fn tensor_bytes(&self, tensor: &Bound<'_, TensorId>) -> PyResult<u64> {
+        Ok(self.parts()?.store.current(tensor.get().0).bytes)
+    }
+
     /// Gives back the room of a tensor of which nothing is under way, once no generation needs it.
     fn remove_tensor(&self, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
         self.parts()?.store.remove_tensor(tensor.get().0);

@@ -348,11 +348,11 @@ impl KeptStore {
         Ok(Self(Mutex::new(Some(Arc::new(store)))))
     }
 
-    /// Whether any of `paths` holds a store that was kept.
+    /// Whether any of `paths` holds a store with a durable generation.
     #[staticmethod]
     fn is_there(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<bool> {
         match py.detach(|| Store::open(&paths, &StoreOptions::default())) {
-            Ok(_) => Ok(true),
+            Ok(store) => Ok(store.state().is_some()),
             Err(StoreError::Volume(IoError::NotKept { .. })) => Ok(false),
             Err(error) => Err(store_error(&error)),
         }
@@ -416,8 +416,9 @@ impl KeptStore {
         let mut raised = None;
         let verified = py.detach(|| {
             store.verify(&mut |done, total| {
-                let told = Python::attach(|py| progress.call1(py, (done, total)).map(drop));
-                raised = told.err();
+                if raised.is_none() {
+                    raised = Python::attach(|py| progress.call1(py, (done, total)).err());
+                }
                 raised.is_none()
             })
         });

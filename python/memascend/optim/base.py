@@ -207,6 +207,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _prepare_offloaded(self, state: Offload, tensors: dict[StoreTensor, list[Rule]]) -> None:
         """Make room for the states and gradients of tensors of an offloaded model, all of it at once or none."""
+        state.generations.settle()
         missing_states = missing = 0
         for tensor, rules in tensors.items():
             planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
@@ -399,7 +400,7 @@ class OffloadedOptimizer(Optimizer):
         if self._leave_out(chosen):
             return loss
         for state in {found[0] for _, parameter in chosen if (found := place_of(parameter)) is not None}:
-            state.generations.settle()
+            state.generations.settle(self)
         self._make_room(chosen)
         work = [self._plan(group, parameter) for group, parameter in chosen]
         for state, unit in {(each.state, each.place.tensor.unit) for each in work if each.state and each.place}:
@@ -477,6 +478,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_over(self, state: Offload, place: Place, rule: Rule) -> None:
         """Have a parameter's states begin anew here; what other optimizers kept of it is of no use any more."""
+        state.generations.settle()  # which has them still
         place.owner, place.rule = weakref.ref(self), rule
         place.made.clear()
         unit = place.tensor.unit
@@ -670,6 +672,8 @@ class OffloadedOptimizer(Optimizer):
             group.update(copy.deepcopy(options))
         for group, parameter, states in pairs:
             self._load(group, parameter, states)
+        for state in self._offloads:
+            state.generations.changed()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -720,7 +724,7 @@ class OffloadedOptimizer(Optimizer):
                 "all of them cannot be made durable in its store: use an optimizer for each, or durability='none'"
             )
         places = {id(place.parameter): place for place in state.places}
-        groups, states = [], {}
+        groups, states, numbers = [], {}, {}
         for group in self.param_groups:
             names = []
             for parameter in group["params"]:
@@ -728,6 +732,7 @@ class OffloadedOptimizer(Optimizer):
                 names.append(place.name)
                 rule, owner = self._rules.get(parameter), place.owner
                 mine = owner is not None and owner() is self
+                numbers[place.name] = self._numbers[parameter]
                 if mine and rule is not None and "step" in self.state.get(parameter, {}):
                     made = [plane.name for plane in place.made]
                     states[place.name] = [self.state[parameter]["step"], rule.arguments, made]
@@ -738,6 +743,7 @@ class OffloadedOptimizer(Optimizer):
             "defaults": plain.encode(self.defaults, "the defaults"),
             "groups": groups,
             "states": states,
+            "numbers": numbers,
             "nonfinite": self.nonfinite,
             "skipped_steps": self.skipped_steps,
         }
@@ -745,12 +751,15 @@ class OffloadedOptimizer(Optimizer):
     def take_up(self, described: dict[str, Any]) -> None:
         """Go on as the optimizer that `describe` tells of, over the same parameters; their states are in place."""
         self.defaults.update(described["defaults"])
+        self._numbers = {}
         self.skipped_steps = described["skipped_steps"]
         for group in self.param_groups:
             for parameter in group["params"]:
                 found = place_of(parameter)
                 assert found is not None
                 place = found[1]
+                self._numbers[parameter] = described["numbers"][place.name]
+                found[0].generations.join(self)
                 if place.name not in described["states"]:
                     continue
                 step, arguments, made = described["states"][place.name]
