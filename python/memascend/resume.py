@@ -187,8 +187,8 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     if text is None:
         where = ", ".join(str(path) for path in paths)
         raise CheckpointError(
-            f"the store in {where} has no durable step to go on from, but checkpoints: give tag= (memascend checkpoints "
-            f"--restore) one of {', '.join(checkpoints)}"
+            f"the store in {where} has no durable step to go on from, but checkpoints: give tag= (memascend "
+            f"checkpoints --restore) one of {', '.join(checkpoints)}"
         )
     return record_of(text, paths)
 
