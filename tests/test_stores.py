@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import memascend
 from memascend import cli
+from memascend._memascend import format_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,6 +159,33 @@ def test_a_store_stays_when_its_program_fails(tmp_path: Path, ending: str, stays
         resumed = memascend.resume(tmp_path / "s", model=torch.nn.Sequential(*linears), **LEAST)
         assert resumed.steps == 1, "the update of the second was still deferred"
         memascend.close(resumed.model)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("sector", [512, 4096])
+def test_a_raw_device_goes_on_beside_a_directory(tmp_path: Path, sector: int) -> None:
+    expected = Run(build("llama"), "llama").go(5).state()
+    with lab.loop_device(192 * MIB, sector=sector) as device:
+        uuid = format_device(device.path)[0]
+        places = [tmp_path / "directory", Path(f"UUID={uuid}")]
+        model = memascend.offload(build("llama"), store=places, host_memory="64MiB", **LEAST)
+        run = Run(model, "llama").go(3)
+        memascend.flush(model)
+        memascend.save_checkpoint(model, "three")
+        run.go(4, 3)
+        with pytest.raises(memascend.StoreError, match=r"in use|busy"):
+            memascend.resume(places)
+        memascend.offload_of(model).close(failed=True)
+        device.rename()
+        # Any of the volumes is enough, and the others are found.
+        for place in places:
+            assert memascend.can_resume(place)
+        resumed = memascend.resume(places[1], **LEAST)
+        assert resumed.steps == 3, "the fourth was not durable yet"
+        memascend.delete_checkpoint(resumed.model, "three")
+        same(Run(resumed.model, "llama", resumed.optimizer).go(5, 3).state(), expected)
+        memascend.close(resumed.model)
+        assert not memascend.can_resume(places[1])
 
 
 # ---- no room --------------------------------------------------------------------------------------------------

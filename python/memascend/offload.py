@@ -169,6 +169,7 @@ class Offload:
                 progress(done, total)
         for unit in self.units:
             self.runtime.wait_unit(unit.index)
+        self.generations.changed()
 
     def _free_lease(self, unit: Unit) -> LeaseBuffer:
         for other in self.units:

@@ -87,7 +87,7 @@ impl Store {
                 // The first manifest of a store is on all volumes or on none: a part of a store is of no use, and in the way.
                 let cleared = table.is_clean()
                     && self.members[..begun].iter().all(|member| member.clear_note().is_ok());
-                if begun == 0 || cleared {
+                if cleared {
                     table.release(generation, !self.in_place);
                 } else {
                     table.doubt(generation);
