@@ -215,8 +215,8 @@ class Generations:
         self._kept_moment, self._again = self._moment, self._moment is not None
 
     def changed(self) -> None:
-        """Note that states were loaded: they are committed with the next pass, or by `flush`."""
-        if self.period:
+        """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
+        if self.period and self._offload.runtime.generation:
             self._moment, self._again = self._now(), True
 
     def abandon(self) -> None:
