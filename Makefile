@@ -43,9 +43,11 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 		mkdir -p corpus/$$target && cargo +nightly fuzz run --fuzz-dir . $$target corpus/$$target seeds/$$target \
 		-- -max_total_time=$(FUZZ_SECONDS) -dict=manifest.dict || exit 1; done
 
-# From tests/, with -P, so that the package tested is the installed one and not the source tree.
+# From tests/, with -P, so that the package tested is the installed one and not the source tree. Two tests at a time: most wait
+# for a drive half of their time.
+AT_ONCE := -n 2 --dist worksteal
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
-	cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) $(or $(ARGS),.)
+	cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) $(or $(ARGS),$(AT_ONCE) .)
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 

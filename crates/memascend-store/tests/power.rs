@@ -401,9 +401,9 @@ fn a_power_cut_at_any_operation_leaves_the_last_generation_or_the_new_one() {
     let root = root();
     let mut cuts = 0;
     every_kind(|kind| {
-        for_each_seed(2, |seed| {
-            let faults =
-                Faults { torn: seed % 2 == 0, reorder: (seed % 3) as usize * 4, ..Faults::default() };
+        for_each_seed(1, |seed| {
+            let reorder = (seed + 1) as usize % 3 * 4;
+            let faults = Faults { torn: seed % 2 == 0, reorder, ..Faults::default() };
             let kind = Kind { faults, ..kind };
             for at in 1..=operations(kind, root.path(), seed) {
                 cut(kind, root.path(), seed, at);
