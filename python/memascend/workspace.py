@@ -30,14 +30,15 @@ def workspace(out: Path) -> Iterator[Path]:
 def put_in_place(finished: Path, out: Path) -> None:
     """Make the finished directory appear under its name, durably and in one go."""
     for path in [*finished.rglob("*"), finished]:
-        _sync(path)
+        sync(path)
     if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
         raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
     os.rename(finished, out)
-    _sync(out.parent)
+    sync(out.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or what a directory lists, is on the medium."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
