@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,42 @@ def fio(workdir: Path, size: str = "2G", seconds: int = 10) -> dict[str, float] 
     finally:
         target.unlink(missing_ok=True)
     return speeds
+
+
+class ChildFailed(Exception):
+    """One line that says why a process gave no result."""
+
+
+def start(command: list[str], job: dict, name: str, workdir: Path, limit_s: float, environment: dict[str, str]) -> dict:
+    """Run `command` with a job (JSON) to its end and return what it wrote to job["result"]; its output goes to a log.
+
+    Both files are in `workdir` under `name`. A result that a failed child has left stays there.
+    """
+    log, result = workdir / f"{name}.log", workdir / f"{name}.result.json"
+    result.unlink(missing_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, json.dumps({**job, "result": str(result)})],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except BaseException as error:  # a time-out or Ctrl-C: leave no child behind
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ChildFailed(f"no end after {limit_s:.0f} s") from None
+            raise
+    if code == 0 and result.is_file():
+        return json.loads(result.read_text())
+    if code == -signal.SIGKILL:
+        raise ChildFailed("killed with SIGKILL: most likely out of memory")
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
+    raise ChildFailed(f"exit status {code}: {reason.replace(str(workdir), 'WORKDIR')[:300]}")
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

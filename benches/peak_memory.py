@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -28,9 +27,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from _common import GB, block_io, fio, machine, markdown, mem_available, rss, run, versions
+from _common import GB, ChildFailed, block_io, fio, machine, markdown, mem_available, rss, run, versions
+from _common import start as start_child
+from _llama import SEED, llama_config, parameter_count, write_model
 
-VOCABULARY, TOKENS, LEARNING_RATE, MAX_NORM, SEED = 32_000, 128, 1e-4, 1.0, 1
+VOCABULARY, TOKENS, LEARNING_RATE, MAX_NORM = 32_000, 128, 1e-4, 1.0
 # name: hidden, intermediate, layers, heads, key/value heads
 SHAPES = {
     "tiny": (256, 704, 4, 4, 2),  # for trying the script out
@@ -48,70 +49,7 @@ PEAK_LIMIT_GB = {"0.51b": 0.85, "1.6b": 1.35}
 STEP_RATIO_LIMIT, SSD_BYTES_LIMIT, FLAT_LIMIT = 0.7, 30.0, 0.03
 
 
-def parameter_count(shape: tuple[int, ...]) -> int:
-    hidden, intermediate, layers, heads, kv_heads = shape
-    kv = hidden // heads * kv_heads
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate + 2 * hidden
-    return 2 * VOCABULARY * hidden + hidden + layers * layer
-
-
 # --- the child: one configuration, one process ---
-
-
-def llama_config(shape):
-    from transformers import LlamaConfig
-
-    hidden, intermediate, layers, heads, kv_heads = shape
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        use_cache=False,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
-
-
-def write_model(shape, out: Path) -> None:
-    """A seeded random Llama as sharded safetensors; one shard (a layer or an end) is in memory at a time."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaForCausalLM
-
-    config = llama_config(shape)
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
-    shards: dict[str, list[str]] = {}
-    for name in shapes:
-        parts = name.split(".")
-        shards.setdefault(".".join(parts[:3]) if parts[1] == "layers" else name, []).append(name)
-    out.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(SEED)
-    index = {"metadata": {"total_size": 2 * sum(_numel(s) for s in shapes.values())}, "weight_map": {}}
-    for number, names in enumerate(shards.values(), start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
-        for name in names:
-            if name.endswith("norm.weight"):
-                tensors[name] = torch.ones(shapes[name], dtype=torch.bfloat16)
-            else:
-                tensors[name] = torch.empty(shapes[name]).normal_(0.0, 0.02, generator=generator).bfloat16()
-            index["weight_map"][name] = file
-        save_file(tensors, out / file, metadata={"format": "pt"})
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    config.save_pretrained(out)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
 
 
 class MemascendRun:
@@ -264,7 +202,7 @@ class ZeroInfinityRun:
         }
         deepspeed.init_distributed(dist_backend="gloo")
         with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=torch.bfloat16):
-            model = LlamaForCausalLM(llama_config(shape))
+            model = LlamaForCausalLM(llama_config(shape, VOCABULARY))
         weight_map = json.loads(Path(model_dir, "model.safetensors.index.json").read_text())["weight_map"]
         for name, param in model.named_parameters():
             with (
@@ -309,7 +247,7 @@ def child(job: dict) -> dict:
     if job["task"] == "budget":
         return budgets(job["model_dir"])
     if job["task"] == "write":
-        write_model(job["shape"], Path(job["model_dir"]))
+        write_model(llama_config(job["shape"], VOCABULARY), Path(job["model_dir"]))
         return {}
 
     started = time.perf_counter()
@@ -356,47 +294,18 @@ def child(job: dict) -> dict:
 # --- the parent: starts children, compares ---
 
 
-class ChildFailed(Exception):
-    """One line that says why a configuration gave no result."""
-
-
 def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
-    """Run one child to its end and return its result; its output goes to a log beside it."""
+    """Run one child to its end and return its result."""
     name = "-".join(str(job[key]) for key in ("task", "system", "model") if job.get(key))
-    log, result = workdir / f"{name}.log", workdir / f"{name}.result.json"
-    result.unlink(missing_ok=True)
-    job = {**job, "result": str(result)}
-    env = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     if job.get("system") == "zero-infinity":
-        env["DS_ACCELERATOR"] = "cpu"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [python, __file__, "--child", json.dumps(job)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=limit_s)
-        except BaseException as error:  # a time-out or Ctrl-C: leave no child behind
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise ChildFailed(f"no end after {limit_s:.0f} s") from None
-            raise
-    if code == 0 and result.is_file():
-        return json.loads(result.read_text())
-    if code == -signal.SIGKILL:
-        raise ChildFailed("killed with SIGKILL: most likely out of memory")
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
-    raise ChildFailed(f"exit status {code}: {reason.replace(str(workdir), 'WORKDIR')[:300]}")
+        environment["DS_ACCELERATOR"] = "cpu"
+    return start_child([python, __file__, "--child"], job, name, workdir, limit_s, environment)
 
 
 def refusal(system: str, model: str, args, workdir: Path) -> str | None:
     """Why a configuration cannot run here, or None."""
-    count = parameter_count(SHAPES[model])
+    count = parameter_count(SHAPES[model], VOCABULARY)
     if system == "zero-infinity":
         try:
             probe = subprocess.run([args.deepspeed_python, "-c", "import deepspeed"], capture_output=True)
@@ -455,7 +364,7 @@ def measure(system: str, model: str, args, workdir: Path) -> dict:
 
 def summary(system: str, model: str, raw: dict) -> dict:
     measured = [step for step in raw["steps"] if step["measured"]]
-    count = parameter_count(SHAPES[model])
+    count = parameter_count(SHAPES[model], VOCABULARY)
 
     def median(key):
         return statistics.median(step[key] for step in measured)
@@ -489,7 +398,7 @@ def summary(system: str, model: str, raw: dict) -> dict:
 def model_directory(model: str, args, workdir: Path) -> Path:
     path = workdir / "models" / f"{model}-seed{SEED}"
     if not path.is_dir():
-        millions = parameter_count(SHAPES[model]) / 1e6
+        millions = parameter_count(SHAPES[model], VOCABULARY) / 1e6
         print(f"{model}: writing a random model of {millions:.1f}M parameters", flush=True)
         half = path.with_suffix(".part")
         shutil.rmtree(half, ignore_errors=True)

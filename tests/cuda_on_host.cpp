@@ -67,8 +67,8 @@ static void enter() {
 }
 
 // One block: all of its threads to the next barrier, again and again until they have ended, which they do together.
-static void run_block() {
-    for (unsigned thread = 0; thread < THREADS; ++thread) {
+static void run_block(unsigned threads) {
+    for (unsigned thread = 0; thread < threads; ++thread) {
         ended[thread] = false;
         getcontext(&contexts[thread]);
         contexts[thread].uc_stack.ss_sp = &stacks[thread * std::size_t(65536)];
@@ -78,12 +78,12 @@ static void run_block() {
     }
     for (;;) {
         unsigned over = 0;
-        for (unsigned thread = 0; thread < THREADS; ++thread) {
+        for (unsigned thread = 0; thread < threads; ++thread) {
             threadIdx.x = thread;
             swapcontext(&scheduler, &contexts[thread]);
             over += ended[thread];
         }
-        if (over == THREADS) return;
+        if (over == threads) return;
         if (over != 0) {
             std::fprintf(stderr, "%u threads ended while others wait at a barrier\n", over);
             std::abort();
@@ -117,7 +117,7 @@ extern "C" unsigned check(const Row *rows, u64 row_count, u64 chunk_count, unsig
             overflow_find(c.rows, c.row_count, c.chunk_count, c.flag);
     };
     gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_block();
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_block(THREADS);
     if (total) {
         body = [](void *pointer) {
             const Call &c = *static_cast<Call *>(pointer);
@@ -125,9 +125,26 @@ extern "C" unsigned check(const Row *rows, u64 row_count, u64 chunk_count, unsig
         };
         gridDim.x = 1;
         blockIdx.x = 0;
-        run_block();
+        run_block(THREADS);
     }
     return shim_atomics;
+}
+
+struct Gradient {
+    u64 address, numel, dtype;
+    double *sums;
+    u32 *flag;
+};
+
+extern "C" void block_sums(u64 address, u64 numel, u64 dtype, double *sums, u32 *flag) {
+    Gradient gradient = {address, numel, dtype, sums, flag};
+    argument = &gradient;
+    body = [](void *pointer) {
+        const Gradient &g = *static_cast<Gradient *>(pointer);
+        overflow_block_sums(g.address, g.numel, g.dtype, g.sums, g.flag);
+    };
+    gridDim.x = unsigned((numel + CHUNK - 1) / CHUNK);
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(LANES);
 }
 
 // Conversions, one by one: all of them can be tried. `dtype` as in a row.

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 SOURCE = Path(__file__).resolve().parents[1] / "crates" / "memascend-mem" / "tests" / "fake_cudart.c"
 #: The variable that names the library to use.
@@ -24,10 +25,15 @@ def build(folder: Path, *definitions: str) -> Path:
 class Fake:
     """The runtime of this process, as the variable names it: its settings and its books."""
 
+    #: The fake keeps the pointers that it was given, longer than any `Fake` lives.
+    _names: ClassVar[dict[str, bytes]] = {}
+
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ[VARIABLE])
-        # The fake keeps the pointers that it was given.
-        self._names: list[bytes] = []
+        self._name = self._library["fake_name"]
+        self._name.argtypes, self._name.restype = [ctypes.c_char_p], None
+        self._access = self._library["fake_access"]
+        self._access.argtypes, self._access.restype = [ctypes.c_size_t] * 3, None
 
     def get(self, name: str) -> int:
         function = self._library[f"fake_{name}"]
@@ -39,6 +45,25 @@ class Fake:
         function.argtypes, function.restype = [ctypes.c_size_t], None
         function(value)
 
+    def text(self, name: str) -> str:
+        """Return what went wrong, a line for each of the first few: of "race" or "misuse"."""
+        function = self._library[f"fake_{name}_text"]
+        function.restype = ctypes.c_char_p
+        return function().decode()
+
+    def wait_was_redundant(self, number: int) -> bool:
+        """Return whether that call of cudaStreamWaitEvent, counted from 1, ordered nothing anew."""
+        return self._wait_was("redundant", number)
+
+    def wait_was_used(self, number: int) -> bool:
+        """Return whether that call, counted from 1, was the first to order two accesses that would have been a race."""
+        return self._wait_was("used", number)
+
+    def _wait_was(self, what: str, number: int) -> bool:
+        function = self._library[f"fake_wait_was_{what}"]
+        function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_size_t
+        return bool(function(number))
+
     def calls(self, name: str) -> int:
         """Return how often a function was called."""
         function = self._library["fake_calls"]
@@ -47,17 +72,25 @@ class Fake:
 
     def fail(self, name: str, code: int) -> None:
         """Make one function fail with a code; 0 ends it."""
-        self._names.append(name.encode())
         function = self._library["fake_fail"]
         function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int], None
-        function(self._names[-1], code)
+        function(self._kept(name), code)
+
+    def access(self, address: int, nbytes: int, write: bool, name: str) -> None:
+        """Register an access of the computing stream, by what `name` says in the text of a race."""
+        self._name(self._kept(name))
+        self._access(address, nbytes, write)
+
+    def _kept(self, name: str) -> bytes:
+        return self._names.setdefault(name, name.encode())
 
     def live(self) -> int:
         """Return how many allocations and registrations live."""
         return self.get("live_allocations") + self.get("live_registrations")
 
     def assert_clean(self) -> None:
-        """Nothing is live, nothing was called wrongly, and no error is left for the next who asks."""
-        books = {name: self.get(name) for name in ("misuses", "cold_pages", "pending_error")}
+        """Nothing is live or waits to run, nothing was called wrongly, and no error is left for the next who asks."""
+        names = ("misuses", "races", "streams", "pending", "cold_pages", "pending_error")
+        books = {name: self.get(name) for name in names}
         books |= {kind: self.get(f"live_{kind}") for kind in ("allocations", "registrations", "events")}
-        assert not any(books.values()), books
+        assert not any(books.values()), f"{books}\n{self.text('misuse')}{self.text('race')}"

@@ -1,11 +1,14 @@
 """`memascend plan`: forecasts against real runs, sums, ZeRO-Infinity's formulas against worked examples, bad input."""
 
 import json
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import smallest_budget
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -16,11 +19,13 @@ from transformers import (
 )
 
 import memascend
-from memascend import cli, zero_infinity
-from memascend.forecast import KINDS, Replay, as_text, forecast
+from memascend import BudgetError, cli, zero_infinity
+from memascend.forecast import KINDS, Gpu, Replay, as_text, forecast
 from memascend.optim import NAMED
-from memascend.plan import Line, Plan
-from memascend.units import Unit
+from memascend.plan import Line
+from memascend.rates import Rate
+from memascend.step_time import step_time
+from memascend.units import Unit, partition
 
 CONFIGS = sorted((Path(__file__).parents[1] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
@@ -240,20 +245,151 @@ def test_short_inputs_stay_in_memory(tmp_path):
     assert forecast(tmp_path, seq_len=64, batch_size=1)["ssd_space"]["activations_bytes"] == 8 * 64 * 512 * 2
 
 
-def replay(layers, buffers):
+def replay(layers, buffers, passes):
     units = [Unit(f"layer {n}", repeated=True, nbytes=4096) for n in range(layers)]
-    plan = Plan(1, units=[Line("weights of layers", 4096, buffers)])
     forward = list(range(layers))
-    return Replay(units, plan, forward, forward[::-1])
+    order = [*forward, *forward[-2::-1]]
+    fetched = Replay(units, [Line("weights of layers", 4096, buffers)]).step([order] * passes)
+    return Counter(chain(*fetched))
 
 
 @pytest.mark.parametrize(("layers", "buffers"), [(6, 2), (6, 3), (12, 5), (6, 6)])
 def test_the_last_layers_of_the_forward_are_the_first_of_the_backward(layers, buffers):
-    fetched = replay(layers, buffers).step(1)
+    fetched = replay(layers, buffers, 1)
     assert fetched == {n: 1 if n >= layers - buffers else 2 for n in range(layers)}
     # Accumulating, a second pass finds as many again.
-    passes = replay(layers, buffers).step(2).total()
+    passes = replay(layers, buffers, 2).total()
     assert passes == max(layers, 4 * layers - 3 * buffers)
+
+
+# ---- a step on a GPU ----------------------------------------------------------------------------------------
+
+RATES = {
+    "flops": Rate(1e12, "given"),
+    "h2d": Rate(2e9, "given"),
+    "d2h": Rate(4e9, "given"),
+    "dram": Rate(8e9, "given"),
+    "ssd": Rate(1e9, "given"),
+}
+
+
+def on_gpu(path, *, memory=8 << 30, activations="recompute", fused_loss=False, **known):
+    gpu = Gpu(memory, RATES, activations, fused_loss)
+    found = forecast(path, **{"seq_len": 128, "batch_size": 2} | known, gpu=gpu)
+    return found, {one["resource"]: one["amount"] for one in found["gpu"]["step"]["resources"]}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_operations_are_those_that_pytorch_counts(name, tmp_path):
+    config, tokens = MODELS[name], 2 * 128
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ids = torch.randint(3, config.vocab_size, (2, 128))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    _, amounts = on_gpu(saved(config, tmp_path), dtype="float32")
+    layers = [place for unit in partition(model) if unit.repeated for place in unit.places if len(place.shape) > 1]
+    recomputed = 2 * tokens * sum(place.numel for place in layers)
+    # Counted without recomputation, and with the half of the attention that nobody looks at: 12 and not 8 S A.
+    attention = 4 * tokens * 128 * config.hidden_size * config.num_hidden_layers
+    assert counter.get_total_flops() == amounts["flops"] - recomputed + attention
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(tmp_path):
+    config = EXPERTS
+    _, amounts = on_gpu(saved(config, tmp_path))
+    attention = 2 * 128 * 4 * 32 + 2 * 128 * 2 * 32
+    experts = 2 * (3 * 128 * 192) + 128 * 4  # two of four, and the router
+    layers = 8 * config.num_hidden_layers * (attention + experts + 128 * 4 * 32)
+    assert amounts["flops"] == 256 * (layers + 6 * 128 * 1024)
+
+
+def test_a_model_that_the_gpu_holds_is_copied_there_once(tmp_path):
+    folder = saved(SMALL, tmp_path)
+    found, amounts = on_gpu(folder, memory=64 << 30)
+    weights = found["ssd_space"]["weights_bytes"]
+    assert amounts["h2d"] == amounts["d2h"] == weights
+    # So it is read from the SSD once, however little host memory there is.
+    assert found["ssd_traffic"]["planned"]["read"]["weights_bytes"] == weights
+    _, amounts = on_gpu(folder, memory=64 << 30, grad_accum=3)
+    assert (amounts["h2d"], amounts["d2h"]) == (weights, 3 * weights)
+
+
+def test_the_least_gpu_is_copied_to_for_every_use(tmp_path):
+    folder = saved(SMALL, tmp_path)
+    with pytest.raises(BudgetError) as refused:
+        on_gpu(folder, memory=1 << 20)
+    least = refused.value.smallest_bytes * 16 // 15 + 4096
+    found, amounts = on_gpu(folder, memory=least)
+    sizes = {unit["name"]: unit["nbytes"] for unit in found["model"]["units"]}
+    layer, head = sizes["model.layers.0 and 7 like it"], sizes["model.embed_tokens and 1 like it"]
+    # One buffer for all: every layer twice, embedding and head once; the norms stay.
+    assert amounts["h2d"] == 16 * layer + 2 * head + sizes["small modules"]
+    assert found["ssd_traffic"]["smallest"]["read"]["weights_bytes"] <= amounts["h2d"]
+
+
+def test_inputs_of_layers_go_where_they_are_sent(tmp_path):
+    folder, inputs = saved(SMALL, tmp_path), 8 * 256 * 512 * 2
+    plain, here = on_gpu(folder)
+    assert plain["ssd_space"]["activations_bytes"] == 0
+    for policy, spilled in (("host", 0), ("ssd", 2 * inputs)):
+        found, there = on_gpu(folder, activations=policy, grad_accum=2, budget=2**30)
+        assert there["h2d"] - here["h2d"] == 2 * inputs
+        assert there["d2h"] == 2 * (here["d2h"] + inputs)
+        for direction in ("read", "written"):
+            assert found["ssd_traffic"]["planned"][direction]["activations_bytes"] == spilled
+
+
+def test_bytes_in_host_memory_by_hand(tmp_path):
+    found, amounts = on_gpu(saved(SMALL, tmp_path), dtype="float32", memory=64 << 30, budget=2**31)
+    moved, weights = found["ssd_traffic"]["planned"], found["ssd_space"]["weights_bytes"]
+    assert amounts["ssd"] == sum(moved[direction]["total_bytes"] for direction in ("read", "written"))
+    # The update reads gradient, weight and two moments and writes the last three.
+    assert amounts["dram"] == amounts["ssd"] + amounts["h2d"] + amounts["d2h"] + 7 * weights
+
+
+def test_the_slowest_is_the_floor():
+    amounts = {"flops": 3 * 10**12, "ssd": 6 * 10**9, "h2d": 4 * 10**9, "d2h": 4 * 10**9, "dram": 0}
+    step = step_time(amounts, RATES, tokens=1200)
+    assert [one["seconds"] for one in step["resources"]] == [3, 6, 2, 1, 0]
+    assert (step["bound_by"], step["next"], step["times_the_next"]) == ("SSD, read and written", "compute", 2)
+    assert (step["floor_seconds"], step["sum_seconds"], step["tokens_per_second_at_most"]) == (6, 12, 200)
+
+
+GIVEN = ["--flops", "70e12", "--pcie", "25e9", "--dram", "40e9", "--ssd", "3e9"]
+
+
+def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
+    folder = saved(SMALL, tmp_path)
+    words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--activations", "ssd", *GIVEN]
+    assert cli.main(words) == 0
+    out = capfd.readouterr().out
+    for title in ("Host memory", "Device memory, of 8.0 GiB", "Time of an optimizer step", "Beside it"):
+        assert title in out
+    assert "On top" not in out
+    assert "bound by SSD, read and written" in out
+    assert all(len(line) <= 132 for line in out.splitlines())
+    code, found = plan(capfd, folder, "--gpu", "8GiB", "--seq-len", 128, *GIVEN)
+    assert code == 0
+    step, memory = found["gpu"]["step"], found["gpu"]["device_memory"]
+    assert {one["resource"]: one["per_second"] for one in step["resources"]} == {
+        "flops": 70e12,
+        "ssd": 3e9,
+        "h2d": 25e9,
+        "d2h": 25e9,
+        "dram": 40e9,
+    }
+    assert step["floor_seconds"] == max(one["seconds"] for one in step["resources"])
+    assert sum(line["total_bytes"] for line in memory["lines"]) == memory["total_bytes"] <= memory["budget_bytes"]
+    assert "pytorch" not in found
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_what_helps(tmp_path, capfd):
+    folder = saved(SMALL, tmp_path)
+    words = ["plan", str(folder), "--gpu", "64MiB", "--seq-len", "256", *GIVEN]
+    assert cli.main(words) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert "device_memory" in err
+    assert "fewer than 256 tokens" in err
 
 
 # ---- ZeRO-Infinity --------------------------------------------------------------------------------------------

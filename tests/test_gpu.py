@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,10 @@ import tiny
 import torch
 
 import memascend
+from memascend import _memascend
 from memascend._memascend import Runtime
+from memascend.overflow import cuda
+from memascend.timeline import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
+#: Elements of a gradient that are summed together.
+BLOCK = 65_536
 #: Both allocators that need CUDA.
 KIND = ("cuda", "registered")
 #: What the system may round a mapping up to: a huge page, and a page.
@@ -174,6 +180,77 @@ def test_training_is_the_same_to_the_bit(offloaded: Callable[..., nn.Module], al
     tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
     memascend.close(model)
     gc.collect()
+
+
+# ---- gradients' blocks --------------------------------------------------------------------------------------
+
+
+def stats_of_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The bits of each block's sum of squares by the CPU's kernels, and whether any element is not finite."""
+    parts = [part for part in tensor.flatten().split(BLOCK) if part.numel()]
+    name = str(tensor.dtype).removeprefix("torch.")
+    found = [_memascend.gradient_stats(name, part.numel(), part.data_ptr()) for part in parts]
+    return torch.tensor([total for total, _ in found], dtype=torch.float64).view(torch.int64), any(b for _, b in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_block_sums_are_the_cpus_to_the_bit(dtype: torch.dtype) -> None:
+    assert cuda.has_cupy()
+    generator = torch.Generator().manual_seed(1)
+    for size in (0, 1, 31, 32, 33, 2049, BLOCK - 1, BLOCK, BLOCK + 1, 300 * BLOCK + 4321):
+        wide = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-20, 6, (size,), generator=generator)
+        for offset in (0, 1):
+            host = torch.cat([torch.zeros(offset), wide]).to(dtype)
+            for bad in (None, size // 2):
+                if bad is not None and size:
+                    host[offset + bad] = float("nan")
+                device = host.cuda()[offset:]
+                sums = torch.full((-(-size // BLOCK),), 1e300, dtype=torch.float64, device="cuda")
+                flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+                cuda.block_sums(device, sums, flag)
+                expected, found = stats_of_blocks(host[offset:])
+                assert torch.equal(sums.cpu().view(torch.int64), expected)
+                assert flag.item() == found == (bad is not None and size > 0)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_block_sums_come_after_what_their_stream_has_to_do(default: bool) -> None:
+    gradient = torch.ones(10 * BLOCK, device="cuda")
+    sums = torch.zeros(10, dtype=torch.float64, device="cuda")
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    cuda.block_sums(gradient, sums, flag)  # compiled now
+    stream = torch.cuda.default_stream() if default else torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+        gradient.fill_(2)
+        cuda.block_sums(gradient, sums, flag)
+        assert not stream.query(), "the host waited for the stream"
+    stream.synchronize()
+    assert sums.tolist() == [4.0 * BLOCK] * 10
+
+
+# ---- names for profilers ------------------------------------------------------------------------------------
+
+
+def test_spans_are_in_a_trace_of_the_device() -> None:
+    gradient = torch.ones(1000, device="cuda", requires_grad=True)
+    threads = []
+
+    def hook(_: torch.Tensor) -> None:
+        # In autograd's thread for the device.
+        threads.append(threading.get_ident())
+        with span("gradient"):
+            pass
+
+    gradient.register_post_accumulate_grad_hook(hook)
+    with torch.profiler.profile() as profiler:
+        with span("forward"):
+            loss = (gradient * 2).sum()
+        loss.backward()
+        torch.cuda.synchronize()
+    assert threads != [threading.get_ident()]
+    assert {"memascend: forward", "memascend: gradient"} <= {event.name for event in profiler.events()}
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------

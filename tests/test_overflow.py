@@ -376,7 +376,7 @@ def test_the_kernels_compile(architecture: int) -> None:
     finally:
         nvrtc.destroyProgram(program)
     assert binary[:4] == b"\x7fELF"
-    for name in ("find", "sum", "unscale", "unscale_sum", "total"):
+    for name in cuda.KERNELS:
         assert f"overflow_{name}".encode() in binary
 
 
@@ -384,6 +384,26 @@ def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"memascend\[cuda\]"):
         cuda.check(torch.device("cuda", 0), [], False, None)
+    cuda.has_cupy.cache_clear()
+    assert not cuda.has_cupy()
+    monkeypatch.undo()
+    cuda.has_cupy.cache_clear()
+
+
+def test_cupy_is_given_torchs_stream() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy launches the kernels: pip install memascend[test]")
+
+    class Torchs:
+        def __init__(self, handle: int) -> None:
+            self.cuda_stream = handle
+
+    for handle, expected in ((0x7F00, 0x7F00), (0, cupy.cuda.runtime.streamLegacy)):
+        stream = cupy.cuda.Stream.from_external(cuda._Stream(Torchs(handle)))
+        assert stream.ptr == expected
+    # What the kernels' parameters are, as wide as CuPy passes them.
+    from cupy._core._scalar import CScalar
+
+    assert {CScalar(number).dtype for number in (0, 1, 2**31, 2**47)} == {np.dtype(np.int64)}
 
 
 class Host:
@@ -417,6 +437,20 @@ class Host:
         )
         assert flag[0] in (0.0, 1.0)
         return bool(flag[0]), float(total[0]) if norm else None
+
+    def block_sums(self, tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+        """The bits of the blocks' sums of squares, and the flag."""
+        blocks = -(-tensor.numel() // BLOCK)
+        sums, flag = np.full(blocks + 1, 1e300), np.zeros(1, np.int32)
+        self._library.block_sums(
+            ctypes.c_ulonglong(tensor.data_ptr()),
+            ctypes.c_ulonglong(tensor.numel()),
+            ctypes.c_ulonglong(cuda.DTYPES[tensor.dtype]),
+            ctypes.c_void_p(sums.ctypes.data),
+            ctypes.c_void_p(flag.ctypes.data),
+        )
+        assert sums[blocks] == 1e300, "nothing is written behind the sums"
+        return sums[:blocks].view(np.uint64), int(flag[0])
 
     def convert(self, dtype: torch.dtype, bits: np.ndarray, rounding: bool) -> np.ndarray:
         """The fp32 bits of values, or fp32 bits rounded to a dtype's."""
@@ -543,6 +577,57 @@ def test_a_found_flag_stops_the_chunks_after_it(host: Host) -> None:
     assert host.check([tensor], grid=4)[0] and host.atomics == 1, "the others saw the flag before they began"
     result, _ = host.check([tensor], unscale=1.0, grid=4)
     assert result and host.atomics == 40, "what is unscaled is unscaled to the end, and each chunk says so once"
+
+
+def stats_of_blocks(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """The bits of each block's sum of squares by the CPU's kernels, and 1 if any element is not finite."""
+    found = [
+        _memascend.gradient_stats(str(part.dtype).removeprefix("torch."), part.numel(), part.data_ptr())
+        for part in tensor.flatten().split(BLOCK)
+        if part.numel()
+    ]
+    return np.array([total for total, _ in found], np.float64).view(np.uint64), int(any(bad for _, bad in found))
+
+
+def assert_same_sums(mine: tuple[np.ndarray, int], theirs: tuple[np.ndarray, int]) -> None:
+    assert mine[1] == theirs[1]
+    np.testing.assert_array_equal(mine[0], theirs[0])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sums_are_the_cpus_to_the_bit(host: Host, dtype: torch.dtype, offset: int) -> None:
+    # In tiles of 1,024 or 2,048 elements: whole ones, with rows behind them, with a part of a row.
+    for size in (0, 1, 31, 32, 33, 1023, 1024, 1025, 2048, 2049, 5000, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 4321):
+        tensor = numbers(size, dtype, size, offset)
+        result = host.block_sums(tensor)
+        assert_same_sums(result, stats_of_blocks(tensor))
+        assert not result[1]
+        # A sum in another order has other bits: so this compares the order too.
+        if size == 5 * BLOCK + 4321:
+            reversed_rows = tensor[: 5 * BLOCK].view(5, -1).flip(1).contiguous()
+            assert (host.block_sums(reversed_rows)[0] != result[0][:5]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sums_of_every_pattern_and_of_extremes(host: Host, dtype: torch.dtype) -> None:
+    patterns = all_patterns(dtype)
+    assert_same_sums(host.block_sums(patterns), stats_of_blocks(patterns))
+    finite = patterns[torch.isfinite(patterns)]
+    assert_same_sums(host.block_sums(finite), stats_of_blocks(finite))
+    assert not host.block_sums(finite)[1]
+    largest = torch.full((2 * BLOCK,), torch.finfo(dtype).max, dtype=dtype)
+    assert_same_sums(host.block_sums(largest), stats_of_blocks(largest))
+    assert not host.block_sums(largest)[1], "the squares of finite elements do not overflow"
+    for bad in (math.inf, -math.inf, math.nan):
+        for position in (0, 31, 32, 2047, 2048, BLOCK - 1, BLOCK, BLOCK + 2999):
+            tensor = numbers(BLOCK + 3000, dtype)
+            tensor[position] = bad
+            result = host.block_sums(tensor)
+            assert result[1] == 1
+            assert_same_sums(result, stats_of_blocks(tensor))
+            sums = result[0].view(np.float64)
+            assert [math.isfinite(s) for s in sums] == [position >= BLOCK, position < BLOCK]
 
 
 # ---- on a device --------------------------------------------------------------------------------------------

@@ -11,7 +11,15 @@ from memascend import overflow
 from memascend.amp import GradScaler
 from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
 from memascend.distributed_checkpoint import load_distributed, save_distributed
-from memascend.errors import BudgetError, CheckpointError, HostMemoryError, MemascendError, StoreError
+from memascend.errors import (
+    BudgetError,
+    CheckpointError,
+    DeviceError,
+    HostMemoryError,
+    MemascendError,
+    PinnedMemoryError,
+    StoreError,
+)
 from memascend.offload import offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.pinned import empty_pinned, pin_memory
@@ -37,10 +45,12 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CheckpointError",
+    "DeviceError",
     "GradScaler",
     "HostMemoryError",
     "Lion",
     "MemascendError",
+    "PinnedMemoryError",
     "Resumed",
     "StoreError",
     "can_resume",
@@ -88,8 +98,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_of(model: nn.Module) -> str:
-    """Return the host memory plan of an offloaded model as a table with a line per consumer."""
-    return offload_of(model).plan.table()
+    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer."""
+    state = offload_of(model)
+    plans = [state.plan, state.device_plan]
+    return "\n".join(plan.table() for plan in plans if plan is not None)
 
 
 def flush(model: nn.Module) -> None:

@@ -1,37 +1,48 @@
-"""Recompute a unit's activations in the backward pass; its inputs wait in spare budgeted memory or on the SSD.
+"""Recompute a unit's activations in the backward pass; its inputs wait where they are, in host memory or on the SSD.
 
 The scheme is that of Chen et al. 2016 (arXiv 1604.06174), with the graph of the first forward kept and only
-its saved tensors dropped, so that gradients flow through whatever the unit was called with.
+its saved tensors dropped, so that gradients flow through whatever the unit was called with. That inputs go to the SSD
+while the device computes on, each once, and are taken from where they are as long as they are there, is SSDTrain's idea
+(Wu et al. 2024, arXiv 2408.10013).
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memascend.device import autocast, autocast_of
 from memascend.errors import MemascendError
+from memascend.units import CPU
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memascend._memascend import Runtime, Stash
+    from memascend._memascend import Restore, Runtime, Stash
+    from memascend.device import ComputeDevice
 
+#: Where the inputs of recomputed units wait: where they are; in host memory, and on the SSD when that is full; on the
+#: SSD.
+POLICIES = ("recompute", "host", "ssd")
 #: Inputs below this stay where they are: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
+#: Inputs that may be on their way from a device at once: one being copied, one that is used just now.
+LEAVING_INPUTS = 2
 
 
 class StashedInput:
     """An input put aside by the runtime; `restore` brings its values back into a fresh tensor."""
 
-    def __init__(self, runtime: Runtime, tensor: torch.Tensor) -> None:
-        """Start copying `tensor` out."""
+    def __init__(self, runtime: Runtime, tensor: torch.Tensor, policy: str) -> None:
+        """Copy `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
-        self.stash: Stash = runtime.stash(tensor.data_ptr(), tensor.nbytes)
+        self.stash: Stash = runtime.stash(tensor.data_ptr(), tensor.nbytes, policy == "ssd")
 
     def restore(self) -> torch.Tensor:
         """Return the values; shape and dtype as they were."""
@@ -40,21 +51,95 @@ class StashedInput:
         return tensor.requires_grad_(self.requires_grad)
 
 
+class LeavingInput(StashedInput):
+    """An input on a device, which is copied from there while the device computes on, and back before it is needed."""
+
+    def __init__(self, inputs: InputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
+        """Start copying `tensor` out."""
+        self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
+        self.device = device
+        spill = inputs.policy == "ssd"
+        self.stash = inputs.runtime.stash_from_device(tensor.data_ptr(), tensor.nbytes, device.record(), spill)
+        #: The tensor itself, until it was read.
+        self.here: torch.Tensor | None = tensor.detach()
+        self._version = tensor._version
+        #: The values on their way back, and when they are there.
+        self._coming: tuple[torch.Tensor, Restore] | None = None
+        self._inputs = weakref.ref(inputs)
+        #: What was put aside before: the backward pass asks for it next.
+        self._before = inputs.latest
+
+    def leave(self, wait: bool) -> bool:
+        """Let go of the tensor once it was read, or `wait` for that; returns whether it is gone."""
+        if self.here is not None:
+            if wait:
+                self.stash.wait_copied()
+            elif not self.stash.copied():
+                return False
+            self._check()
+            self.here = None
+        return True
+
+    def _check(self) -> None:
+        """Raise MemascendError if the tensor was written to while it was, or might have been, copied."""
+        if self.here is not None and self.here._version != self._version:
+            raise MemascendError(
+                "an input of a unit was changed in place after the unit was called, while it was copied from the "
+                "device: change a copy of it"
+            )
+
+    def come(self) -> None:
+        """Start bringing the values back."""
+        if self.here is None and self._coming is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device.torch_device)
+            # The memory may have been something else's, which is being computed with still.
+            self._coming = tensor, self.stash.restore_to_device(tensor.data_ptr(), self.device.record())
+
+    def restore(self) -> torch.Tensor:
+        """Return the values, there for whatever is computed from now on, and start bringing the ones before."""
+        self.come()
+        if self._coming is None:
+            assert self.here is not None
+            self._check()
+            tensor = self.here
+        else:
+            tensor, restore = self._coming
+            self._coming = None
+            self.device.wait(restore.enqueued())
+        before = self._before()
+        if before is not None:
+            before.come()
+        return tensor.detach().requires_grad_(self.requires_grad)
+
+    def __del__(self) -> None:
+        coming, self._coming = getattr(self, "_coming", None), None
+        if coming is not None:
+            # Brought back in vain: its memory must not become something else's while it is still written to.
+            with suppress(MemascendError):
+                self.device.wait(coming[1].enqueued())
+
+
 class InputStash:
     """Puts the inputs of recomputed units aside, each tensor once however many units it is passed to."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Put them into the keeping of `runtime`."""
+    def __init__(self, runtime: Runtime, policy: str, device: ComputeDevice | None = None) -> None:
+        """Put them into the keeping of `runtime`, by one of `POLICIES`; `device` is where they are."""
         self.runtime = runtime
+        self.policy = policy
+        self.device = device
         #: (version, stand-in) by identity of the tensor.
         self._known = WeakIdKeyDictionary()
+        self.latest: Callable[[], LeavingInput | None] = lambda: None
+        #: Inputs on their way from the device, the oldest first.
+        self._leaving: deque[weakref.ref[LeavingInput]] = deque()
 
     def put(self, tensor: torch.Tensor) -> StashedInput | torch.Tensor:
         """Return a stand-in for `tensor`, or the tensor itself where moving it would gain nothing."""
         movable = (
-            tensor.requires_grad
+            self.policy != "recompute"
+            and tensor.requires_grad
             and not tensor.is_leaf
-            and tensor.device.type == "cpu"
+            and tensor.device == (CPU if self.device is None else self.device.torch_device)
             and tensor.nbytes >= STASH_FROM_BYTES
             and tensor.is_contiguous()
         )
@@ -63,9 +148,23 @@ class InputStash:
         known = self._known.get(tensor)
         if known is not None and known[0] == tensor._version:
             return known[1]
-        stashed = StashedInput(self.runtime, tensor)
+        if self.device is None:
+            stashed = StashedInput(self.runtime, tensor, self.policy)
+        else:
+            stashed = LeavingInput(self, self.device, tensor)
+            self.latest = weakref.ref(stashed)
+            self._leaving.append(self.latest)
+            self._release()
         self._known[tensor] = (tensor._version, stashed)
         return stashed
+
+    def _release(self) -> None:
+        """Let go of what the device has been read from, and of all but the last few in any case."""
+        while self._leaving:
+            stashed = self._leaving[0]()
+            if stashed is not None and not stashed.leave(wait=len(self._leaving) > LEAVING_INPUTS):
+                return
+            self._leaving.popleft()
 
 
 #: Recomputations that hold recomputed tensors, views of weights among them.
@@ -90,11 +189,10 @@ class Recomputation:
         self.function = function
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.random_state = _shared_random_state()
-        self.autocast = (
-            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            torch.is_autocast_cache_enabled(),
-        )
+        self._versions = self._count_writes()
+        self.device = stash.device
+        self.random_state = _shared_random_state(), None if stash.device is None else stash.device.random_state()
+        self.autocast = autocast_of(CPU if stash.device is None else stash.device.torch_device)
         self.saved = 0
         self.values: dict[int, torch.Tensor] = {}
 
@@ -112,7 +210,15 @@ class Recomputation:
             self._recompute()
         return self.values.pop(index)
 
+    def _count_writes(self) -> list[int]:
+        return [leaf._version for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
     def _recompute(self) -> None:
+        if self._count_writes() != self._versions:
+            raise MemascendError(
+                "an input of a unit was changed in place after the unit was called, so that it cannot be computed "
+                "again: change a copy of it, or pass recompute=False"
+            )
         leaves = [leaf.restore() if isinstance(leaf, StashedInput) else leaf for leaf in self.leaves]
         # Detached inputs keep this second graph from reaching back into the first.
         leaves = [
@@ -131,8 +237,8 @@ class Recomputation:
 
         with (
             torch.enable_grad(),
-            _random_state(self.random_state),
-            _autocast(*self.autocast),
+            _random_state(self.random_state, self.device),
+            autocast(*self.autocast),
             torch.autograd.graph.saved_tensors_hooks(keep, refuse),
         ):
             self.function(*args, **kwargs)
@@ -158,16 +264,16 @@ def _shared_random_state() -> torch.Tensor:
 
 
 @contextmanager
-def _random_state(state: torch.Tensor) -> Iterator[None]:
-    current = torch.get_rng_state()
-    torch.set_rng_state(state)
+def _random_state(states: tuple[torch.Tensor, torch.Tensor | None], device: ComputeDevice | None) -> Iterator[None]:
+    current = torch.get_rng_state(), None if device is None else device.random_state()
+
+    def set_(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if device is not None:
+            device.set_random_state(states[1])
+
+    set_(states)
     try:
         yield
     finally:
-        torch.set_rng_state(current)
-
-
-def _autocast(dtype: torch.dtype | None, cache: bool) -> Any:
-    if dtype is None:
-        return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-    return torch.autocast("cpu", dtype=dtype, cache_enabled=cache)
+        set_(current)

@@ -15,7 +15,7 @@ from torch import nn
 from memascend._memascend import return_large_blocks_to_system
 from memascend.errors import CheckpointError
 from memascend.generations import source_of
-from memascend.offload import Offload, offload_of
+from memascend.offload import Computing, Offload, offload_of
 from memascend.plan import make_plan, parse_size
 from memascend.safetensors_io import SafetensorsReader, write_safetensors
 from memascend.units import DTYPE_NAMES, Place, Unit, absent_like, partition
@@ -36,7 +36,11 @@ def from_pretrained(
     store: StorePaths,
     host_memory: str | int,
     dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device | None = None,
+    device_memory: str | int | None = None,
     recompute: bool = True,
+    activations: str | None = None,
+    batch_tokens: int | None = None,
     durability: str = "auto",
     keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -49,16 +53,18 @@ def from_pretrained(
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
-        recompute, durability, keep_store, options: as in `memascend.offload`.
+        device, device_memory, recompute, activations, batch_tokens, durability, keep_store, options: as in
+            `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
         CheckpointError: the directory is not such a model, or a file is damaged.
-        BudgetError, StoreError, ValueError: as in `memascend.offload`.
+        BudgetError, DeviceError, StoreError, ValueError: as in `memascend.offload`.
     """
     return_large_blocks_to_system()
     directory = Path(path)
     budget = parse_size(host_memory)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
     config = _load_config(directory)
     weights = _Weights(directory)
     try:
@@ -68,7 +74,7 @@ def from_pretrained(
 
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         sources = _Sources(model, weights)
-        units = partition(model)
+        units = partition(model, computing.torch_device)
         plan = make_plan(units, budget)
         materialise(model, units)
         state = Offload(
@@ -76,7 +82,7 @@ def from_pretrained(
             units,
             plan,
             store,
-            recompute=recompute,
+            computing=computing,
             keep_store=keep_store,
             durability=durability,
             source=source_of(model, sources.conversions),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import memascend
-from memascend import BudgetError, CheckpointError, MemascendError, StoreError
+from memascend import BudgetError, CheckpointError, DeviceError, MemascendError, StoreError
+from memascend.activations import POLICIES
 from memascend.plan import format_size, parse_size
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
@@ -73,10 +74,14 @@ def run() -> NoReturn:
 def _explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error."""
     from memascend.data import DataError
+    from memascend.rates import UnmeasuredError
     from memascend.report import OutputError
 
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, (BudgetError, CheckpointError, StoreError, DataError, OutputError)):
+    for note in getattr(error, "__notes__", ()):
+        text += f"\n{note}"
+    told = (BudgetError, CheckpointError, DeviceError, StoreError, DataError, OutputError, UnmeasuredError)
+    if isinstance(error, told):
         return BAD_INPUT, text
     if isinstance(error, MemascendError):
         return FAILED, text
@@ -84,6 +89,8 @@ def _explain(error: Exception) -> tuple[int, str]:
         return FAILED, f"{text}: install what the command line needs with `pip install 'memascend[cli]'`"
     if isinstance(error, MemoryError):
         return FAILED, f"out of memory: {text}"
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a device
+        return FAILED, text
     if isinstance(error, OSError):
         return FAILED, text
     first = text.splitlines()[0]
@@ -112,6 +119,9 @@ def _finetune(chosen: argparse.Namespace) -> int:
         return BAD_INPUT
     elif chosen.resume:
         _tell("error: --resume goes on with the run in a store: without --store there is none")
+        return BAD_INPUT
+    if chosen.device_memory and (chosen.in_memory or not chosen.device):
+        _tell("error: --device-memory is of --device, for a model in a store")
         return BAD_INPUT
     quiet_libraries()
     show_plans()
@@ -153,6 +163,7 @@ def _plan(chosen: argparse.Namespace) -> int:
 
     quiet_libraries()
     try:
+        gpu = _gpu(chosen)
         found = forecast(
             chosen.model,
             seq_len=chosen.seq_len,
@@ -164,6 +175,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             states=chosen.states,
             master=not chosen.no_master,
             durability=chosen.durability,
+            gpu=gpu,
         )
     except Exception as error:
         if not chosen.json:
@@ -176,6 +188,18 @@ def _plan(chosen: argparse.Namespace) -> int:
         return code
     print(json.dumps(found, indent=2) if chosen.json else as_text(found))
     return 0
+
+
+def _gpu(chosen: argparse.Namespace) -> Any:
+    """The GPU to plan for, or None; its rates are known, or an error says what to run."""
+    if chosen.gpu is None:
+        return None
+    from memascend.forecast import Gpu
+    from memascend.rates import rates_for
+
+    given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
+    rates = rates_for(chosen.dtype, given, chosen.store)
+    return Gpu(chosen.gpu, rates, activations=chosen.activations, fused_loss=chosen.fused_loss)
 
 
 def _inspect(chosen: argparse.Namespace) -> int:
@@ -224,12 +248,21 @@ def _export(chosen: argparse.Namespace) -> int:
 
 
 def _bench(chosen: argparse.Namespace) -> int:
-    from memascend import drives
+    from memascend import drives, rates
     from memascend.interrupts import Interrupts
-    from memascend.report import bench_tail, bench_text
+    from memascend.report import bench_tail, bench_text, gpu_text
 
+    if not chosen.places and not chosen.gpu:
+        _tell("error: nothing to measure: name directories or devices, or give --gpu (see memascend bench --help)")
+        return BAD_INPUT
     measurements: list[dict[str, Any]] = []
     where = None
+    gpu: dict[str, Any] | None = None
+    if chosen.gpu:
+        gpu = rates.measure_gpu(seconds=chosen.seconds, progress=lambda what: _tell(f"GPU: {what} ..."))
+        if not chosen.json:
+            print(gpu_text(gpu), flush=True)
+        where = _remembered(chosen, lambda: rates.remember(gpu))
     with Interrupts():  # SIGTERM too leaves nothing behind
         for place in chosen.places:
             measured = drives.measure(
@@ -242,13 +275,23 @@ def _bench(chosen: argparse.Namespace) -> int:
             measurements.append(measured)
             if not chosen.json:
                 print(bench_text(measured), flush=True)
-            if not chosen.no_remember:
-                try:
-                    where = drives.remember([measured])
-                except (OSError, RuntimeError) as error:
-                    _tell(f"note: the measurement cannot be remembered: {error}")
-    print(json.dumps(measurements, indent=2) if chosen.json else bench_tail(measurements, where))
+            where = _remembered(chosen, lambda measured=measured: drives.remember([measured])) or where
+    if chosen.json:
+        print(json.dumps([*measurements, *([gpu] if gpu else [])], indent=2))
+    else:
+        print(bench_tail(measurements, where))
     return 0
+
+
+def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Path | None:
+    """Where a measurement is remembered, if it is."""
+    if chosen.no_remember:
+        return None
+    try:
+        return remember()
+    except (OSError, RuntimeError) as error:
+        _tell(f"note: the measurement cannot be remembered: {error}")
+        return None
 
 
 def _format(chosen: argparse.Namespace) -> int:
@@ -383,6 +426,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")
+    add("--device", "the CUDA device to compute on: cuda, cuda:1, ... (default: the CPU)", metavar="DEVICE")
+    text = "the most memory of that device to use, such as 20GiB (default: what is free)"
+    add("--device-memory", text, type=_size, metavar="SIZE")
+    text = (
+        "where the inputs of layers wait until these are computed again: recompute (where they are), host or ssd "
+        "(default: host on the CPU, recompute on a device)"
+    )
+    add("--activations", text, choices=POLICIES)
 
 
 def _add_durability(add: Callable[..., Any]) -> None:
@@ -425,6 +476,23 @@ def _add_plan(commands: Any) -> None:
     _add_optimizer(parser)
     _add_durability(add)
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+    gpu = parser.add_argument_group(
+        "computing on a GPU",
+        "Its memory is planned too, and the time of a step predicted from what the machine can do, as `memascend\n"
+        "bench --gpu` measured it or as it is given here.",
+    )
+    add = gpu.add_argument
+    add("--gpu", type=_size, metavar="SIZE", help="the memory that the GPU has free, such as 24GiB")
+    text = "where the inputs of recomputed layers wait: on the GPU, in host memory or on the SSD (default: %(default)s)"
+    add("--activations", choices=("recompute", "host", "ssd"), default="recompute", help=text)
+    text = "the loss makes the logits in pieces (Liger-Kernel's fused linear cross entropy)"
+    add("--fused-loss", action="store_true", help=text)
+    text = "where the store is going to be, measured by `memascend bench`; several times for several"
+    add("--store", type=Path, action="append", default=[], metavar="PLACE", help=text)
+    add("--flops", type=_positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")
+    add("--pcie", type=_positive_rate, metavar="X", help="bytes per second in each direction, such as 25e9")
+    add("--dram", type=_positive_rate, metavar="X", help="bytes per second of host memory, read and written together")
+    add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
 
 
 def _add_stores(parser: argparse.ArgumentParser) -> None:
@@ -502,12 +570,14 @@ def _add_bench(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        help="measure drives, and remember it, so that each gets the share of a store that it can take",
+        help="measure drives and the GPU, and remember it: for the shares of a store, and for `memascend plan --gpu`",
         description="Measure what drives can do with memascend's engine. A directory gets a temporary file; on a raw\n"
-        "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.",
+        "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.\n"
+        "With --gpu, what the GPU, the way to it and host memory can do.",
     )
     add = parser.add_argument
-    add("places", type=Path, nargs="+", metavar="DIR_OR_DEVICE", help="where a store is going to be")
+    add("places", type=Path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store is going to be")
+    add("--gpu", action="store_true", help="measure the GPU, with or without drives")
     text = "bytes to write and read there; more than the drive's cache tells the truth (default: %(default)s)"
     add("--size", type=_size, default="1GiB", metavar="SIZE", help=text)
     add("--seconds", type=_duration, default=2.0, metavar="X", help="for each workload (default: %(default)s)")
@@ -582,6 +652,7 @@ _positive = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 _at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
 _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
+_positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
 
 

@@ -256,7 +256,17 @@ def remember(measurements: Sequence[dict[str, Any]]) -> Path:
     found = _load()
     for measured in measurements:
         if measured["identity"] is not None:
-            found[measured["identity"]] = {**measured, "measured": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            found[measured["identity"]] = {**measured, "measured": now()}
+    return save(path, found)
+
+
+def now() -> str:
+    """Return the time as measurements tell it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def save(path: Path, found: dict[str, Any]) -> Path:
+    """Write a file of measurements in one go, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
@@ -268,6 +278,23 @@ def remember(measurements: Sequence[dict[str, Any]]) -> Path:
 def rate_of(measured: dict[str, Any]) -> float:
     """Bytes per second of the mix that a training step makes."""
     return float(measured["workloads"]["mix"]["bytes_per_second"])
+
+
+def measured_rates(places: Sequence[Place] = ()) -> dict[str, float] | None:
+    """Return bytes per second of a step's mix by place, or None where one of `places` was not measured.
+
+    Without places it is the drive that was measured, if it is the only one.
+    """
+    found = _load()
+    try:
+        if not places:
+            (only,) = found.values()
+            return {only["place"]: rate_of(only)}
+        # Places on one drive share what it can do.
+        names = {identity(place): os.fspath(place) for place in places}
+        return {place: rate_of(found[name]) for name, place in names.items()}
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def store_options(places: Sequence[Place]) -> tuple[dict[str, Any], str | None]:

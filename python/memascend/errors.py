@@ -41,8 +41,16 @@ class HostMemoryError(MemascendError, MemoryError):
     """Host memory could not be reserved or locked."""
 
 
+class PinnedMemoryError(HostMemoryError):
+    """The system page-locks less memory than was asked for, or none."""
+
+
+class DeviceError(MemascendError):
+    """A CUDA device, its driver or its memory is missing, or failed."""
+
+
 class BudgetError(MemascendError, ValueError):
-    """The host memory budget cannot hold what the model needs; `smallest_bytes` can."""
+    """A budget of host or device memory cannot hold what the model needs; `smallest_bytes` can."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         """Keep the smallest budget that works, in bytes."""

@@ -20,6 +20,7 @@ import torch
 import memascend
 from memascend import MemascendError, report
 from memascend.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
+from memascend.device import open_device
 from memascend.interrupts import Interrupts
 from memascend.models import copy_side_files, limits, load_config, load_in_memory
 from memascend.offload import offload_of
@@ -45,6 +46,8 @@ class Settings:
     out: Path
     store: Sequence[Path] = ()
     host_memory: int | None = None  # bytes
+    device: str | None = None  # that of CUDA to compute on; None is the CPU
+    device_memory: int | None = None  # bytes
     in_memory: bool = False
     steps: int | None = None  # optimizer steps; without it, `epochs` passes over the data
     epochs: int = 1
@@ -66,8 +69,16 @@ class Settings:
     resume: bool = False
     keep_store: bool = False
     recompute: bool = True
+    activations: str | None = None
     metrics: Path | None = None
     text_field: str = "text"
+
+    @property
+    def computing(self) -> dict[str, Any]:
+        """Where and how the model computes, as `memascend.offload` takes it."""
+        on_device = {} if self.device is None else {"batch_tokens": self.batch_size * self.seq_len}
+        names = ("device", "device_memory", "recompute", "activations")
+        return {name: getattr(self, name) for name in names} | on_device
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack) -> m
     resumed = memascend.resume(
         list(settings.store),
         host_memory=settings.host_memory,
-        recompute=settings.recompute,
+        **settings.computing,
         durability=settings.durability,
         keep_store=settings.keep_store or None,
     )
@@ -215,7 +226,9 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
 def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
     """The model in the store, or whole in memory; closed with `cleanup`."""
     if settings.in_memory:
-        return load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
+        device = open_device(settings.device)
+        model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
+        return model if device is None else model.to(device.torch_device)
     bar: report.Progress | None = None
 
     def loading(done: int, total: int) -> None:
@@ -229,7 +242,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
             store=list(settings.store),
             host_memory=settings.host_memory,
             dtype=settings.dtype,
-            recompute=settings.recompute,
+            **settings.computing,
             durability=settings.durability,
             keep_store=settings.keep_store or None,
             progress=loading,
@@ -390,6 +403,8 @@ class _Training:
             direct = "direct I/O" if stats["direct_io"] else "buffered I/O"
             parts.append(f"{stats['engine']}, {direct}")
             parts.append(f"host memory {format_size(stats['host_bytes_budget'])}")
+            if "device_bytes_budget" in stats:
+                parts.append(f"{self.settings.device} {format_size(stats['device_bytes_budget'])}")
         parts.append(f"{self.steps} steps of {self.tokens_per_step:,} tokens")
         if self.resumed:
             parts.append(f"going on after step {self.result.steps}")
@@ -444,10 +459,12 @@ class _Training:
         mean = 0.0
         for micro in range(count):
             batch = self.blocks.batch(step * count + micro, self.settings.batch_size)
+            batch = {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
             loss = self.model(**batch, use_cache=False).loss
+            (loss / count if count > 1 else loss).backward()
+            # Only now: a device would have nothing to do while its answer is waited for.
             value = loss.item()
             if not math.isfinite(value):
                 return value
-            (loss / count if count > 1 else loss).backward()
             mean += value / count
         return mean

@@ -2,14 +2,15 @@
 
 The model is built without weights, divided into units and planned by the very code of a run. The traffic comes from
 replaying one step's order of uses through `stream.py`'s rule (Belady's, two units ahead), and beside it all stands
-what ZeRO-Infinity would hold for the same model.
+what ZeRO-Infinity would hold for the same model. For a GPU its memory is planned too, the order of uses is replayed
+through its buffers first, and the time of a step follows from the rates of the machine.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,23 +21,30 @@ from memascend.activations import STASH_FROM_BYTES
 from memascend.buffers import kept_bytes
 from memascend.checkpoint import empty_model
 from memascend.data import DataError
+from memascend.device_plan import DevicePlan, make_device_plan
+from memascend.errors import CheckpointError
+from memascend.estimates import Shape
 from memascend.generations import parse_durability
 from memascend.models import limits, load_bare_config
 from memascend.optim import NAMED
 from memascend.optim.update import rule_for
 from memascend.plan import format_size, make_plan, smallest_plan
+from memascend.step_time import step_flops, step_time
 from memascend.stream import NEVER, PREFETCH_UNITS
 from memascend.units import PAGE_BYTES, partition, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from memascend.plan import Plan
+    from memascend.plan import Line, Plan
+    from memascend.rates import Rate
     from memascend.units import StoreTensor, Unit
 
 #: Staging chunks that data kept in host memory leaves to transfers: STAGING_RESERVE of staging.rs.
 STAGING_RESERVE = 8
+#: Units copied to a device ahead of the one in use: DEVICE_AHEAD of device_stream.py.
+DEVICE_AHEAD = 2
 #: Kinds of bytes on the SSD, in the order of the tables.
 KINDS = {
     "weights": "weights",
@@ -64,6 +72,8 @@ class Work:
     master: bool = True
     #: Whether steps are durable, beside the one before.
     two_slots: bool = True
+    #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as it goes, on SSD.
+    activations: str = "host"
 
     @property
     def tokens(self) -> int:
@@ -73,10 +83,25 @@ class Work:
 
 @dataclass(slots=True)
 class Traffic:
-    """SSD bytes of one optimizer step, by kind."""
+    """SSD bytes of one optimizer step, by kind, and bytes of weights copied to a device."""
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
+    uploaded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU to compute on."""
+
+    #: Bytes that it has free before a run.
+    memory: int
+    #: What the machine can do, as `rates.rates_for` returns it.
+    rates: Mapping[str, Rate]
+    #: "recompute", "host" or "ssd".
+    activations: str = "recompute"
+    #: Whether the loss makes the logits in pieces.
+    fused_loss: bool = False
 
 
 def forecast(
@@ -91,6 +116,7 @@ def forecast(
     states: str = "float32",
     master: bool = True,
     durability: str = "auto",
+    gpu: Gpu | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
@@ -108,8 +134,10 @@ def forecast(
     - `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`; `planned` with what the spare budget
       keeps in memory and `smallest` with the least budget, each with `read` and `written` (by kind, and `total_bytes`),
       `read_bytes_per_parameter`, `written_bytes_per_parameter`; `saved_bytes`, what the spare budget saves.
-    - `pytorch`: estimates of what PyTorch holds on top. `logits_bytes`, `layer_bytes`, `gradient_bytes`, and
-      `estimated_bytes`, the most that lives at once.
+    - `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
+      `step_time.step_time` returns it.
+    - `pytorch`, without a GPU: estimates of what PyTorch holds on top. `logits_bytes`, `layer_bytes`,
+      `gradient_bytes`, and `estimated_bytes`, the most that lives at once.
     - `zero_infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`, `parameter_pool_bytes`, `parameter_pool_waste`
       (a share of 1), `default_parameter_pool_bytes`, `gradient_buffer_bytes`, `optimizer_swap_bytes`,
       `write_back_bytes`, `peak_bytes` (their sum, without the default pool), `peak_pinned_bytes` (with the gradient
@@ -130,30 +158,26 @@ def forecast(
     plan = smallest if budget is None else make_plan(units, budget)
     two_slots = parse_durability(durability) != 0
     work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, two_slots)
+    device_plan = None
+    if gpu is not None:
+        work.activations = gpu.activations
+        device_plan = make_device_plan(
+            units,
+            None,
+            tokens=work.tokens,
+            config=config,
+            activations=gpu.activations,
+            fused_loss=gpu.fused_loss,
+            free=gpu.memory,
+        )
     space = ssd_space(units, config, work)
     if two_slots:
         space["buffers"] = kept_bytes(model)
     parameters = sum(place.numel for unit in units for place in unit.places)
-    planned, least = traffic(model, units, plan, config, work), traffic(model, units, smallest, config, work)
+    planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     return {
         "model": _model_part(path, config, model, units, dtype, parameters),
-        "host_memory": {
-            "lines": [
-                {
-                    "consumer": x.consumer,
-                    "count": x.count,
-                    "nbytes": x.nbytes,
-                    "total_bytes": x.total,
-                    "note": x.note,
-                }
-                for x in plan.lines
-                if x.count
-            ],
-            "total_bytes": plan.total,
-            "budget_bytes": plan.budget,
-            "overlap_bytes": plan.overlap_bytes,
-            "smallest_bytes": plan.smallest_bytes,
-        },
+        "host_memory": _memory_part(plan),
         "ssd_space": _by_kind(space),
         "ssd_traffic": {
             "seq_len": seq_len,
@@ -163,8 +187,26 @@ def forecast(
             "smallest": _traffic_part(least, parameters),
             "saved_bytes": sum(_total(least)) - sum(_total(planned)),
         },
-        "pytorch": pytorch_memory(config, units, work),
+        **(
+            {"pytorch": pytorch_memory(config, units, work)}
+            if gpu is None or device_plan is None
+            else {"gpu": _gpu_part(gpu, device_plan, model, units, config, work, planned)}
+        ),
         "zero_infinity": _zero_infinity_part(units, plan.total, smallest.total, grad_accum),
+    }
+
+
+def _memory_part(plan: Plan | DevicePlan) -> dict[str, Any]:
+    return {
+        "lines": [
+            {"consumer": x.consumer, "count": x.count, "nbytes": x.nbytes, "total_bytes": x.total, "note": x.note}
+            for x in plan.lines
+            if x.total
+        ],
+        "total_bytes": plan.total,
+        "budget_bytes": plan.budget,
+        "overlap_bytes": plan.overlap_bytes,
+        "smallest_bytes": plan.smallest_bytes,
     }
 
 
@@ -226,6 +268,8 @@ def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
 
 def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
     """Bytes of the input that one recomputed layer puts aside in a forward pass; 0 where it is left where it is."""
+    if work.activations == "recompute":
+        return 0
     nbytes = work.tokens * config.get_text_config().hidden_size * units[0].tensors[0].dtype.itemsize
     return nbytes if nbytes >= STASH_FROM_BYTES else 0
 
@@ -248,12 +292,21 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     return space
 
 
-def traffic(model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work) -> Traffic:
-    """Predict the SSD bytes of one optimizer step in the steady state, of a model trained whole."""
+def traffic(
+    model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work, device_plan: DevicePlan | None = None
+) -> Traffic:
+    """Predict the SSD bytes of one optimizer step in the steady state, of a model trained whole.
+
+    With a `device_plan`, a unit is fetched when the device has not got it.
+    """
     moved = Traffic()
     forward, backward = uses(model, units)
-    for number, fetches in Replay(units, plan, forward, backward).step(work.grad_accum).items():
-        moved.read["weights"] += fetches * units[number].nbytes
+    wanted = [[number for number, _ in groupby([*forward, *backward])]] * work.grad_accum
+    if device_plan is not None:
+        wanted = Replay(units, device_plan.units, DEVICE_AHEAD).step(wanted)
+        moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
+    for number in chain(*Replay(units, plan.units).step(wanted)):
+        moved.read["weights"] += units[number].nbytes
     for unit in units:
         # The update on the way into the first forward: everything but the weights' read, which is a fetch like others.
         moved.written["weights"] += unit.nbytes
@@ -261,7 +314,7 @@ def traffic(model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, wo
             states = state_kinds(tensor, work)
             moved.read.update(states)
             moved.written.update(states)
-    spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work.grad_accum)
+    spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
     moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
     return moved
@@ -276,9 +329,9 @@ class Spill:
 
 
 def spill(
-    units: Sequence[Unit], plan: Plan, forward: Sequence[int], backward: Sequence[int], stash: int, passes: int
+    units: Sequence[Unit], plan: Plan, forward: Sequence[int], backward: Sequence[int], stash: int, work: Work
 ) -> Spill:
-    """Predict what finds no room in host memory in one optimizer step of so many passes, in the steady state.
+    """Predict what finds no room in host memory, or is not to, in one optimizer step in the steady state.
 
     Gradients and the inputs of recomputed layers (`stash` bytes each) share the buffers of the staging. An input comes
     in the forward pass and leaves when the backward pass is through with its layer; a gradient comes in the backward
@@ -291,7 +344,7 @@ def spill(
     spilled = Spill()
     for _ in range(3):  # the first steps find no gradients of the step before
         spilled = Spill()
-        for turn in range(passes):
+        for turn in range(work.grad_accum):
             inputs: dict[int, int] = {}
             for index, number in enumerate(forward):
                 if turn == 0:
@@ -299,7 +352,8 @@ def spill(
                     for ahead in forward[index : index + 1 + PREFETCH_UNITS]:
                         room += sum(held.pop(tensor, 0) for tensor in units[ahead].tensors)
                 if units[number].repeated and stash:
-                    inputs[number] = kept = min(-(-stash // plan.staging.nbytes), room)
+                    chunks = 0 if work.activations == "ssd" else -(-stash // plan.staging.nbytes)
+                    inputs[number] = kept = min(chunks, room)
                     room -= kept
                     spilled.activations += round_up(max(0, stash - kept * plan.staging.nbytes), PAGE_BYTES)
             for number in captured:
@@ -317,30 +371,33 @@ def spill(
 
 
 class Replay:
-    """Replays the order of uses through the plan's buffers, by the rule of `stream.Streamer`, and counts fetches."""
+    """Replays the order of uses through a plan's buffers by the rule of `stream.Streamer`: tells what is fetched."""
 
-    def __init__(self, units: Sequence[Unit], plan: Plan, forward: Sequence[int], backward: Sequence[int]) -> None:
-        """Count with the buffers of `plan`."""
+    def __init__(self, units: Sequence[Unit], lines: Sequence[Line], ahead: int = PREFETCH_UNITS) -> None:
+        """Use the buffers of `lines`, and fetch so many units `ahead`."""
         buffers: Counter[int] = Counter()
-        for line in plan.units:
+        for line in lines:
             buffers[line.nbytes] += line.count
         #: By number of a unit: the size class that serves it, and how many buffers that has.
         self.size = [min(nbytes for nbytes in buffers if nbytes >= unit.nbytes) for unit in units]
         self.buffers = buffers
-        self.expected = [number for number, _ in groupby([*forward, *backward])]
+        self.ahead = ahead
+        self.expected: Sequence[int] = ()
         self.uses: dict[int, deque[int]] = {}
         self.position = 0
         self.resident: set[int] = set()
-        self.fetches: Counter[int] = Counter()
+        self.fetched: list[int] = []
 
-    def step(self, passes: int) -> Counter[int]:
-        """Return how often each unit is fetched in one optimizer step of so many forward and backward passes."""
+    def step(self, passes: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses."""
         # The step before made every resident unit stale.
         self.resident.clear()
-        self.fetches.clear()
-        for _ in range(passes):
+        fetched = []
+        for self.expected in passes:
             self.position = 0
             self.uses = {}
+            self.fetched = []
+            fetched.append(self.fetched)
             for index, number in enumerate(self.expected):
                 self.uses.setdefault(number, deque()).append(index)
             for index, number in enumerate(self.expected):
@@ -348,10 +405,10 @@ class Replay:
                 if number not in self.resident:
                     self._fetch(number, sooner_than=-1, user=None)
                 self._prefetch(number)
-        return self.fetches
+        return fetched
 
     def _prefetch(self, user: int) -> None:
-        for index in range(self.position, min(len(self.expected), self.position + PREFETCH_UNITS)):
+        for index in range(self.position, min(len(self.expected), self.position + self.ahead)):
             number = self.expected[index]
             if number not in self.resident and not self._fetch(number, sooner_than=index, user=user):
                 return
@@ -364,7 +421,7 @@ class Replay:
                 return False
             self.resident.discard(farthest)
         self.resident.add(number)
-        self.fetches[number] += 1
+        self.fetched.append(number)
         return True
 
     def _next_use(self, number: int) -> int:
@@ -374,49 +431,70 @@ class Replay:
         return waiting[0] if waiting else NEVER
 
 
+def _shape(config: Any) -> Shape:
+    shape = Shape.of(config)
+    if shape is None:
+        raise CheckpointError(f"a {config.model_type} configuration does not say what its layers are like")
+    return shape
+
+
 # ---- what PyTorch holds on top --------------------------------------------------------------------------------
 
 
 def pytorch_memory(config: Any, units: Sequence[Unit], work: Work) -> dict[str, int]:
-    """Estimate what PyTorch holds beside the plan's buffers at the worst moment of a step.
+    """Estimate what PyTorch holds beside the plan's buffers at the worst moment of a step, on the CPU.
 
-    With T tokens in a pass, V words and b bytes an element:
+    The logits and one layer as `estimates.py` counts them, and gradients. Autograd makes each parameter's gradient
+    whole before it is taken over: that of the largest, and beside the head's also the gradient of the logits.
 
-    - Logits. `ForCausalLMLoss` of transformers works in fp32, and the backward pass of the cross entropy holds three
-      such tensors at once: the log-probabilities, their gradient, and that of the logits. 12 T V bytes.
-    - One layer, recomputed. Per token, with width H, heads' width A, keys' and values' width K and MLP width I:
-      input and output of both norms, in fp32 inside (2 x (4 + b) H), queries and keys before and after rotation,
-      values, the attention's output (b (3 A + 3 K)), the MLP's four tensors of width I (4 b I), and in the backward
-      pass the gradients of three of them and of the layer's output (3 b I + 2 b H). The scheme of counting is that of
-      Korthikanti et al. 2022 (arXiv 2205.05198, section 4); no attention matrix is kept, since PyTorch's fused
-      attention recomputes it. Experts: I is that of all the experts that a token is sent to.
-    - Gradients. Autograd makes each parameter's gradient whole before it is taken over: that of the largest, and
-      beside the head's also the gradient of the logits (b T V).
-
-    Not counted: scratch of matrix products and of attention, the allocator's holes, Python and autograd themselves. It
-    is low by 48 MB for both models of benches/results, where the head's gradient is the most. Llamas of width 512
+    It is low by 48 MB for both models of benches/results, where the head's gradient is the most. Llamas of width 512
     with 32,000 words: 393 MB where 462 were measured over 1,024 tokens, 786 where 858 over 2,048. Where a layer is the
-    most it is furthest off: 178 MB where 314 were measured (width 1,024, MLP 4,096, 2,048 tokens).
+    most it is furthest off: 164 MB where 314 were measured (width 1,024, MLP 4,096, 2,048 tokens).
     """
-    text = config.get_text_config()
+    shape = _shape(config)
     itemsize = units[0].tensors[0].dtype.itemsize
-    vocabulary, width = text.vocab_size, text.hidden_size
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or width // heads
-    keys = head * (getattr(text, "num_key_value_heads", None) or heads)
-    mlp = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    mlp = mlp or getattr(text, "n_inner", None) or 4 * width
-    mlp *= getattr(text, "num_experts_per_tok", None) or 1
-    per_token = 2 * (4 + itemsize) * width + itemsize * (3 * head * heads + 3 * keys + 7 * mlp + 2 * width)
-    logits, layer = 12 * work.tokens * vocabulary, work.tokens * per_token
+    logits, layer = shape.logits_bytes(work.tokens), shape.layer_bytes(work.tokens, itemsize)
     inner = max((place.nbytes for unit in units if unit.repeated for place in unit.places), default=0)
     outer = max((place.nbytes for unit in units if not unit.repeated for place in unit.places), default=0)
     return {
         "logits_bytes": logits,
         "layer_bytes": layer,
         "gradient_bytes": max(inner, outer),
-        "estimated_bytes": max(logits, outer + itemsize * work.tokens * vocabulary, layer + inner),
+        "estimated_bytes": max(logits, outer + itemsize * work.tokens * shape.vocabulary, layer + inner),
     }
+
+
+# ---- a step on a GPU ------------------------------------------------------------------------------------------
+
+
+def _gpu_part(
+    gpu: Gpu, plan: DevicePlan, model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic
+) -> dict[str, Any]:
+    return {
+        "memory_bytes": gpu.memory,
+        "activations": gpu.activations,
+        "device_memory": _memory_part(plan),
+        "step": step_time(amounts(model, units, config, work, moved), gpu.rates, tokens=work.tokens * work.grad_accum),
+    }
+
+
+def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic) -> dict[str, int]:
+    """Return what passes through each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
+
+    To the GPU go weights and inputs of layers that were put aside, from it the gradients of every pass and those
+    inputs. Through host memory goes whatever comes from the SSD and the GPU or goes there, and what the CPU does: an
+    update reads gradients, weights and states and writes weights and states; a later pass's gradient is read, added to
+    the one there, and written. What the processor's caches may serve (copies of chunks, checksums) is not counted.
+    """
+    layers = sum(unit.repeated for unit in units)
+    inputs = stash_bytes(units, config, work) * layers * work.grad_accum
+    weights = sum(unit.nbytes for unit in units)
+    states = sum(sum(state_kinds(tensor, work).values()) for unit in units for tensor in unit.tensors)
+    ssd = moved.read.total() + moved.written.total()
+    h2d, d2h = moved.uploaded + inputs, weights * work.grad_accum + inputs
+    update = weights + 2 * (weights + states) + 3 * weights * (work.grad_accum - 1)
+    flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
+    return {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
 
 
 # ---- ZeRO-Infinity ------------------------------------------------------------------------------------------
@@ -481,22 +559,38 @@ def _traffic_part(moved: Traffic, parameters: int) -> dict[str, Any]:
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out text to the left in the first column and in one called "for", numbers to the right."""
+    """Lay out text to the left in the first column and in those called "for" and "from", numbers to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [title]
     for row in [header, *rows]:
         cells = [
-            cell.ljust(width) if column == 0 or header[column] == "for" else cell.rjust(width)
+            cell.ljust(width) if column == 0 or header[column] in ("for", "from") else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(lines)
 
 
+def _step_text(step: dict[str, Any]) -> str:
+    rows = []
+    for one in step["resources"]:
+        if one["resource"] == "flops":
+            amount, rate = f"{one['amount'] / 1e12:.1f} TFLOP", f"{one['per_second'] / 1e12:.1f} TFLOP/s"
+        else:
+            amount, rate = format_size(one["amount"]), f"{one['per_second'] / 1e9:.2f} GB/s"
+        rows.append([one["name"], amount, rate, f"{one['seconds']:.2f}", one["source"]])
+    rows.append(["the slowest: all else overlaps", "", "", f"{step['floor_seconds']:.2f}", ""])
+    rows.append(["the sum: nothing overlaps", "", "", f"{step['sum_seconds']:.2f}", ""])
+    return (
+        _table("Time of an optimizer step", ["resource", "amount", "rate", "seconds", "from"], rows)
+        + f"\n  bound by {step['bound_by']}: {step['times_the_next']:.1f} times what {step['next']} takes; at most "
+        f"{step['tokens_per_second_at_most']:,.0f} tokens/s"
+    )
+
+
 def as_text(found: dict[str, Any]) -> str:
     """Write a forecast as tables, one for each part."""
-    model, host, moved = found["model"], found["host_memory"], found["ssd_traffic"]
-    torch_part, zero = found["pytorch"], found["zero_infinity"]
+    model, host, moved, zero = found["model"], found["host_memory"], found["ssd_traffic"], found["zero_infinity"]
     size = format_size
     # What the optimizer does not keep is not worth a row; activations may well come to nothing.
     kinds = {
@@ -506,26 +600,27 @@ def as_text(found: dict[str, Any]) -> str:
     def sums(rows: Sequence[dict[str, Any]], name: str) -> list[list[str]]:
         return [[row[name], str(row["count"]), size(row["nbytes"]), size(row["total_bytes"])] for row in rows]
 
+    def memory(title: str, planned: dict[str, Any], overlap: str) -> str:
+        rows = sums(planned["lines"], "consumer")
+        return _table(
+            title,
+            ["consumer", "count", "size", "total", "for"],
+            [
+                *([*row, line["note"]] for row, line in zip(rows, planned["lines"], strict=True)),
+                ["sum", "", "", size(planned["total_bytes"]), ""],
+                ["budget", "", "", size(planned["budget_bytes"]), ""],
+                [overlap, "", "", size(planned["overlap_bytes"]), "the next layer while one computes"],
+                ["least that works", "", "", size(planned["smallest_bytes"]), ""],
+            ],
+        )
+
     tables = [
         _table(
             f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}",
             ["unit", "count", "size", "total"],
             sums(model["units"], "name"),
         ),
-        _table(
-            "Host memory",
-            ["consumer", "count", "size", "total", "for"],
-            [
-                *(
-                    [*row, line["note"]]
-                    for row, line in zip(sums(host["lines"], "consumer"), host["lines"], strict=True)
-                ),
-                ["sum", "", "", size(host["total_bytes"]), ""],
-                ["budget", "", "", size(host["budget_bytes"]), ""],
-                ["least that reads ahead", "", "", size(host["overlap_bytes"]), "the next layer while one computes"],
-                ["least that works", "", "", size(host["smallest_bytes"]), ""],
-            ],
-        ),
+        memory("Host memory", host, "least that reads ahead"),
         _table(
             "SSD space",
             ["kind", "bytes"],
@@ -558,18 +653,25 @@ def as_text(found: dict[str, Any]) -> str:
         )
         + f"\n  what the budget keeps in memory beyond the least saves {size(moved['saved_bytes'])} a step"
     )
-    tables.append(
-        _table(
-            "On top: what PyTorch holds (an estimate, measured to be 8% to 45% low and tens of MB where it is small)",
-            ["what", "bytes"],
-            [
-                ["the logits and their gradients", size(torch_part["logits_bytes"])],
-                ["one layer, recomputed", size(torch_part["layer_bytes"])],
-                ["the largest gradient", size(torch_part["gradient_bytes"])],
-                ["the most at once", size(torch_part["estimated_bytes"])],
-            ],
+    if "gpu" in found:
+        gpu = found["gpu"]
+        title = f"Device memory, of {size(gpu['memory_bytes'])}: the rest is for CUDA's own context and holes"
+        tables.append(memory(title, gpu["device_memory"], "least that copies ahead"))
+        tables.append(_step_text(gpu["step"]))
+    else:
+        torch_part = found["pytorch"]
+        tables.append(
+            _table(
+                "On top: what PyTorch holds (an estimate, measured to be 8% to 48% low, tens of MB where it is small)",
+                ["what", "bytes"],
+                [
+                    ["the logits and their gradients", size(torch_part["logits_bytes"])],
+                    ["one layer, recomputed", size(torch_part["layer_bytes"])],
+                    ["the largest gradient", size(torch_part["gradient_bytes"])],
+                    ["the most at once", size(torch_part["estimated_bytes"])],
+                ],
+            )
         )
-    )
     tables.append(
         _table(
             "Beside it: ZeRO-Infinity's host memory, by DeepSpeed's formulas",

@@ -11,21 +11,26 @@ import logging
 import os
 import sys
 import weakref
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
-from memascend.activations import InputStash, Recomputation
+from memascend.activations import POLICIES, InputStash, Recomputation
+from memascend.device import ComputeDevice, explained, open_device
+from memascend.device_plan import make_device_plan
+from memascend.device_stream import DeviceStreamer
 from memascend.drives import store_options
-from memascend.errors import MemascendError
+from memascend.errors import BudgetError, MemascendError, PinnedMemoryError
 from memascend.generations import Generations, source_of
 from memascend.gradients import GradientCapture
-from memascend.plan import Plan, check_available, make_plan, parse_size
+from memascend.plan import Plan, check_available, format_size, make_plan, parse_size
 from memascend.stream import Streamer
-from memascend.units import Place, Unit, partition
+from memascend.units import CPU, Place, Unit, partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import LeaseBuffer
+    from memascend.device_plan import DevicePlan
 
     StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -46,7 +52,7 @@ _OWNER_PID = os.getpid()
 OPTIONS = frozenset(
     name
     for name, value in inspect.signature(Runtime).parameters.items()
-    if value.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("resume", "in_place")
+    if value.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("resume", "in_place", "device")
 )
 
 
@@ -57,6 +63,13 @@ def place_of(parameter: nn.Parameter) -> tuple[Offload, Place] | None:
         return None
     state, place = (reference() for reference in found)
     return None if state is None or place is None else (state, place)
+
+
+def finish_gradient(place: Place) -> None:
+    """Wait until what is known of a kept gradient is known: it may be on its way from a device."""
+    found = place_of(place.parameter)
+    if found is not None:
+        found[0].gradients.finish(place)
 
 
 def shown_places() -> dict[int, tuple[Place, bool]]:
@@ -99,8 +112,79 @@ class _WatchedParameters(dict):
         return dict, (dict(self),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """Where and how an offloaded model computes."""
+
+    #: None is the CPU.
+    device: ComputeDevice | None
+    #: Ceiling of what memascend and PyTorch hold in device memory, in bytes; None is what is free.
+    device_memory: int | None
+    recompute: bool
+    #: One of `POLICIES`.
+    activations: str
+    batch_tokens: int | None
+
+    @staticmethod
+    def of(
+        device: str | torch.device | ComputeDevice | None,
+        device_memory: str | int | None,
+        recompute: bool,
+        activations: str | None,
+        batch_tokens: int | None,
+    ) -> Computing:
+        """Understand the arguments of `memascend.offload` that have these names."""
+        if activations not in (None, *POLICIES):
+            raise ValueError(f"activations={activations!r} is none of {', '.join(map(repr, POLICIES))}")
+        if activations not in (None, "recompute") and not recompute:
+            raise ValueError(
+                f"activations={activations!r} is about the inputs of recomputed layers: leave recompute=True"
+            )
+        if batch_tokens is not None and batch_tokens < 1:
+            raise ValueError(f"batch_tokens={batch_tokens}: a batch has one token or more")
+        opened = open_device(device)
+        if opened is None and device_memory is not None:
+            raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
+        return Computing(
+            device=opened,
+            device_memory=None if device_memory is None else parse_size(device_memory),
+            recompute=recompute,
+            # In host memory an input costs no more than where it was; on a device there is less room.
+            activations=activations or ("host" if opened is None else "recompute"),
+            batch_tokens=batch_tokens,
+        )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device, as PyTorch names it."""
+        return CPU if self.device is None else self.device.torch_device
+
+    def plan(self, units: Sequence[Unit], config: Any) -> DevicePlan | None:
+        """Plan the device's memory, if there is a device."""
+        if self.device is None:
+            return None
+        free, total = self.device.memory()
+        plan = make_device_plan(
+            units,
+            self.device_memory,
+            tokens=self.batch_tokens,
+            config=config,
+            activations=self.activations if self.recompute else "keep",
+            free=free,
+        )
+        _log.info("device memory:\n%s", plan.table())
+        if plan.budget > free:
+            raise BudgetError(
+                f"device_memory is {format_size(plan.budget)}, but {self.torch_device} has only {format_size(free)} "
+                f"free of {format_size(total)}: another process, or other tensors of this one, hold the rest; free it "
+                f"(see nvidia-smi) or lower device_memory (the least is {format_size(plan.smallest_bytes)})",
+                plan.smallest_bytes,
+            )
+        return plan
+
+
 class Offload:
-    """The offloaded state of one model: its units on SSD, its budgeted host memory and its hooks."""
+    """The offloaded state of one model: its units on SSD, its budgeted host and device memory and its hooks."""
 
     def __init__(
         self,
@@ -109,7 +193,7 @@ class Offload:
         plan: Plan,
         store: StorePaths,
         *,
-        recompute: bool,
+        computing: Computing,
         keep_store: bool | None,
         durability: str,
         source: dict[str, Any],
@@ -119,13 +203,14 @@ class Offload:
         """Create the store for `units`, without contents, or open it to `resume`; `source` makes the model again."""
         self.model = weakref.ref(model)
         self.units = units
-        self.plan = plan
-        self.recompute = recompute
+        self.recompute = computing.recompute
+        self.device = computing.device
+        self.torch_device = computing.torch_device
         self.keep_store = keep_store
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = []
-        in_place = self.generations.period == 0
-        self.runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place)
+        self.device_plan = computing.plan(units, getattr(model, "config", None))
+        self.plan, self.runtime = self._open(plan, store, options, resume)
         try:
             for unit in units:
                 unit.index = self.runtime.add_unit()
@@ -136,14 +221,46 @@ class Offload:
                     tensor.id = self.runtime.find_tensor(tensor.name)
                     if tensor.id is None:
                         raise MemascendError(f"the store has no weights of {tensor.name}")
+            self.streamer = self._stream()
         except BaseException:
             self.runtime.close(keep=resume)
             raise
-        self.streamer = Streamer(self.runtime, units, plan)
-        self.gradients = GradientCapture(self.runtime, self.streamer)
-        self._inputs = InputStash(self.runtime)
+        in_flight = 0 if self.device_plan is None else self.device_plan.in_flight_bytes
+        self.gradients = GradientCapture(self.runtime, self.streamer, self.device, in_flight)
+        self._inputs = InputStash(self.runtime, computing.activations, self.device)
         self._originals: list[tuple[nn.Module, str, Any]] = []
         close_at_exit(self)
+
+    def _open(self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool) -> tuple[Plan, Runtime]:
+        """Create the native side; where the system pins less than the plan takes, with a smaller one."""
+        in_place = self.generations.period == 0
+        index = None if self.device is None else self.device.index
+        wanted = plan
+        while True:
+            try:
+                runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place, device=index)
+                break
+            except PinnedMemoryError as error:
+                if plan.total <= plan.smallest_bytes:
+                    raise
+                smaller = make_plan(self.units, max(plan.smallest_bytes, plan.total // 2))
+                _log.info("%s: trying %s", error, format_size(smaller.total))
+                plan = smaller
+        if plan is not wanted:
+            self.notices.append(
+                f"the system pins less host memory than the {format_size(wanted.total)} that were planned: the windows "
+                f"are smaller, {format_size(plan.total)} in all (WSL2 pins a part of its memory only; see `memory` in "
+                ".wslconfig, or `ulimit -l`)"
+            )
+            _log.warning("%s", self.notices[-1])
+        return plan, runtime
+
+    def _stream(self) -> Streamer:
+        if self.device is None or self.device_plan is None:
+            return Streamer(self.runtime, self.units, self.plan)
+        self.device.link = self.runtime.device
+        self.device.limit(self.device_plan.budget)
+        return DeviceStreamer(self.runtime, self.units, self.plan, self.device, self.device_plan)
 
     @property
     def places(self) -> Iterable[Place]:
@@ -192,7 +309,9 @@ class Offload:
         for unit in self.units:
             for place in unit.places:
                 owner[place.parameter] = unit
-                place.parameter.data = place.absent
+                if self.device is not None:
+                    place.seen = [place.parameter._version, place.marker._version]
+                place.hide()
                 place.parameter.grad = None
                 _places[place.parameter] = (weakref.ref(self), weakref.ref(place))
                 self.gradients.watch(place)
@@ -206,6 +325,11 @@ class Offload:
                 if unit is not None:
                     self.streamer.enter_loose(unit)
 
+        if self.device is not None:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(self.torch_device)
         for module in model.modules():
             if module._parameters:
                 watched = _WatchedParameters(module._parameters)
@@ -242,7 +366,7 @@ class Offload:
                 for unit in needed:
                     streamer.enter(unit)
                     entered.append(unit)
-                with streamer.scope():
+                with streamer.scope(), explained(self.device_plan):
                     return original(*args, **kwargs)
             finally:
                 for unit in entered:
@@ -281,7 +405,7 @@ class Offload:
         direct = [owner[p] for p in model._parameters.values() if p is not None and p in owner]
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            if tensor.device != self.torch_device or tensor.layout is not torch.strided:
                 return tensor
             unit = streamer.by_address.get(tensor.untyped_storage().data_ptr())
             return tensor if unit is None else _SavedWeight(unit, tensor)
@@ -292,7 +416,12 @@ class Offload:
             if saved.place.version != saved.version:
                 raise MemascendError(_stale(saved.place.name))
             storage = streamer.storage(saved.unit).untyped_storage()
-            return torch.empty(0, dtype=saved.dtype).set_(storage, saved.offset, saved.shape, saved.stride)
+            empty = torch.empty(0, dtype=saved.dtype, device=self.torch_device)
+            return empty.set_(storage, saved.offset, saved.shape, saved.stride)
+
+        def brought(value: Any) -> Any:
+            on_cpu = isinstance(value, torch.Tensor) and value.device == CPU
+            return value.to(self.torch_device, non_blocking=True) if on_cpu else value
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +434,9 @@ class Offload:
                 if caches and kwargs.get("use_cache") is None:
                     kwargs["use_cache"] = False
                 self.generations.begin()
-            with streamer.forward_pass(grad):
+            if self.device is not None:
+                args, kwargs = pytree.tree_map(brought, (args, kwargs))
+            with streamer.forward_pass(grad), explained(self.device_plan):
                 for unit in direct:
                     streamer.enter_loose(unit)
                 if not grad:
@@ -351,7 +482,7 @@ class Offload:
 
     def read_unit(self, unit: Unit) -> torch.Tensor:
         """Return a unit's current bytes (uint8); deferred updates must have been flushed."""
-        return self.streamer.storage(unit)
+        return self.streamer.read(unit)
 
     def stats(self) -> dict[str, Any]:
         """Return counters; see `memascend.stats`."""
@@ -362,6 +493,9 @@ class Offload:
         stats["fetch_waits"] = self.streamer.waits
         stats["notices"] = self.runtime.notices + self.notices
         stats["generation"] = self.runtime.generation
+        if self.device_plan is not None:
+            stats["device_bytes_budget"] = self.device_plan.budget
+            stats["device_bytes_planned"] = self.device_plan.total
         return stats
 
     def close(self, failed: bool = False) -> None:
@@ -394,14 +528,16 @@ class Offload:
             for place in self.places:
                 self.gradients.unwatch(place)
                 place.parameter.grad = None
-                place.parameter.data = place.absent
+                place.hide()
             if model is not None:
                 self._replace(model, "forward", _closed)
             try:
+                self.gradients.close()
                 self.streamer.release_all()
             finally:
                 # Of a store that was to be kept and could not be, the last generation is.
                 self.runtime.close(keep=kept or (bool(self.keep_store) and self.runtime.generation > 0))
+                self.streamer.free()
 
 
 def _stale(what: str) -> str:
@@ -436,9 +572,18 @@ def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
 
 
 def open_runtime(
-    plan: Plan, store: StorePaths, options: dict[str, Any], *, resume: bool = False, in_place: bool = True
+    plan: Plan,
+    store: StorePaths,
+    options: dict[str, Any],
+    *,
+    resume: bool = False,
+    in_place: bool = True,
+    device: int | None = None,
 ) -> Runtime:
-    """Create the native side of a plan on the directories of `store`, or open what is there to `resume`."""
+    """Create the native side of a plan on the directories of `store`, or open what is there to `resume`.
+
+    With `device`, the number of a CUDA device, host memory is pinned for it.
+    """
     _log.info("host memory:\n%s", plan.table())
     check_available(plan)
     return_large_blocks_to_system()
@@ -459,6 +604,7 @@ def open_runtime(
         plan.slots.count,
         resume=resume,
         in_place=in_place,
+        device=device,
         **{**measured, **options},
     )
 
@@ -481,7 +627,11 @@ def offload(
     *,
     store: StorePaths,
     host_memory: str | int,
+    device: str | torch.device | None = None,
+    device_memory: str | int | None = None,
     recompute: bool = True,
+    activations: str | None = None,
+    batch_tokens: int | None = None,
     durability: str = "auto",
     keep_store: bool | None = None,
     **options: Any,
@@ -489,11 +639,20 @@ def offload(
     """Move the parameters of a model in memory to SSD, in place, and return the model.
 
     Args:
-        model: parameters in bfloat16, float16 or float32, on the CPU. Tied parameters stay tied.
+        model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
         store: a directory or a raw block device formatted by `memascend format` (its path or "UUID=..."), or several on
             different drives, over which the bytes are striped: evenly, or as `memascend bench` has measured them.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
+        device: where the model computes: "cuda", "cuda:1", or the CPU (None). Weights come to the device as they are
+            needed, the model's buffers stay there, and inputs on the CPU are copied there.
+        device_memory: ceiling of device memory, as `host_memory`: of what memascend keeps there and of all that PyTorch
+            allocates there, without CUDA's own context (0.3 to 0.6 GiB). None is what is free.
         recompute: compute the activations of the repeated layers again in the backward pass.
+        activations: where the inputs of these layers wait for it: "recompute", where they are; "host", in host memory
+            as far as `host_memory` has room, and else on the SSD; "ssd", all of them on the SSD. None is "host" on the
+            CPU and "recompute" on a device.
+        batch_tokens: tokens of a batch (sequences x length), for the plan's estimate of activations: a device that is
+            too small for them is refused before anything starts.
         durability: "step" makes every step of an optimizer durable: whatever stops the run, `memascend.resume` goes on
             from the last one. It takes room for a second copy of weights and states, and no traffic. "every:N" does so
             for every N-th step; "none" updates in place. "auto" is "step" where the volumes have the room.
@@ -506,24 +665,30 @@ def offload(
             "locked", "pageable"), `huge_pages` (bool), `compute_threads` (int).
 
     Raises:
-        BudgetError: `host_memory` is too small; the message and `smallest_bytes` say what would do.
+        BudgetError: `host_memory` or `device_memory` is too small; the message and `smallest_bytes` say what would do.
+        DeviceError: there is no such device, or it cannot be used; the message says what is missing.
+        PinnedMemoryError: the system pins not even the least that works.
         StoreError: a directory cannot be used, is in use, or has not the room.
         ValueError: a dtype or device that cannot be trained.
     """
     if "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
         raise MemascendError("the model is offloaded already")
     budget = parse_size(host_memory)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
     for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
-            raise ValueError(f"parameter {name} is on {parameter.device}: this version offloads models on the CPU")
-    units = partition(model)
+        if parameter.device not in (CPU, computing.torch_device):
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, but the model is to compute on {computing.torch_device}: "
+                f"give device='{parameter.device.type}', or move it to the CPU"
+            )
+    units = partition(model, computing.torch_device)
     plan = make_plan(units, budget)
     state = Offload(
         model,
         units,
         plan,
         store,
-        recompute=recompute,
+        computing=computing,
         keep_store=keep_store,
         durability=durability,
         source=source_of(model),

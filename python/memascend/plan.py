@@ -74,7 +74,7 @@ def format_size(nbytes: float) -> str:
 
 @dataclass(slots=True)
 class Line:
-    """One consumer of host memory: `count` buffers of `nbytes` bytes, and what they are for."""
+    """One consumer of memory: `count` buffers of `nbytes` bytes, and what they are for."""
 
     consumer: str
     nbytes: int
@@ -128,14 +128,20 @@ class Plan:
 
     def table(self) -> str:
         """Write the plan with a line per consumer."""
-        lines = [line for line in self.lines if line.count]
-        width = max(len(line.consumer) for line in lines)
-        rows = [
-            f"  {line.consumer:<{width}} {line.count:>5} x {format_size(line.nbytes):>10} = "
-            f"{format_size(line.total):>10}  {line.note}".rstrip()
-            for line in lines
-        ]
-        return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {format_size(self.total):>10}"])
+        return table_of(self.lines)
+
+
+def table_of(lines: Sequence[Line]) -> str:
+    """Write a line per consumer, of those that take anything, and their sum."""
+    lines = [line for line in lines if line.count]
+    width = max((len(line.consumer) for line in lines), default=len("total"))
+    rows = [
+        f"  {line.consumer:<{width}} {line.count:>5} x {format_size(line.nbytes):>10} = "
+        f"{format_size(line.total):>10}  {line.note}".rstrip()
+        for line in lines
+    ]
+    total = format_size(sum(line.total for line in lines))
+    return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {total:>10}"])
 
 
 def make_plan(units: Sequence[Unit], budget: int) -> Plan:
@@ -156,7 +162,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     ]
     _add_bookkeeping(plan, units)
 
-    classes, by_turns = _overlapping(units), _by_turns(units)
+    classes, by_turns = classes_apart(units), classes_by_turns(units)
     apart, together = (sum(each.line.total for each in made) for made in (classes, by_turns))
     least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
     plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
@@ -182,12 +188,12 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         extra = min(each.members - each.line.count, spare // size)
         each.line.count += extra
         spare -= extra * size
-        each.line.note = _why(each)
+        each.line.note = why(each)
     return plan
 
 
 @dataclass(slots=True)
-class _Class:
+class BufferClass:
     """The buffers of some units' weights."""
 
     line: Line
@@ -195,7 +201,7 @@ class _Class:
     repeated: bool = False
 
 
-def _overlapping(units: Sequence[Unit]) -> list[_Class]:
+def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
     """Return one class per size, those of the repeated layers with enough buffers to prefetch into."""
     sizes: dict[tuple[bool, int], list[Unit]] = {}
     for unit in units:
@@ -204,19 +210,19 @@ def _overlapping(units: Sequence[Unit]) -> list[_Class]:
     for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
         held = sum(unit.held for unit in members)
         least = min(len(members), held + (REPEATED_BUFFERS_MIN if repeated else 1))
-        classes.append(_Class(Line(_weights_of(members), nbytes, least), len(members), repeated))
+        classes.append(BufferClass(Line(_weights_of(members), nbytes, least), len(members), repeated))
     return classes
 
 
-def _by_turns(units: Sequence[Unit]) -> list[_Class]:
+def classes_by_turns(units: Sequence[Unit]) -> list[BufferClass]:
     """Return the fewest buffers that work: one for all units but those used while others are, and the small ones."""
     apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
     # A request goes to the smallest class that holds it: what is no larger than these would take their buffers.
     alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
     others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
-    classes = _overlapping(alone)
+    classes = classes_apart(alone)
     if others:
-        classes.insert(0, _Class(Line(_weights_of(others), others[0].nbytes, 1), len(others)))
+        classes.insert(0, BufferClass(Line(_weights_of(others), others[0].nbytes, 1), len(others)))
     return classes
 
 
@@ -293,7 +299,8 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> 
         raise _too_small(plan, element)
 
 
-def _why(kind: _Class) -> str:
+def why(kind: BufferClass) -> str:
+    """Say what the buffers of a class are for."""
     count, members = kind.line.count, kind.members
     if count >= members:
         return "always there"

@@ -224,6 +224,21 @@ def bench_text(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def gpu_text(measured: dict[str, Any]) -> str:
+    """Return what `memascend.rates.measure_gpu` found, as a table."""
+    rows = [(f"products, {dtype}", rate / 1e12, "TFLOP/s") for dtype, rate in measured["flops"].items()]
+    rows += [
+        (title, measured[name] / 1e9, "GB/s")
+        for name, title in (
+            ("h2d", "to the GPU, pinned"),
+            ("d2h", "from the GPU, pinned"),
+            ("dram", "host memory, copy"),
+        )
+    ]
+    lines = [f"{measured['gpu']}, {format_size(measured['memory_bytes'])}"]
+    return "\n".join([*lines, *(f"  {title:<24}{rate:>9.1f} {unit}" for title, rate, unit in rows)])
+
+
 def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -> str:
     """Return what follows from measurements of several drives, and where they are kept."""
     lines = []

@@ -14,7 +14,7 @@ from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.checkpoint import empty_model, materialise
 from memascend.errors import CheckpointError, MemascendError
 from memascend.generations import FORMAT, restore_random_states
-from memascend.offload import Offload, offload_of, store_paths
+from memascend.offload import Computing, Offload, offload_of, store_paths
 from memascend.plan import make_plan, parse_size, smallest_plan
 from memascend.units import StorePlane, partition
 
@@ -58,7 +58,11 @@ def resume(
     model: nn.Module | None = None,
     tag: str | None = None,
     durability: str = "auto",
+    device: str | torch.device | None = None,
+    device_memory: str | int | None = None,
     recompute: bool | None = None,
+    activations: str | None = None,
+    batch_tokens: int | None = None,
     keep_store: bool | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     **options: Any,
@@ -75,7 +79,8 @@ def resume(
         model: of a run that was begun with `memascend.offload`: the same module again, whatever its weights are. Models
             of transformers need not be given.
         tag: of a checkpoint to go on from, instead of the last durable step. What came after it is given up.
-        durability, keep_store, options: as in `memascend.offload`. `recompute` is as before unless given.
+        device, device_memory, activations, batch_tokens, durability, keep_store, options: as in `memascend.offload`;
+            they may be others than before. `recompute` is as before unless given.
         optimizer_classes: by name, those of optimizers that are not memascend's own.
 
     Raises:
@@ -91,7 +96,9 @@ def resume(
         model = _model_of(record["model"])
     elif "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
         raise MemascendError("the model is offloaded already")
-    units = _units_of(model, record)
+    recompute = record["recompute"] if recompute is None else recompute
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
+    units = _units_of(model, record, computing.torch_device)
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
     if tag is not None:
         # Only now that nothing of it is wrong: the steps after it are given up.
@@ -105,7 +112,7 @@ def resume(
         units,
         plan,
         paths,
-        recompute=record["recompute"] if recompute is None else recompute,
+        computing=computing,
         keep_store=keep_store,
         durability=durability,
         source=record["model"],
@@ -236,7 +243,7 @@ def _model_of(source: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _units_of(model: nn.Module, record: dict[str, Any]) -> list[Unit]:
+def _units_of(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:
     """Divide the model as the store has it, with the dtypes and frozen parameters that it had."""
     kept = {
         name: (tensor["dtype"], shape, trained)
@@ -251,7 +258,7 @@ def _units_of(model: nn.Module, record: dict[str, Any]) -> list[Unit]:
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(trained)
-    units = partition(model)
+    units = partition(model, device)
     for name, found, known in _differences(units, record):
         raise CheckpointError(f"the store holds another model: {name} is {known} there and {found} in the model given")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):

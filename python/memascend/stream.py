@@ -37,7 +37,8 @@ class Residency:
     """What is known of one unit's weights in host memory."""
 
     unit: Unit
-    #: The bytes, held by us; views of them may live longer.
+    #: The buffer, held by us, and its bytes; views of them may live longer.
+    lease: LeaseBuffer | None = None
     storage: torch.Tensor | None = None
     #: The fetch that fills `storage`, until it has been waited for.
     ticket: Ticket | None = None
@@ -135,7 +136,7 @@ class Streamer:
         if residency.users == 0:
             storage = self.storage(unit)
             for place in unit.places:
-                if place.written(place.absent) is not None:
+                if place.weight_written() is not None:
                     raise MemascendError(
                         f"{place.name} was written to while it was on SSD, where that changes nothing: change weights "
                         "before memascend.offload"
@@ -149,7 +150,7 @@ class Streamer:
         residency.users -= 1
         if residency.users == 0:
             for place in unit.places:
-                place.parameter.data = place.absent
+                place.hide()
 
     def enter_loose(self, unit: Unit) -> None:
         """Bind a unit that is used outside its module, until the current scope ends."""
@@ -158,22 +159,35 @@ class Streamer:
             self._loose.append(unit)
 
     def storage(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's bytes (uint8, one-dimensional), fetched if need be, and prefetch what comes next."""
+        """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
         self._record(unit)
-        residency = self.residencies[unit]
-        if residency.storage is None:
-            self._fetch(unit, self._lease(unit))
-        if residency.ticket is not None:
-            self._settle(residency)
-        storage = residency.storage
-        assert storage is not None
+        storage = self._bring(unit)
         # The prefetch may give up any idle unit, but not the one that is about to be used.
+        residency = self.residencies[unit]
         residency.users += 1
         try:
             self._prefetch()
         finally:
             residency.users -= 1
         return storage
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes (uint8) in host memory, and prefetch what comes next."""
+        return self.storage(unit)
+
+    def _bring(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes, fetched if need be."""
+        return self._hosted(unit)
+
+    def _hosted(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes in host memory, fetched if need be."""
+        residency = self.residencies[unit]
+        if residency.storage is None:
+            self._fetch(unit, self._lease(unit))
+        if residency.ticket is not None:
+            self._settle(residency)
+        assert residency.storage is not None
+        return residency.storage
 
     def _settle(self, residency: Residency) -> None:
         ticket, residency.ticket = residency.ticket, None
@@ -195,7 +209,7 @@ class Streamer:
             for update in residency.updates:
                 update.started()
             residency.updates = ()
-        residency.storage = torch.frombuffer(lease, dtype=torch.uint8)
+        residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
         self.by_address[lease.address] = unit
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
@@ -231,38 +245,49 @@ class Streamer:
         size = self._buffer_size
         best, farthest = None, sooner_than
         for residency in self.residencies.values():
-            if residency.storage is None or residency.users or size[residency.unit] != size[unit]:
+            if residency.storage is None or self._busy(residency) or size[residency.unit] != size[unit]:
                 continue
-            use = self._next_use(residency.unit)
+            use = self._next_fetch(residency.unit)
             if use > farthest:
                 best, farthest = residency, use
         return best
+
+    def _busy(self, residency: Residency) -> bool:
+        """Whether the bytes in host memory are in use."""
+        return residency.users > 0
+
+    def _next_fetch(self, unit: Unit) -> int:
+        """Return the next use for which the unit is needed in host memory."""
+        return self._next_use(unit)
 
     def _drop(self, residency: Residency) -> None:
         if residency.ticket is not None:
             # The fetch may carry updates: it has to end before the unit can be fetched again.
             ticket, residency.ticket = residency.ticket, None
             ticket.wait()
-        if residency.storage is not None:
-            # Views that outlive this keep their address in use, and their place in `by_address` true.
-            residency.storage = None
+        # Views that outlive this keep their address in use, and their place in `by_address` true.
+        residency.lease = residency.storage = None
 
     def _prefetch(self) -> None:
         expected = self._expected[self._grad]
         for index in range(self._position, min(len(expected), self._position + PREFETCH_UNITS)):
             unit = expected[index]
-            residency = self.residencies[unit]
-            if residency.storage is None:
-                lease = self.runtime.lease_unit(unit.nbytes)
-                if lease is None:
-                    victim = self._victim(unit, sooner_than=index)
-                    if victim is None or victim.ticket is not None:
-                        return
-                    self._drop(victim)
-                    lease = self.runtime.lease_unit(unit.nbytes)
-                if lease is None:
-                    return
-                self._fetch(unit, lease)
+            if self.residencies[unit].storage is None and not self._fetch_ahead(unit, index):
+                return
+
+    def _fetch_ahead(self, unit: Unit, index: int) -> bool:
+        """Begin to fetch what use number `index` needs, if that takes no buffer from what is used before."""
+        lease = self.runtime.lease_unit(unit.nbytes)
+        if lease is None:
+            victim = self._victim(unit, sooner_than=index)
+            if victim is None or victim.ticket is not None:
+                return False
+            self._drop(victim)
+            lease = self.runtime.lease_unit(unit.nbytes)
+        if lease is None:
+            return False
+        self._fetch(unit, lease)
+        return True
 
     # ---- updates ----------------------------------------------------------------------------------------
 
@@ -299,7 +324,7 @@ class Streamer:
             self._begin(False)
             try:
                 for unit in waiting:
-                    self.storage(unit)
+                    self.read(unit)
             finally:
                 self._expected[False], self._trace = trained, []
         for residency in self.residencies.values():
@@ -323,6 +348,10 @@ class Streamer:
         if residency.ticket is not None:
             self._settle(residency)
 
+    def free(self) -> None:
+        """Give back what is held beside the runtime, which was closed."""
+        self.by_address.clear()
+
     def release_all(self) -> None:
         """Let go of every buffer that nobody uses, on the way to closing."""
         for residency in self.residencies.values():
@@ -331,4 +360,4 @@ class Streamer:
                 # flushed before, which tells of it.
                 with suppress(MemascendError):
                     self._drop(residency)
-                residency.storage = None
+                residency.lease = residency.storage = None

@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from memascend._memascend import Plane, Rule, TensorId
+    from memascend._memascend import Capture, Plane, Rule, TensorId
 
 PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -24,6 +24,7 @@ PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
 SMALL_MODULE_BYTES = 1024 * 1024
 
+CPU = torch.device("cpu")
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -56,11 +57,16 @@ class Place:
     added: int = 0
     sum_squares: float = 0.0
     non_finite: bool = False
+    #: While the gradient is on its way from a device: what `sum_squares` and `non_finite` will come from.
+    capturing: Capture | None = None
     #: The optimizer whose states are on the store (a weak reference), how it keeps them, and which of them it has made.
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
     hooks: list = field(default_factory=list)
+    #: How often `absent` and `marker` had been written to when that was last looked into; of a parameter on a device,
+    #: whose values cannot be read without waiting for it.
+    seen: list[int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +77,26 @@ class Place:
         """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""
         return storage[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
-    def written(self, shown: torch.Tensor) -> float | None:
-        """Return what somebody filled `absent` or `marker` with (`zero_()`, say), or None; it is NaN again after."""
+    def hide(self) -> None:
+        """Have the parameter show NaN."""
+        self.parameter.data = self.absent
+        if self.seen is not None:
+            self.seen[0] = self.parameter._version
+
+    def weight_written(self) -> float | None:
+        """Return what somebody filled the absent weight with (`zero_()`, say), or None; it is NaN again after."""
+        # The parameter has its own count of writes, whatever its data.
+        return self._written(self.absent, 0, self.parameter)
+
+    def gradient_written(self) -> float | None:
+        """Return what the marker was filled with, as `zero_grad(set_to_none=False)` does, or None; NaN again after."""
+        return self._written(self.marker, 1, self.marker)
+
+    def _written(self, shown: torch.Tensor, which: int, counted: torch.Tensor) -> float | None:
+        if self.seen is not None:
+            if counted._version == self.seen[which]:
+                return None
+            self.seen[which] = counted._version
         element = shown.as_strided((), ())
         value = element.item()
         if math.isnan(value):
@@ -141,15 +165,15 @@ class Unit:
         return (place for tensor in self.tensors for place in tensor.places)
 
 
-def absent_like(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """Return a tensor of `shape` whose every value is NaN and which occupies one element."""
-    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
-def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
     """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
 
-    Raises ValueError for a dtype that cannot be trained.
+    What stands for them while they are not there is on `device`. Raises ValueError for a dtype that cannot be trained.
     """
     packs: dict[torch.dtype, StoreTensor] = {}
     small: list[StoreTensor] = []
@@ -182,8 +206,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
                 tensor,
                 start,
                 offset=0,
-                absent=absent_like(parameter.shape, dtype),
-                marker=absent_like(parameter.shape, dtype),
+                absent=absent_like(parameter.shape, dtype, device),
+                marker=absent_like(parameter.shape, dtype, device),
             )
         )
     unit.tensors.extend(small)
@@ -194,8 +218,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
             place.offset = tensor.offset + place.start * tensor.dtype.itemsize
 
 
-def partition(model: nn.Module) -> list[Unit]:
-    """Divide the parameters of `model` into units, in the order in which the model registers them.
+def partition(model: nn.Module, device: torch.device = CPU) -> list[Unit]:
+    """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer); every other
     module with parameters of its own is one, small ones together. A tied parameter belongs to the first.
@@ -214,7 +238,7 @@ def partition(model: nn.Module) -> list[Unit]:
 
     def add(unit: Unit, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         unit.modules.append(module)
-        lay_out(unit, named)
+        lay_out(unit, named, device)
         units.append(unit)
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -238,7 +262,7 @@ def partition(model: nn.Module) -> list[Unit]:
     small_named: list[tuple[str, nn.Parameter]] = []
     visit(model, "")
     if small_named:
-        lay_out(small, small_named)
+        lay_out(small, small_named, device)
         units.append(small)
     small.held = any(any(module.children()) for module in small.modules)
     _mark_held_together(model, units)

@@ -1,5 +1,5 @@
-//! The CUDA runtime's functions that host memory needs, loaded at run time: nothing is linked, and a machine
-//! without CUDA loses two allocators and no more.
+//! The CUDA runtime's functions that host memory and copies to and from a device need, loaded at run time: nothing is
+//! linked, and a machine without CUDA loses two allocators, devices and no more.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
@@ -21,6 +21,11 @@ const SUPPORTED_MAJORS: [c_int; 2] = [12, 13];
 const PORTABLE: c_uint = 1;
 /// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event costs the least.
 const EVENT_FLAGS: c_uint = 1 | 2;
+/// `cudaStreamNonBlocking`: the default stream, which libraries use without being asked to, is not waited for.
+const STREAM_FLAGS: c_uint = 1;
+/// `cudaMemcpyHostToDevice`, `cudaMemcpyDeviceToHost`.
+const TO_DEVICE: c_int = 1;
+const TO_HOST: c_int = 2;
 
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
@@ -49,6 +54,13 @@ struct Functions {
     event_query: unsafe extern "C" fn(*mut c_void) -> c_int,
     event_synchronize: unsafe extern "C" fn(*mut c_void) -> c_int,
     event_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
+    set_device: unsafe extern "C" fn(c_int) -> c_int,
+    get_device: unsafe extern "C" fn(*mut c_int) -> c_int,
+    mem_get_info: unsafe extern "C" fn(*mut usize, *mut usize) -> c_int,
+    stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
+    stream_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
+    stream_wait_event: unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int,
+    memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int,
 }
 
 /// A CUDA runtime library that was loaded, is of a supported version and sees a device. It is never unloaded.
@@ -138,6 +150,13 @@ impl Cudart {
                 event_query: function(handle, c"cudaEventQuery", &library)?,
                 event_synchronize: function(handle, c"cudaEventSynchronize", &library)?,
                 event_destroy: function(handle, c"cudaEventDestroy", &library)?,
+                set_device: function(handle, c"cudaSetDevice", &library)?,
+                get_device: function(handle, c"cudaGetDevice", &library)?,
+                mem_get_info: function(handle, c"cudaMemGetInfo", &library)?,
+                stream_create_with_flags: function(handle, c"cudaStreamCreateWithFlags", &library)?,
+                stream_destroy: function(handle, c"cudaStreamDestroy", &library)?,
+                stream_wait_event: function(handle, c"cudaStreamWaitEvent", &library)?,
+                memcpy_async: function(handle, c"cudaMemcpyAsync", &library)?,
             }
         };
         let mut cudart = Self { library, version: 0, functions };
@@ -160,11 +179,50 @@ impl Cudart {
     }
 
     fn check_devices(&self) -> Result<()> {
+        if self.device_count()? > 0 {
+            return Ok(());
+        }
+        Err(MemError::NoCudaDevice { library: self.library.clone() })
+    }
+
+    /// How many devices this process sees.
+    pub fn device_count(&self) -> Result<c_int> {
         let mut count = 0;
         // SAFETY: the function writes one int.
         let code = unsafe { (self.functions.get_device_count)(&mut count) };
         self.check("cudaGetDeviceCount", code)?;
-        if count > 0 { Ok(()) } else { Err(MemError::NoCudaDevice { library: self.library.clone() }) }
+        Ok(count)
+    }
+
+    /// Makes a device that of the calling thread: whatever it makes and asks from now on is of that device.
+    pub fn set_device(&self, index: c_int) -> Result<()> {
+        // SAFETY: the function takes any int.
+        let code = unsafe { (self.functions.set_device)(index) };
+        self.check("cudaSetDevice", code)
+    }
+
+    /// Runs `work` with a device as that of the calling thread, whose own device it leaves as it was: PyTorch's.
+    pub fn on_device<T>(&self, index: c_int, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let mut before = 0;
+        // SAFETY: the function writes one int.
+        let code = unsafe { (self.functions.get_device)(&mut before) };
+        self.check("cudaGetDevice", code)?;
+        if before == index {
+            return work();
+        }
+        self.set_device(index)?;
+        let result = work();
+        self.set_device(before)?;
+        result
+    }
+
+    /// (free, total) bytes of the calling thread's device.
+    pub fn device_memory(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the function writes two size_t.
+        let code = unsafe { (self.functions.mem_get_info)(&mut free, &mut total) };
+        self.check("cudaMemGetInfo", code)?;
+        Ok((free, total))
     }
 
     /// Page-locked memory from CUDA; its content is whatever was there.
@@ -298,6 +356,16 @@ impl CudaEvent {
         Ok(event)
     }
 
+    /// Has what is put into `stream` from now on come after the event; nobody waits here.
+    ///
+    /// # Safety
+    /// `stream` is null, the default stream of the calling thread's device, or a live `cudaStream_t`.
+    pub unsafe fn precede(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: the event is live, and the stream is by the caller's promise.
+        let code = unsafe { (self.cudart.functions.stream_wait_event)(stream, self.event.as_ptr(), 0) };
+        self.cudart.check("cudaStreamWaitEvent", code)
+    }
+
     /// Whether the stream has reached the event. Does not wait.
     ///
     /// # Errors
@@ -340,6 +408,92 @@ impl Drop for CudaEvent {
         let code = unsafe { (self.cudart.functions.event_destroy)(self.event.as_ptr()) };
         // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
         let _ = self.cudart.check("cudaEventDestroy", code);
+    }
+}
+
+/// A stream of copies, carried out one after another beside all other streams. Destroyed when dropped; what was put
+/// into it is done all the same.
+#[derive(Debug)]
+pub struct CudaStream {
+    cudart: Arc<Cudart>,
+    stream: NonNull<c_void>,
+    origin: Origin,
+}
+
+// SAFETY: CUDA's functions on streams may be called from any thread; the stream is owned until drop.
+unsafe impl Send for CudaStream {}
+// SAFETY: CUDA allows several threads to put work into a stream.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    /// A stream of the calling thread's device.
+    pub fn new(cudart: &Arc<Cudart>) -> Result<Self> {
+        const CREATE: &str = "cudaStreamCreateWithFlags";
+        let mut stream = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let code = unsafe { (cudart.functions.stream_create_with_flags)(&mut stream, STREAM_FLAGS) };
+        cudart.check(CREATE, code)?;
+        let stream = NonNull::new(stream).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
+        Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
+    }
+
+    /// An event that is done when all that was put into the stream so far is. The stream's device is that of the calling
+    /// thread.
+    pub fn record(&self) -> Result<CudaEvent> {
+        // SAFETY: the stream is live.
+        unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
+    }
+
+    /// Has what is put into the stream from now on come after `event`; nobody waits here.
+    pub fn wait(&self, event: &CudaEvent) -> Result<()> {
+        // SAFETY: the stream is live.
+        unsafe { event.precede(self.stream.as_ptr()) }
+    }
+
+    /// Puts a copy of `bytes` bytes to device address `target` into the stream.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done; `source` is not written meanwhile.
+    pub unsafe fn copy_to_device(&self, target: usize, source: NonNull<u8>, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(target as *mut c_void, source.as_ptr().cast(), bytes, TO_DEVICE) }
+    }
+
+    /// Puts a copy of `bytes` bytes at device address `source` into the stream.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done; nobody else reads or writes `target` meanwhile.
+    pub unsafe fn copy_to_host(&self, target: NonNull<u8>, source: usize, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(target.as_ptr().cast(), source as *const c_void, bytes, TO_HOST) }
+    }
+
+    /// # Safety
+    /// As the callers.
+    unsafe fn copy(
+        &self,
+        target: *mut c_void,
+        source: *const c_void,
+        bytes: usize,
+        kind: c_int,
+    ) -> Result<()> {
+        // SAFETY: the stream is live, and the ranges are by the caller's promise.
+        let code = unsafe {
+            (self.cudart.functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
+        };
+        self.cudart.check("cudaMemcpyAsync", code)
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        // As with events.
+        if !self.origin.is_here() {
+            return;
+        }
+        // SAFETY: the stream is live and never used again. CUDA keeps what it needs of one with work in it.
+        let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
+        let _ = self.cudart.check("cudaStreamDestroy", code);
     }
 }
 

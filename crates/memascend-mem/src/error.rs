@@ -36,7 +36,7 @@ pub enum MemError {
     /// There is no CUDA runtime library that the dynamic loader can load.
     #[error(
         "no CUDA runtime library was found ({tried}); install PyTorch with CUDA or the CUDA toolkit, set \
-         MEMASCEND_CUDART to the path of libcudart.so, or use allocator=\"locked\""
+         MEMASCEND_CUDART to the path of libcudart.so, or use device=\"cpu\" and allocator=\"locked\""
     )]
     CudartNotFound {
         /// Every library tried, with the loader's reason.
@@ -45,7 +45,7 @@ pub enum MemError {
     /// The library is no CUDA runtime, or not one of a supported version.
     #[error(
         "{library} has no function {symbol}: it is not the CUDA runtime 12 or 13; set MEMASCEND_CUDART to the \
-         path of one, or use allocator=\"locked\""
+         path of one, or use device=\"cpu\" and allocator=\"locked\""
     )]
     CudartSymbol {
         /// Path of the library.
@@ -56,7 +56,7 @@ pub enum MemError {
     /// The CUDA runtime's version is not supported.
     #[error(
         "{library} is the CUDA runtime {major}.{minor}, and memascend needs 12 or 13; set MEMASCEND_CUDART to the \
-         path of one, or use allocator=\"locked\""
+         path of one, or use device=\"cpu\" and allocator=\"locked\""
     )]
     CudartVersion {
         /// Path of the library.
@@ -69,7 +69,7 @@ pub enum MemError {
     /// The machine has no CUDA device, or this process may not see it.
     #[error(
         "no CUDA device is visible to {library}; check `nvidia-smi` and the variable CUDA_VISIBLE_DEVICES, or use \
-         allocator=\"locked\""
+         device=\"cpu\" and allocator=\"locked\""
     )]
     NoCudaDevice {
         /// Path of the library.
@@ -78,7 +78,7 @@ pub enum MemError {
     /// The driver is absent or too old for the CUDA runtime.
     #[error(
         "the CUDA driver does not fit the CUDA runtime {runtime} ({library}): {driver}; update the driver, install \
-         a CUDA runtime that fits it, or use allocator=\"locked\""
+         a CUDA runtime that fits it, or use device=\"cpu\" and allocator=\"locked\""
     )]
     CudaDriver {
         /// Path of the library.
@@ -121,7 +121,8 @@ pub enum MemError {
     },
     /// CUDA refused an argument.
     #[error(
-        "{call} refused its arguments, which is a defect: please report it, and use allocator=\"locked\""
+        "{call} refused its arguments, which is a defect: please report it, and use device=\"cpu\" and \
+         allocator=\"locked\""
     )]
     CudaInvalidValue {
         /// The CUDA function.
@@ -138,6 +139,9 @@ pub enum MemError {
         /// The address given.
         address: usize,
     },
+    /// The device failed after it was told to copy, so that nobody knows when it has.
+    #[error("the CUDA device failed while it copied to or from the buffer, which is lost: end this process")]
+    CopyLost,
     /// Any other error of CUDA.
     #[error("{call} failed with {name} ({code}): {message}")]
     Cuda {
@@ -156,6 +160,14 @@ pub enum MemError {
         /// The name given.
         name: String,
     },
+}
+
+impl MemError {
+    /// Whether the system refused to lock memory into RAM, of which there may be enough: less of it, or unlocked memory,
+    /// may be had.
+    pub fn is_pinning_refused(&self) -> bool {
+        matches!(self, Self::Lock { .. } | Self::CudaOutOfMemory { .. } | Self::CudaNotSupported { .. })
+    }
 }
 
 fn alternative(call: &str) -> &'static str {

@@ -15,7 +15,7 @@ pub use allocator::{
     CudaAllocator, HostAllocator, HostBlock, LockedAllocator, PageableAllocator, RegisteredAllocator,
     allocator,
 };
-pub use cudart::{CudaEvent, Cudart};
+pub use cudart::{CudaEvent, CudaStream, Cudart};
 pub use error::{MemError, Result};
 pub use fork::Origin;
 pub use malloc::return_large_blocks_to_system;

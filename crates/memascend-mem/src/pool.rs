@@ -410,7 +410,10 @@ impl Lease {
 
     /// Has the buffer return to its pool, once the lease is dropped, only when `fence` is done too.
     pub fn return_after(&self, fence: Arc<dyn Fence>) {
-        self.fences.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(fence);
+        let mut fences = self.fences.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // A lease that is kept and copied from again and again gathers no more of them than are still going on.
+        fences.retain(|fence| !matches!(fence.is_done(), Ok(true)));
+        fences.push(fence);
     }
 
     /// Bytes that may be used: the size class, at least what was asked for.

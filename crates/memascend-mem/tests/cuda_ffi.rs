@@ -1,107 +1,26 @@
 //! The CUDA backends against a runtime that really allocates and keeps books (`fake_cudart.c`), and against the real
 //! one where there is one.
 
-use std::ffi::{CStr, CString, c_int, c_void};
-use std::os::unix::ffi::OsStrExt;
+mod fake;
+
+use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::{env, fs, io, mem, ptr, slice, thread};
 
+use fake::Fake;
+
 use memascend_mem::{
     CudaAllocator, CudaEvent, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError, PAGE_BYTES,
-    PageableAllocator, RegisteredAllocator, Result, allocator,
+    PageableAllocator, RegisteredAllocator, allocator,
 };
-use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
 const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
 const ALONE_VARIABLE: &str = "MEMASCEND_TEST_ALONE";
 
-/// A variant of the fake runtime, compiled and loaded for one test.
-struct Fake {
-    path: PathBuf,
-    handle: *mut c_void,
-    _directory: TempDir,
-}
-
-// SAFETY: the handle of a loaded library may be used from any thread.
-unsafe impl Send for Fake {}
-// SAFETY: as above; the fake locks its state.
-unsafe impl Sync for Fake {}
-
 impl Fake {
-    fn new(definitions: &[&str]) -> Self {
-        Self::named("libcudart.so.12", definitions)
-    }
-
-    fn named(name: &str, definitions: &[&str]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join(name);
-        let status = Command::new("cc")
-            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"])
-            .args(definitions.iter().map(|definition| format!("-D{definition}")))
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cudart.c"))
-            .arg("-o")
-            .arg(&path)
-            .status()
-            .expect("cc, which rustc links with, can be run");
-        assert!(status.success());
-        let name = CString::new(path.as_os_str().as_bytes()).unwrap();
-        // SAFETY: the name is a C string; the library has no initialisers.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        assert!(!handle.is_null());
-        Self { path, handle, _directory: directory }
-    }
-
-    fn open(&self) -> Result<Arc<Cudart>> {
-        Cudart::open(&self.path)
-    }
-
-    fn symbol(&self, name: &CStr) -> *mut c_void {
-        // SAFETY: the handle is that of a loaded library.
-        let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
-        assert!(!address.is_null(), "{name:?}");
-        address
-    }
-
-    fn get(&self, name: &CStr) -> usize {
-        // SAFETY: the fake's queries take nothing and give a size_t.
-        unsafe { mem::transmute::<*mut c_void, extern "C" fn() -> usize>(self.symbol(name))() }
-    }
-
-    fn set(&self, name: &CStr, value: usize) {
-        // SAFETY: the fake's setters take a size_t and give nothing.
-        unsafe { mem::transmute::<*mut c_void, extern "C" fn(usize)>(self.symbol(name))(value) }
-    }
-
-    fn calls(&self, name: &CStr) -> usize {
-        // SAFETY: `fake_calls` takes a C string and gives a size_t.
-        unsafe {
-            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char) -> usize>(
-                self.symbol(c"fake_calls"),
-            )(name.as_ptr())
-        }
-    }
-
-    fn fail(&self, name: &'static CStr, code: c_int) {
-        // SAFETY: `fake_fail` takes a C string that lives on, and an int.
-        unsafe {
-            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char, c_int)>(
-                self.symbol(c"fake_fail"),
-            )(name.as_ptr(), code);
-        }
-    }
-
-    /// Nothing is live, and nothing was called with an address that was not.
-    fn assert_clean(&self) {
-        assert_eq!(self.get(c"fake_live_allocations"), 0);
-        assert_eq!(self.get(c"fake_live_registrations"), 0);
-        assert_eq!(self.get(c"fake_live_events"), 0);
-        assert_eq!(self.get(c"fake_misuses"), 0);
-        assert_eq!(self.get(c"fake_pending_error"), 0, "an error was left for the next who asks");
-    }
-
     /// The backends that use CUDA.
     fn backends(&self) -> Vec<Box<dyn HostAllocator>> {
         let cudart = self.open().unwrap();

@@ -13,6 +13,9 @@ pub enum OptimError {
     /// A buffer could not be had.
     #[error("{0}")]
     Memory(Arc<MemError>),
+    /// The CUDA device, or a copy to or from it, failed.
+    #[error("{0}")]
+    Device(Arc<MemError>),
     /// Staging buffers did not come back in time: the drive hangs.
     #[error("no staging buffer came free within {seconds} seconds: the store's drive does not answer")]
     Stalled {

@@ -3,10 +3,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use memascend_mem::{Lease, LeaseSlice};
 use memascend_store::Extent;
 
+use crate::device::{Copies, Source};
 use crate::kernels::{
-    GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
+    GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32, stats_bf16,
+    stats_f16, stats_f32,
 };
-use crate::{Dtype, Pending, Result, Staging};
+use crate::{Dtype, Pending, Result, Staging, Underway};
 
 /// Names a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,14 +19,17 @@ pub struct GradientId(pub usize);
 pub struct Gradients {
     staging: Staging,
     chunk_elements: usize,
-    records: Mutex<Vec<Arc<Mutex<Record>>>>,
+    records: Mutex<Vec<Arc<Record>>>,
 }
 
 struct Record {
     dtype: Dtype,
     numel: usize,
+    packed: bool,
     pending: Arc<Pending>,
-    place: Place,
+    /// Counts captures from a device that have not ended; everything else waits for them.
+    arriving: Arc<Pending>,
+    place: Mutex<Place>,
 }
 
 enum Place {
@@ -91,13 +96,13 @@ impl Gradients {
         let bytes = numel * dtype.bytes();
         let extent = self.staging.store().allocate(name, bytes as u64)?;
         let chunks = vec![Chunk::Empty; numel.div_ceil(self.chunk_elements)];
-        Ok(self.insert(Record { dtype, numel, pending, place: Place::Chunks { extent, chunks } }))
+        Ok(self.insert(dtype, numel, pending, Place::Chunks { extent, chunks }))
     }
 
     /// Makes room for the gradients of small tensors packed together, in `buffer`.
     pub fn create_packed(&self, dtype: Dtype, numel: usize, buffer: LeaseSlice) -> GradientId {
         assert!(numel * dtype.bytes() <= buffer.bytes(), "the buffer holds the pack");
-        self.insert(Record { dtype, numel, pending: Arc::default(), place: Place::Packed { buffer } })
+        self.insert(dtype, numel, Arc::default(), Place::Packed { buffer })
     }
 
     /// Takes over a gradient of `numel` elements that begins at element `start` of the tensor: copied, or added
@@ -117,18 +122,15 @@ impl Gradients {
         accumulate: bool,
     ) -> Result<GradientStats> {
         let record = self.record(id);
-        let mut record = record.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = start.checked_add(numel).expect("the end overflows");
-        assert!(end <= record.numel, "elements {start}+{numel} of a gradient of {}", record.numel);
+        record.check(start, numel);
         if numel == 0 {
             return Ok(GradientStats::default()); // torch gives an empty tensor the address 0
         }
-        let Record { dtype, pending, place, numel: whole } = &mut *record;
-        let dtype = *dtype;
+        let (dtype, pending) = (record.dtype, &record.pending);
         // SAFETY: the caller vouches for `numel` readable elements.
         let source = unsafe { std::slice::from_raw_parts(source, numel * dtype.bytes()) };
         let mut stats = GradientStats::default();
-        match place {
+        match &mut *record.settled() {
             Place::Packed { buffer } => {
                 let target = buffer.narrow(start * dtype.bytes(), source.len());
                 // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an update that
@@ -136,7 +138,6 @@ impl Gradients {
                 merge(dtype, unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
             }
             Place::Chunks { extent, chunks } => {
-                assert!(start == 0 && numel == *whole, "a large tensor's gradient is captured whole");
                 pending.wait()?;
                 self.capture_chunks(dtype, *extent, chunks, source, accumulate, pending, &mut stats)?;
             }
@@ -186,7 +187,7 @@ impl Gradients {
             let part = part(index);
             let ((lease, stays), add) = match &chunks[index] {
                 Chunk::Host(lease) => ((Arc::clone(lease), true), accumulate),
-                _ => (self.staging.chunk_to_keep()?, false),
+                _ => (self.staging.chunk_for(true)?, false),
             };
             let target = LeaseSlice::new(Arc::clone(&lease), 0, part.len());
             // SAFETY: the record's lock is held; the lease is fresh or belongs to the record.
@@ -202,9 +203,168 @@ impl Gradients {
         Ok(())
     }
 
+    /// Notes that a gradient is about to be captured from a device: until that has ended, everybody else waits.
+    ///
+    /// # Panics
+    /// As [`Gradients::capture`], and if the blocks' sums are not those of a gradient that replaces what is there.
+    pub(crate) fn begin_capture(&self, id: GradientId, source: &Source) -> Underway {
+        let record = self.record(id);
+        record.check(source.start, source.numel);
+        if let Some((_, count)) = source.sums {
+            assert!(!source.accumulate, "the sums of a part of what is added up say nothing of the whole");
+            assert_eq!(count, source.numel.div_ceil(GRADIENT_BLOCK), "one sum for each block");
+        }
+        record.arriving.begin()
+    }
+
+    /// As [`Gradients::capture`], from a device. When this returns, whatever it returns, the device is read from no more.
+    /// A gradient that fails to arrive is gone.
+    ///
+    /// # Safety
+    /// The source is memory of the device's that lives and is not written during the call, once the device has reached
+    /// its event.
+    pub(crate) unsafe fn capture_from(
+        &self,
+        copies: &Copies,
+        id: GradientId,
+        source: &Source,
+    ) -> Result<GradientStats> {
+        if source.numel == 0 {
+            return Ok(GradientStats::default());
+        }
+        let record = self.record(id);
+        let mut place = record.lock();
+        // SAFETY: the caller's promise.
+        let captured = unsafe { self.capture_place(copies, &record, &mut place, source) };
+        if let (Err(_), Place::Chunks { chunks, .. }) = (&captured, &mut *place) {
+            chunks.fill(Chunk::Empty);
+        }
+        captured
+    }
+
+    /// # Safety
+    /// As [`Gradients::capture_from`].
+    unsafe fn capture_place(
+        &self,
+        copies: &Copies,
+        record: &Record,
+        place: &mut Place,
+        source: &Source,
+    ) -> Result<GradientStats> {
+        let (dtype, element) = (record.dtype, record.dtype.bytes());
+        let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
+        let mut stats = GradientStats::default();
+        match place {
+            Place::Packed { buffer } => {
+                copies.download_after(&source.ready)?;
+                let add = |index: usize, chunk: Arc<Lease>, _, length| {
+                    let target = buffer.narrow(source.start * element + index * piece_bytes, length);
+                    let part = LeaseSlice::new(chunk, 0, length);
+                    // SAFETY: as in `capture`; the copy has ended and the chunk is ours alone.
+                    let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
+                    match source.sums {
+                        Some(_) => target.copy_from_slice(part),
+                        None => merge(dtype, target, part, source.accumulate, &mut stats),
+                    }
+                    Ok(())
+                };
+                let pieces = 0..bytes.div_ceil(piece_bytes);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    copies.download(&self.staging, source.address, pieces, piece_bytes, bytes, false, add)?;
+                }
+            }
+            Place::Chunks { extent, chunks } => {
+                record.pending.wait()?;
+                copies.download_after(&source.ready)?;
+                // SAFETY: the caller's promise.
+                unsafe { self.download_chunks(copies, record, *extent, chunks, source, &mut stats)? };
+            }
+        }
+        match source.sums {
+            // SAFETY: the caller's promise.
+            Some((address, count)) => unsafe { copies.block_sums(&self.staging, address, count) },
+            None => Ok(stats),
+        }
+    }
+
+    /// # Safety
+    /// As [`Gradients::capture_from`].
+    unsafe fn download_chunks(
+        &self,
+        copies: &Copies,
+        record: &Record,
+        extent: Extent,
+        chunks: &mut [Chunk],
+        source: &Source,
+        stats: &mut GradientStats,
+    ) -> Result<()> {
+        let (dtype, pending) = (record.dtype, &record.pending);
+        let Source { address, numel, accumulate, .. } = *source;
+        let (bytes, piece_bytes) = (numel * dtype.bytes(), self.chunk_elements * dtype.bytes());
+        if !accumulate {
+            chunks.fill(Chunk::Empty);
+        }
+        let mut index = 0;
+        while index < chunks.len() {
+            // Neighbours that are added to what is on the SSD, or that are not.
+            let on_ssd = |chunk: &Chunk| matches!(chunk, Chunk::Ssd);
+            let spilled = on_ssd(&chunks[index]);
+            let length = chunks[index..].iter().take_while(|chunk| on_ssd(chunk) == spilled).count();
+            let range = index..index + length;
+            index += length;
+            if spilled {
+                self.staging.read_chunks(extent, piece_bytes, range, bytes, |index, chunk, length| {
+                    let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
+                    let add = |_, part, _, length| {
+                        let part = LeaseSlice::new(part, 0, length);
+                        // SAFETY: read and copy have ended, and the chunks are ours alone.
+                        let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
+                        merge(dtype, target, part, true, stats);
+                        Ok(())
+                    };
+                    let piece = index..index + 1;
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        copies.download(&self.staging, address, piece, piece_bytes, bytes, false, add)?;
+                    }
+                    drop(target);
+                    self.staging.write_chunk(extent, index * piece_bytes, chunk, length, pending);
+                    Ok(())
+                })?;
+                continue;
+            }
+            let take = |index: usize, arrived: Arc<Lease>, stays, length| {
+                let part = LeaseSlice::new(Arc::clone(&arrived), 0, length);
+                if let Chunk::Host(lease) = &chunks[index] {
+                    let target = LeaseSlice::new(Arc::clone(lease), 0, length);
+                    // SAFETY: the copy has ended; one lease is ours alone, the other the record's, whose lock is held.
+                    let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
+                    merge(dtype, target, part, true, stats);
+                    return Ok(());
+                }
+                if source.sums.is_none() {
+                    // SAFETY: the copy has ended and the chunk is ours alone.
+                    measure(dtype, unsafe { part.as_slice() }, stats);
+                }
+                drop(part);
+                if stays {
+                    chunks[index] = Chunk::Host(arrived);
+                } else {
+                    self.staging.write_chunk(extent, index * piece_bytes, arrived, length, pending);
+                    chunks[index] = Chunk::Ssd;
+                }
+                Ok(())
+            };
+            // SAFETY: the caller's promise.
+            unsafe { copies.download(&self.staging, address, range, piece_bytes, bytes, true, take)? };
+        }
+        Ok(())
+    }
+
     /// Forgets a gradient's values; its room on the SSD stays.
     pub fn clear(&self, id: GradientId) {
-        if let Place::Chunks { chunks, .. } = &mut self.lock_record(&self.record(id)).place {
+        if let Place::Chunks { chunks, .. } = &mut *self.record(id).settled() {
             chunks.fill(Chunk::Empty);
         }
     }
@@ -212,8 +372,7 @@ impl Gradients {
     /// Hands a gradient over to an update and forgets it.
     pub fn take(&self, id: GradientId) -> GradientSource {
         let record = self.record(id);
-        let mut record = self.lock_record(&record);
-        let place = match &mut record.place {
+        let place = match &mut *record.settled() {
             Place::Packed { buffer } => SourcePlace::Packed { buffer: buffer.clone() },
             Place::Chunks { extent, chunks } => {
                 let empty = vec![Chunk::Empty; chunks.len()];
@@ -227,9 +386,9 @@ impl Gradients {
     /// Reads a gradient of `target.len()` bytes: for inspection, off the training path.
     pub fn read(&self, id: GradientId, target: &mut [u8]) -> Result<()> {
         let record = self.record(id);
-        let record = self.lock_record(&record);
+        let place = record.settled();
         record.pending.wait()?;
-        match &record.place {
+        match &*place {
             Place::Packed { buffer } => {
                 // SAFETY: the record's lock is held and no update is under way on a gradient being inspected.
                 target.copy_from_slice(&unsafe { buffer.as_slice() }[..target.len()]);
@@ -253,18 +412,44 @@ impl Gradients {
         Ok(())
     }
 
-    fn insert(&self, record: Record) -> GradientId {
+    fn insert(&self, dtype: Dtype, numel: usize, pending: Arc<Pending>, place: Place) -> GradientId {
+        let packed = matches!(place, Place::Packed { .. });
+        let (arriving, place) = (Arc::default(), Mutex::new(place));
         let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
-        records.push(Arc::new(Mutex::new(record)));
+        records.push(Arc::new(Record { dtype, numel, packed, pending, arriving, place }));
         GradientId(records.len() - 1)
     }
 
-    fn record(&self, id: GradientId) -> Arc<Mutex<Record>> {
+    fn record(&self, id: GradientId) -> Arc<Record> {
         Arc::clone(&self.records.lock().unwrap_or_else(PoisonError::into_inner)[id.0])
     }
+}
 
-    fn lock_record<'a>(&self, record: &'a Arc<Mutex<Record>>) -> MutexGuard<'a, Record> {
-        record.lock().unwrap_or_else(PoisonError::into_inner)
+impl Record {
+    fn check(&self, start: usize, numel: usize) {
+        let end = start.checked_add(numel).expect("the end overflows");
+        assert!(end <= self.numel, "elements {start}+{numel} of a gradient of {}", self.numel);
+        let whole = start == 0 && numel == self.numel;
+        assert!(numel == 0 || whole || self.packed, "a large tensor's gradient is captured whole");
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Place> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The place when no capture from a device is under way. One that failed has told whoever asked for it.
+    fn settled(&self) -> MutexGuard<'_, Place> {
+        let _ = self.arriving.wait();
+        self.lock()
+    }
+}
+
+/// The statistics of what was copied.
+fn measure(dtype: Dtype, source: &[u8], stats: &mut GradientStats) {
+    match dtype {
+        Dtype::Bf16 => stats_bf16(cast(source), stats),
+        Dtype::F16 => stats_f16(cast(source), stats),
+        Dtype::F32 => stats_f32(cast(source), stats),
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod kernels;
 
+mod device;
 mod error;
 mod executor;
 mod gradients;
@@ -11,6 +12,7 @@ mod pending;
 mod staging;
 mod stash;
 
+pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceLink, Restore};
 pub use error::{OptimError, Result};
 pub use executor::{Address, Executor, Segment, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};
 pub use gradients::{GradientId, GradientSource, Gradients};

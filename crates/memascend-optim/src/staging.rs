@@ -44,12 +44,21 @@ impl Staging {
         &self.store
     }
 
-    /// A chunk for data that may stay in host memory, and whether it may: not when it was one of the last that are free.
-    pub(crate) fn chunk_to_keep(&self) -> Result<(Arc<Lease>, bool)> {
-        match self.spare_chunk(STAGING_RESERVE)? {
-            Some(chunk) => Ok((chunk, true)),
+    /// A chunk, waiting for a transfer to return one, and whether it may stay with its data in host memory: if that is
+    /// wanted (`keep`), and not when it was one of the last that are free.
+    pub(crate) fn chunk_for(&self, keep: bool) -> Result<(Arc<Lease>, bool)> {
+        match self.try_chunk_for(keep)? {
+            Some(found) => Ok(found),
             None => Ok((self.chunk()?, false)),
         }
+    }
+
+    /// As [`Staging::chunk_for`], without waiting.
+    pub(crate) fn try_chunk_for(&self, keep: bool) -> Result<Option<(Arc<Lease>, bool)>> {
+        if keep && let Some(chunk) = self.spare_chunk(STAGING_RESERVE)? {
+            return Ok(Some((chunk, true)));
+        }
+        Ok(self.spare_chunk(0)?.map(|chunk| (chunk, false)))
     }
 
     /// A chunk if more than `reserve` are free.

@@ -29,12 +29,19 @@ fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: 
     raise("StoreError", (errno, message, path, operation, offset, bytes, hint))
 }
 
-/// Raises `memascend.errors.HostMemoryError(message)`, or ValueError for a name that no allocator has.
+/// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError where the memory may not be locked,
+/// or ValueError for a name that no allocator has.
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
         MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
+        _ if error.is_pinning_refused() => raise("PinnedMemoryError", (error.to_string(),)),
         _ => raise("HostMemoryError", (error.to_string(),)),
     }
+}
+
+/// Raises `memascend.errors.DeviceError(message)`.
+pub(crate) fn device_error(error: &MemError) -> PyErr {
+    raise("DeviceError", (error.to_string(),))
 }
 
 /// Raises the Python exception of an executor error.
@@ -42,6 +49,7 @@ pub(crate) fn optim_error(error: &OptimError) -> PyErr {
     match error {
         OptimError::Store(source) => store_error(source),
         OptimError::Memory(source) => memory_error(source),
+        OptimError::Device(source) => device_error(source),
         other => raise("MemascendError", (other.to_string(),)),
     }
 }

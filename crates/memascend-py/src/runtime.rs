@@ -2,18 +2,19 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
+use memascend_mem::{Cudart, HostAllocator, LeaseSlice, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_optim::{
-    Address, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment, Staging,
-    UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
+    Address, DeviceLink, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment,
+    Staging, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{memory_error, optim_error, store_error};
+use crate::device::{self, Capture, CudaEvent, Stash};
+use crate::errors::{device_error, memory_error, optim_error, store_error};
 use crate::host::{self, Plane, Rule, StepScalars, parse_dtype};
 use crate::lease::LeaseBuffer;
 use crate::volume::{engine_options, set_counters};
@@ -144,13 +145,29 @@ impl UpdateArgument<'_> {
 }
 
 struct Parts {
+    link: Option<Arc<DeviceLink>>,
     executor: Executor,
-    gradients: Gradients,
+    gradients: Arc<Gradients>,
     staging: Arc<Staging>,
     store: Arc<Store>,
     units: Pool,
     packs: Pool,
     pools: Vec<Pool>,
+}
+
+impl Parts {
+    fn link(&self) -> PyResult<&Arc<DeviceLink>> {
+        self.link.as_ref().ok_or_else(|| PyRuntimeError::new_err("the runtime was made without a device"))
+    }
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        // Others may hold the link too, and its copies read and write the pools.
+        if let Some(link) = &self.link {
+            link.close();
+        }
+    }
 }
 
 /// One training run's native side: store, arena, gradients and step executor.
@@ -179,13 +196,15 @@ impl Runtime {
     ///
     /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan; `chunk_bytes * chunk_count` is staging
     /// for gradients and activations, `chunk_elements` what their captures are cut into, and
-    /// `slot_bytes` the size of one of `slot_count` update slots.
+    /// `slot_bytes` the size of one of `slot_count` update slots. With `device`, the number of a CUDA device, the arena is
+    /// memory that it copies from and to by itself, unless another `allocator` is named.
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
         resume = false, in_place = false,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
-        checksums = true, allocator = "auto", huge_pages = false, compute_threads = 1
+        checksums = true, allocator = "auto", huge_pages = false, compute_threads = 1,
+        device = None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -210,6 +229,7 @@ impl Runtime {
         allocator: &str,
         huge_pages: bool,
         compute_threads: usize,
+        device: Option<i32>,
     ) -> PyResult<Self> {
         let engine = engine_options(engine, depth, io_poll, sq_poll)?;
         if !rates.is_empty() && rates.len() != store.len() {
@@ -220,10 +240,13 @@ impl Runtime {
             )));
         }
         let options = StoreOptions { engine, direct, rates, checksums, in_place };
-        // Nothing here runs on a device yet, so that pages locked by the system are as good as CUDA's, and cheaper.
-        let fall_back = allocator == "auto";
-        let source = memascend_mem::allocator(if fall_back { "locked" } else { allocator }, huge_pages)
-            .map_err(|error| memory_error(&error))?;
+        let allocators: &[&str] = match (allocator, device) {
+            // Without a device pages locked by the system are as good as CUDA's, and cheaper.
+            ("auto", None) => &["locked", "pageable"],
+            // To others the device would copy by way of a buffer of its own, and the caller would wait for it.
+            ("auto", Some(_)) => &["cuda", "registered"],
+            _ => &[allocator],
+        };
         let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
         let groups = [
             units.into_iter().map(line).collect(),
@@ -231,28 +254,25 @@ impl Runtime {
             vec![line(("staging".into(), chunk_bytes, chunk_count))],
             vec![line(("update slots".into(), slot_bytes, slot_count))],
         ];
-        let (store, pools, notices) = py.detach(|| {
+        let (link, store, pools, notices) = py.detach(|| {
+            let link = device.map(open_link).transpose()?.map(Arc::new);
+            let sources = allocators.iter().map(|name| memascend_mem::allocator(name, huge_pages));
+            let sources = sources.collect::<Result<Vec<_>, _>>().map_err(|e| memory_error(&e))?;
             let opened = if resume { Store::open(&store, &options) } else { Store::create(&store, &options) };
             let store = opened.map_err(|e| store_error(&e))?;
             let mut notices = store.notices().to_vec();
-            let pools = match Pool::carve(&*source, &groups) {
-                Err(refused @ memascend_mem::MemError::Lock { .. }) if fall_back => {
-                    notices.push(format!("{refused}; using pageable memory instead"));
-                    Pool::carve(&PageableAllocator, &groups)
-                }
-                other => other,
-            };
-            let pools = pools.map_err(|e| memory_error(&e))?;
+            let pools = carve(&sources, &groups, &mut notices).map_err(|e| memory_error(&e))?;
             // The pools are parts of one arena.
             store.register(&pools[0]);
-            PyResult::Ok((Arc::new(store), pools, notices))
+            PyResult::Ok((link, Arc::new(store), pools, notices))
         })?;
         let [units, packs, chunks, slots] =
             <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
         let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
         let parts = Parts {
+            link,
             executor: Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads),
-            gradients: Gradients::new(staging.clone(), chunk_elements),
+            gradients: Arc::new(Gradients::new(staging.clone(), chunk_elements)),
             staging: Arc::new(staging),
             store,
             units,
@@ -476,9 +496,36 @@ impl Runtime {
         Ok((stats.sum_squares, stats.non_finite))
     }
 
+    /// Has `numel` gradient elements at address `source` of the device taken over after `ready`, which go on living until
+    /// the capture has ended. `sums` is the address of the sums of squares of blocks of 65,536 elements (float64), with a
+    /// flag behind them (int32) that is not 0 if an element is not finite, and how many sums there are: what is known of a
+    /// gradient that is not added to another. Without, the gradient is measured on the host.
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (gradient, start, source, numel, accumulate, ready, sums))]
+    fn capture_from_device(
+        &self,
+        py: Python<'_>,
+        gradient: usize,
+        start: usize,
+        source: usize,
+        numel: usize,
+        accumulate: bool,
+        ready: &Bound<'_, CudaEvent>,
+        sums: Option<(usize, usize)>,
+    ) -> PyResult<Capture> {
+        let (parts, ready, id) = (self.parts()?, &ready.get().0, GradientId(gradient));
+        let (link, gradients) = (parts.link()?, &parts.gradients);
+        // SAFETY: the Python layer passes live, contiguous tensors of the device's and holds them until the capture has
+        // ended.
+        let capture =
+            || unsafe { link.capture(gradients, id, start, source, numel, accumulate, ready, sums) };
+        py.detach(capture).map(Capture).map_err(|error| optim_error(&error))
+    }
+
     /// Forgets a gradient.
-    fn clear_gradient(&self, gradient: usize) -> PyResult<()> {
-        self.parts()?.gradients.clear(GradientId(gradient));
+    fn clear_gradient(&self, py: Python<'_>, gradient: usize) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.gradients.clear(GradientId(gradient)));
         Ok(())
     }
 
@@ -493,14 +540,40 @@ impl Runtime {
         .map_err(|error| optim_error(&error))
     }
 
-    /// Copies `bytes` bytes at address `source` into spare staging buffers or to the SSD; returns the handle to get
-    /// them back.
-    fn stash(&self, py: Python<'_>, source: usize, bytes: usize) -> PyResult<Stash> {
+    /// Copies `bytes` bytes at address `source` into spare staging buffers as far as there are any, and the rest to the SSD;
+    /// with `spill` all of them to the SSD. Returns the handle to get them back.
+    fn stash(&self, py: Python<'_>, source: usize, bytes: usize, spill: bool) -> PyResult<Stash> {
         let parts = self.parts()?;
-        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-        let stash = py
-            .detach(|| memascend_optim::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }));
-        stash.map(Stash).map_err(|error| optim_error(&error))
+        let stash = py.detach(|| {
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+            memascend_optim::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }, spill)
+        });
+        let stash = stash.map_err(|error| optim_error(&error))?;
+        Ok(Stash { stash, link: parts.link.clone() })
+    }
+
+    /// As `stash`, of `bytes` bytes at address `source` of the device, after `ready`; they go on living until the stash is
+    /// `copied`.
+    fn stash_from_device(
+        &self,
+        py: Python<'_>,
+        source: usize,
+        bytes: usize,
+        ready: &Bound<'_, CudaEvent>,
+        spill: bool,
+    ) -> PyResult<Stash> {
+        let (parts, ready) = (self.parts()?, &ready.get().0);
+        let link = parts.link()?;
+        // SAFETY: the Python layer passes a live, contiguous tensor of the device's and holds it until it is copied.
+        let stash = py.detach(|| unsafe { link.stash(&parts.staging, source, bytes, ready, spill) });
+        let stash = stash.map_err(|error| optim_error(&error))?;
+        Ok(Stash { stash, link: Some(Arc::clone(link)) })
+    }
+
+    /// The link to the device, or None.
+    #[getter]
+    fn device(&self) -> PyResult<Option<device::DeviceLink>> {
+        Ok(self.parts()?.link.clone().map(device::DeviceLink))
     }
 
     /// Reads the first `bytes` bytes of a tensor to address `target`.
@@ -632,6 +705,9 @@ impl Runtime {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(parts) = parts else { return Ok(()) };
         py.detach(|| {
+            if let Some(link) = &parts.link {
+                link.close();
+            }
             if !keep {
                 // On a drive that has failed the files may stay; there is nothing that anybody could do.
                 let _ = parts.store.forget();
@@ -648,6 +724,32 @@ impl Runtime {
     }
 }
 
+fn open_link(device: i32) -> PyResult<DeviceLink> {
+    let cudart = Cudart::find().map_err(|error| device_error(&error))?;
+    DeviceLink::open(cudart, device).map_err(|error| optim_error(&error))
+}
+
+/// Pools from the first allocator that may lock as much memory as they need, and a notice of the ones that may not.
+fn carve(
+    sources: &[Box<dyn HostAllocator>],
+    groups: &[Vec<SizeClass>],
+    notices: &mut Vec<String>,
+) -> memascend_mem::Result<Vec<Pool>> {
+    let (last, others) = sources.split_last().expect("an allocator is named");
+    let mut refusal = None;
+    for source in others {
+        match Pool::carve(&**source, groups) {
+            Err(error) if error.is_pinning_refused() => refusal = refusal.or(Some(error)),
+            other => return other,
+        }
+    }
+    let carved = Pool::carve(&**last, groups);
+    if let (Ok(_), Some(refusal)) = (&carved, &refusal) {
+        notices.push(format!("{refusal}; using {} memory instead", last.name()));
+    }
+    carved.map_err(|error| refusal.unwrap_or(error))
+}
+
 fn unit_tensors(tensors: &[(Bound<'_, TensorId>, usize, usize)]) -> Vec<UnitTensor> {
     let tensor = |(tensor, offset, bytes): &(Bound<'_, TensorId>, usize, usize)| UnitTensor {
         tensor: tensor.get().0,
@@ -655,24 +757,4 @@ fn unit_tensors(tensors: &[(Bound<'_, TensorId>, usize, usize)]) -> Vec<UnitTens
         bytes: *bytes,
     };
     tensors.iter().map(tensor).collect()
-}
-
-/// Bytes put aside for a while; their room is given back when the handle dies.
-#[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Stash(memascend_optim::Stash);
-
-#[pymethods]
-impl Stash {
-    /// Copies the bytes to address `target`.
-    fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
-        // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
-        py.detach(|| self.0.restore(unsafe { host::elements_mut(target, self.0.bytes()) }))
-            .map_err(|error| optim_error(&error))
-    }
-
-    /// Length in bytes.
-    #[getter]
-    fn bytes(&self) -> usize {
-        self.0.bytes()
-    }
 }

@@ -241,8 +241,8 @@ class OffloadedOptimizer(Optimizer):
         if parameter.dtype not in DTYPE_NAMES:
             name = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(f"cannot train a parameter of dtype {name}: convert it to bfloat16, float16 or float32")
-        if parameter.device.type != "cpu":
-            raise ValueError(f"a parameter is on {parameter.device}: this version trains on the CPU")
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"a parameter is on {parameter.device}: only those on the CPU or on CUDA are trained")
 
     def _put_on_store(self, parameters: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
         rules = {parameter: self._rule(group, parameter) for group, parameter in parameters}
@@ -320,7 +320,7 @@ class OffloadedOptimizer(Optimizer):
         state.gradients.settle(place)
         if parameter.grad is not place.marker:
             assert parameter.grad is not None
-            self._usable(parameter, parameter.grad)
+            self._check_gradient(parameter, parameter.grad)
             state.gradients.capture(place, accumulate=False)
         elif not place.held:
             raise MemascendError(
@@ -357,12 +357,12 @@ class OffloadedOptimizer(Optimizer):
         gradient = parameter.grad
         assert gradient is not None
         if found is not None and gradient is found[1].marker:
+            found[0].gradients.finish(found[1])
             return found[1].sum_squares, found[1].non_finite
         gradient = self._usable(parameter, gradient)
         return _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
 
-    def _usable(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient in one piece, on the CPU and of its parameter's shape and dtype."""
+    def _check_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use sparse=False")
         if gradient.shape != parameter.shape:
@@ -374,7 +374,11 @@ class OffloadedOptimizer(Optimizer):
                 f"a gradient in {gradient.dtype} on {gradient.device} for a parameter in {parameter.dtype} on "
                 f"{parameter.device}: they must be alike"
             )
-        return gradient.detach().contiguous()
+
+    def _usable(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient of its parameter's shape and dtype in one piece on the CPU, where the kernels are."""
+        self._check_gradient(parameter, gradient)
+        return gradient.detach().cpu().contiguous()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -390,12 +394,14 @@ class OffloadedOptimizer(Optimizer):
             raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
         chosen = list(self._with_gradient())
         for group, parameter in chosen:
-            if place_of(parameter) is None:
+            found = place_of(parameter)
+            if found is None:
                 self._check_ordinary(parameter)
                 assert parameter.grad is not None
-                self._usable(parameter, parameter.grad)
+                self._check_gradient(parameter, parameter.grad)
             else:
                 self._capture(parameter)
+                found[0].gradients.finish(found[1])
             self._check_rule(group, parameter)
         if self._leave_out(chosen):
             return loss
@@ -532,7 +538,7 @@ class OffloadedOptimizer(Optimizer):
         weight = gradient = None
         if found is None:
             assert parameter.grad is not None
-            weight, gradient = parameter.detach().contiguous(), self._usable(parameter, parameter.grad)
+            weight, gradient = parameter.detach().cpu().contiguous(), self._usable(parameter, parameter.grad)
         return _Work(parameter, rule, step, fresh, scalars, found and found[0], place, weight, gradient)
 
     def _carry_out(self, work: list[_Work]) -> None:
@@ -838,7 +844,7 @@ class _Work:
     state: Offload | None
     #: Where its states are on a store.
     place: Place | None
-    #: Of an ordinary parameter; contiguous, so perhaps a copy.
+    #: Of an ordinary parameter; contiguous and on the CPU, so perhaps a copy.
     weight: torch.Tensor | None
     gradient: torch.Tensor | None
 
@@ -859,7 +865,7 @@ class _Work:
             self.place.made.update(self.rule.planes)
 
     def copy_back(self) -> None:
-        """Write updated weights to a parameter that is not contiguous."""
+        """Write updated weights to a parameter that is not contiguous, or not on the CPU."""
         if self.weight is not None and self.weight.data_ptr() != self.parameter.data_ptr():
             self.parameter.detach().copy_(self.weight)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend import _memascend
-from memascend.offload import shown_places
+from memascend.offload import finish_gradient, shown_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -169,6 +169,8 @@ def check(
     found, sums, _ = _memascend.check_overflow(described, norm, factor, threads)
     if unscale is not None:
         _tell_autograd(listed, copies)
+    for place in kept.values():
+        finish_gradient(place)
     found = found or any(place.non_finite for place in kept.values())
     total = None
     if norm:
@@ -184,18 +186,16 @@ def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
     shown: dict[int, tuple[Place, bool]] | None = None
     found: dict[int, Place] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
             continue
         # Both are one NaN, expanded. Filled with something else, as by zero_(), they are what they show.
         if is_traceable_wrapper_subclass(tensor) or not tensor.numel() or tensor.dtype not in _NAMES:
             continue
         if tensor.untyped_storage().nbytes() != tensor.itemsize:
             continue
-        if not math.isnan(tensor.detach().as_strided((), (), 0).item()):
-            continue
         if shown is None:
             shown = shown_places()
-        if tensor.data_ptr() not in shown:
+        if tensor.data_ptr() not in shown or not math.isnan(tensor.detach().as_strided((), (), 0).item()):
             continue
         place, is_gradient = shown[tensor.data_ptr()]
         if not is_gradient:
@@ -208,6 +208,10 @@ def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
             )
         found[index] = place
     return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cpu", "cuda")
 
 
 def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool) -> None:
@@ -223,7 +227,7 @@ def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool
     if tensor.dtype not in _NAMES:
         name = str(tensor.dtype).removeprefix("torch.")
         refuse(f"has dtype {name}: only float32, float16 and bfloat16 are checked")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not _has_memory(tensor):
         refuse(f"is on {tensor.device}: only CPU and CUDA tensors are checked")
     if unscale and place is not None:
         refuse(f"is the gradient of {place.name}, which memascend keeps: it cannot be unscaled in place")

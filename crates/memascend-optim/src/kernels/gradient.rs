@@ -26,6 +26,16 @@ pub struct GradientStats {
     pub non_finite: bool,
 }
 
+impl GradientStats {
+    /// Adds the sum of squares of the next block of [`GRADIENT_BLOCK`] elements.
+    #[inline(always)]
+    pub fn add_block(&mut self, sum: f64) {
+        let sum = self.sum_squares + sum;
+        // One NaN for all instruction sets, as in `canonical_nan`.
+        self.sum_squares = if sum.is_nan() { f64::NAN } else { sum };
+    }
+}
+
 kernel! {
     /// Copies a bf16 gradient.
     ///
@@ -137,9 +147,7 @@ impl<M: Copy + Default + Ord> Lanes<M> {
             }
             width /= 2;
         }
-        let sum = stats.sum_squares + self.sums[0];
-        // One NaN for all instruction sets, as in `canonical_nan`.
-        stats.sum_squares = if sum.is_nan() { f64::NAN } else { sum };
+        stats.add_block(self.sums[0]);
         stats.non_finite |= self.peaks.iter().any(|&peak| peak >= F::INFINITY);
     }
 }

@@ -1,0 +1,134 @@
+//! The fake CUDA runtime (`fake_cudart.c`), compiled for one test, with its settings and its books.
+#![allow(dead_code)] // every test binary uses its part
+
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::mem;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use memascend_mem::{Cudart, Result};
+use tempfile::TempDir;
+
+/// A variant of the fake runtime, compiled and loaded for one test.
+pub struct Fake {
+    pub path: PathBuf,
+    handle: *mut c_void,
+    _directory: TempDir,
+}
+
+// SAFETY: the handle of a loaded library may be used from any thread.
+unsafe impl Send for Fake {}
+// SAFETY: as above; the fake locks its state.
+unsafe impl Sync for Fake {}
+
+impl Fake {
+    pub fn new(definitions: &[&str]) -> Self {
+        Self::named("libcudart.so.12", definitions)
+    }
+
+    pub fn named(name: &str, definitions: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(name);
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"])
+            .args(definitions.iter().map(|definition| format!("-D{definition}")))
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("../memascend-mem/tests/fake_cudart.c"))
+            .arg("-o")
+            .arg(&path)
+            .status()
+            .expect("cc, which rustc links with, can be run");
+        assert!(status.success());
+        let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+        // SAFETY: the name is a C string; the library has no initialisers.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!handle.is_null());
+        Self { path, handle, _directory: directory }
+    }
+
+    pub fn open(&self) -> Result<Arc<Cudart>> {
+        Cudart::open(&self.path)
+    }
+
+    pub fn symbol(&self, name: &CStr) -> *mut c_void {
+        // SAFETY: the handle is that of a loaded library.
+        let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
+        assert!(!address.is_null(), "{name:?}");
+        address
+    }
+
+    pub fn get(&self, name: &CStr) -> usize {
+        // SAFETY: the fake's queries take nothing and give a size_t.
+        unsafe { mem::transmute::<*mut c_void, extern "C" fn() -> usize>(self.symbol(name))() }
+    }
+
+    pub fn set(&self, name: &CStr, value: usize) {
+        // SAFETY: the fake's setters take a size_t and give nothing.
+        unsafe { mem::transmute::<*mut c_void, extern "C" fn(usize)>(self.symbol(name))(value) }
+    }
+
+    pub fn calls(&self, name: &CStr) -> usize {
+        // SAFETY: `fake_calls` takes a C string and gives a size_t.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char) -> usize>(
+                self.symbol(c"fake_calls"),
+            )(name.as_ptr())
+        }
+    }
+
+    pub fn fail(&self, name: &'static CStr, code: c_int) {
+        // SAFETY: `fake_fail` takes a C string that lives on, and an int.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char, c_int)>(
+                self.symbol(c"fake_fail"),
+            )(name.as_ptr(), code);
+        }
+    }
+
+    /// Nothing is live, and nothing was called with an address that was not.
+    pub fn assert_clean(&self) {
+        assert_eq!(self.get(c"fake_live_allocations"), 0);
+        assert_eq!(self.get(c"fake_live_registrations"), 0);
+        assert_eq!(self.get(c"fake_live_events"), 0);
+        assert_eq!(self.get(c"fake_misuses"), 0, "{}", self.text(c"fake_misuse_text"));
+        assert_eq!(self.get(c"fake_streams"), 0);
+        assert_eq!(self.get(c"fake_pending"), 0);
+        assert_eq!(self.get(c"fake_races"), 0, "{}", self.text(c"fake_race_text"));
+        assert_eq!(self.get(c"fake_pending_error"), 0, "an error was left for the next who asks");
+    }
+
+    /// What went wrong, in words.
+    fn text(&self, name: &CStr) -> String {
+        // SAFETY: the fake's texts take nothing and give a C string that lives on.
+        unsafe {
+            let text =
+                mem::transmute::<*mut c_void, extern "C" fn() -> *const libc::c_char>(self.symbol(name))();
+            CStr::from_ptr(text).to_string_lossy().into_owned()
+        }
+    }
+
+    /// Registers an access of the computing stream.
+    pub fn access(&self, memory: &[u8], write: bool) {
+        // SAFETY: `fake_access` takes an address, a length and whether it is written.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(usize, usize, usize)>(self.symbol(c"fake_access"))(
+                memory.as_ptr().addr(),
+                memory.len(),
+                usize::from(write),
+            );
+        }
+    }
+
+    /// The calling thread's device.
+    pub fn device(&self) -> c_int {
+        let mut device = -1;
+        // SAFETY: `cudaGetDevice` writes one int.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(*mut c_int) -> c_int>(self.symbol(c"cudaGetDevice"))(
+                &mut device,
+            );
+        }
+        device
+    }
+}

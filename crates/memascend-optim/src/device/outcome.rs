@@ -1,0 +1,69 @@
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::copies::Counters;
+use crate::{OptimError, Result};
+
+/// What comes of work that a thread of the device's does.
+#[derive(Debug)]
+pub(crate) struct Outcome<T> {
+    result: Mutex<Option<Result<T>>>,
+    ended: Condvar,
+    counters: Arc<Counters>,
+}
+
+/// Whoever holds it owes the result. One that is dropped without has failed: nobody is left waiting.
+#[derive(Debug)]
+pub(crate) struct Promise<T>(Arc<Outcome<T>>);
+
+impl<T: Clone> Outcome<T> {
+    /// One whose result is to come, from whoever gets the promise.
+    pub(crate) fn new(counters: &Arc<Counters>) -> (Arc<Self>, Promise<T>) {
+        let counters = Arc::clone(counters);
+        let outcome = Arc::new(Self { result: Mutex::default(), ended: Condvar::new(), counters });
+        (Arc::clone(&outcome), Promise(outcome))
+    }
+
+    /// Whether the work has ended, well or not.
+    pub(crate) fn is_done(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// Waits until the work has ended.
+    pub(crate) fn wait(&self) -> Result<T> {
+        let mut result = self.lock();
+        if result.is_none() {
+            self.counters.waits_caller.fetch_add(1, Ordering::Relaxed);
+        }
+        loop {
+            match &*result {
+                Some(result) => return result.clone(),
+                None => result = self.ended.wait(result).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl<T> Outcome<T> {
+    fn end(&self, result: Result<T>) {
+        self.lock().get_or_insert(result);
+        self.ended.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Result<T>>> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Promise<T> {
+    /// Tells everybody.
+    pub(crate) fn keep(self, result: Result<T>) {
+        self.0.end(result);
+    }
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        self.0.end(Err(OptimError::Abandoned));
+    }
+}

@@ -1,0 +1,197 @@
+use std::sync::Arc;
+
+use memascend_mem::Cudart;
+use memascend_optim::DeviceEvent;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::{device_error, optim_error};
+use crate::host;
+use crate::lease::LeaseBuffer;
+
+/// `(free, total)` bytes of every CUDA device that this process may see. A device that was not used before gets a context.
+#[pyfunction]
+pub(crate) fn cuda_devices(py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+    py.detach(|| {
+        let cudart = Cudart::find()?;
+        let memory = |index| cudart.on_device(index, || cudart.device_memory());
+        (0..cudart.device_count()?).map(memory).collect::<Result<_, _>>()
+    })
+    .map_err(|error| device_error(&error))
+}
+
+/// A point in a stream of a CUDA device.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct CudaEvent(pub(crate) DeviceEvent);
+
+#[pymethods]
+impl CudaEvent {
+    /// Whether all that was put into the stream before is done.
+    fn is_done(&self) -> PyResult<bool> {
+        self.0.is_done().map_err(|error| optim_error(&error))
+    }
+
+    /// Waits until it is done.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))
+    }
+}
+
+/// One CUDA device and the copies to and from it. Streams are torch's `Stream.cuda_stream`.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct DeviceLink(pub(crate) Arc<memascend_optim::DeviceLink>);
+
+#[pymethods]
+impl DeviceLink {
+    /// Number of the device among those that this process may see.
+    #[getter]
+    fn index(&self) -> i32 {
+        self.0.index()
+    }
+
+    /// `(free, total)` bytes of the device.
+    fn memory(&self) -> PyResult<(usize, usize)> {
+        self.0.memory().map_err(|error| optim_error(&error))
+    }
+
+    /// An event that is done when all that was put into `stream` so far is.
+    fn record(&self, stream: usize) -> PyResult<CudaEvent> {
+        // SAFETY: the Python layer passes the handle of a live stream of the device.
+        unsafe { self.0.record(stream) }.map(CudaEvent).map_err(|error| optim_error(&error))
+    }
+
+    /// Has what is put into `stream` from now on come after `event`.
+    fn wait(&self, stream: usize, event: &Bound<'_, CudaEvent>) -> PyResult<()> {
+        // SAFETY: as above.
+        unsafe { self.0.wait(stream, &event.get().0) }.map_err(|error| optim_error(&error))
+    }
+
+    /// Has `bytes` bytes of `lease` from `offset` copied to address `target` of the device, after the events `after`; the
+    /// event that it returns is done when they are there. The lease returns to its pool only then.
+    fn upload(
+        &self,
+        py: Python<'_>,
+        lease: &Bound<'_, LeaseBuffer>,
+        offset: usize,
+        bytes: usize,
+        target: usize,
+        after: Vec<Bound<'_, CudaEvent>>,
+    ) -> PyResult<CudaEvent> {
+        let lease = &lease.get().lease;
+        let after: Vec<_> = after.iter().map(|event| event.get().0.clone()).collect();
+        // SAFETY: the Python layer passes the address of as many bytes of the device's, which is a buffer of its own that
+        // serves nobody else before the event.
+        let upload = || unsafe { self.0.upload(lease, offset, bytes, target, &after) };
+        py.detach(upload).map(CudaEvent).map_err(|error| optim_error(&error))
+    }
+
+    /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`); how often a thread had to wait for
+    /// the device (`host_synchronisations`): the caller's (`waits_python`), for a thread that copies too, or one that copies
+    /// (`waits_worker`).
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.0.counters();
+        let stats = PyDict::new(py);
+        stats.set_item("h2d_bytes", counters.h2d_bytes)?;
+        stats.set_item("d2h_bytes", counters.d2h_bytes)?;
+        stats.set_item("h2d_copies", counters.h2d_copies)?;
+        stats.set_item("d2h_copies", counters.d2h_copies)?;
+        stats.set_item("host_synchronisations", counters.waits_caller + counters.waits_worker)?;
+        stats.set_item("waits_python", counters.waits_caller)?;
+        stats.set_item("waits_worker", counters.waits_worker)?;
+        Ok(stats)
+    }
+}
+
+/// A gradient on its way from the device.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Capture(pub(crate) memascend_optim::Capture);
+
+#[pymethods]
+impl Capture {
+    /// Waits until the gradient is kept; returns `(sum of squares, any non-finite)`. Raises what went wrong: the gradient
+    /// is gone then.
+    fn wait(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
+        let stats = py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))?;
+        Ok((stats.sum_squares, stats.non_finite))
+    }
+
+    /// Whether `wait` would return, or raise, at once.
+    fn is_done(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Whether the device's memory is read no more: gradient and sums are copied, or that failed.
+    fn copied(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Waits until the device's memory is read no more.
+    fn wait_copied(&self, py: Python<'_>) {
+        // What went wrong is for `wait` to say.
+        let _ = py.detach(|| self.0.wait());
+    }
+}
+
+/// Bytes put aside for a while; their room is given back when the handle dies and nothing copies them any more.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Stash {
+    pub(crate) stash: memascend_optim::Stash,
+    pub(crate) link: Option<Arc<memascend_optim::DeviceLink>>,
+}
+
+#[pymethods]
+impl Stash {
+    /// Length in bytes.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.stash.bytes()
+    }
+
+    /// Whether what they are copied from is read no more: they are here, or that failed.
+    fn copied(&self) -> bool {
+        self.stash.is_copied()
+    }
+
+    /// Waits until what they are copied from is read no more.
+    fn wait_copied(&self, py: Python<'_>) {
+        // What went wrong is for whoever wants them back.
+        let _ = py.detach(|| self.stash.wait_copied());
+    }
+
+    /// Copies the bytes to address `target`.
+    fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
+        py.detach(|| self.stash.restore(unsafe { host::elements_mut(target, self.stash.bytes()) }))
+            .map_err(|error| optim_error(&error))
+    }
+
+    /// Has the bytes copied to address `target` of the device, after `after`.
+    fn restore_to_device(
+        &self,
+        py: Python<'_>,
+        target: usize,
+        after: &Bound<'_, CudaEvent>,
+    ) -> PyResult<Restore> {
+        let link = self.link.as_ref();
+        let link = link.ok_or_else(|| PyRuntimeError::new_err("the runtime was made without a device"))?;
+        let after = &after.get().0;
+        // SAFETY: the Python layer passes a live, contiguous tensor of the device's of as many bytes, and holds it until
+        // the restore's event.
+        let restore = py.detach(|| unsafe { link.restore(&self.stash, target, after) });
+        restore.map(Restore).map_err(|error| optim_error(&error))
+    }
+}
+
+/// Bytes put aside, on their way back to the device.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Restore(memascend_optim::Restore);
+
+#[pymethods]
+impl Restore {
+    /// Waits until every copy is in its stream; returns the event that is done when all bytes are there. Raises what went
+    /// wrong: nothing is copied any more then.
+    fn enqueued(&self, py: Python<'_>) -> PyResult<CudaEvent> {
+        py.detach(|| self.0.enqueued()).map(CudaEvent).map_err(|error| optim_error(&error))
+    }
+}

@@ -1,0 +1,66 @@
+"""What PyTorch holds while a model computes, estimated from its configuration.
+
+With T tokens in a pass, V words and b bytes an element:
+
+- Logits. `ForCausalLMLoss` of transformers works in fp32, and the backward pass of the cross entropy holds three
+  such tensors at once: the log-probabilities, their gradient, and that of the logits. 12 T V bytes.
+- One layer, recomputed. Per token, with width H, heads' width A, keys' and values' width K and MLP width I: the input
+  in fp32, the normalised input and the output of both norms (2 (4 + 2 b) H), queries and keys as they were rotated,
+  values and the attention's output (b (2 A + 2 K)), the MLP's four tensors of width I (4 b I), the layer's output
+  (b H), and in the backward pass the gradients of the output and of two of the MLP's (b H + 2 b I). The scheme of
+  counting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for RMSNorm and a gated MLP; no attention
+  matrix is kept, since PyTorch's fused attention recomputes it. Experts: I is that of all the experts that a token is
+  sent to.
+
+These are the tensors of transformers' Llama and Qwen2, to 1% (`tests/test_device_plan.py` counts them). Not counted:
+scratch of matrix products and of attention, the allocator's holes, Python and autograd themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The widths of a decoder, in elements."""
+
+    hidden: int
+    #: All heads' queries, and all heads' keys (or values).
+    queries: int
+    keys: int
+    #: All the experts that a token is sent to.
+    mlp: int
+    vocabulary: int
+
+    @staticmethod
+    def of(config: Any) -> Shape | None:
+        """Read a Hugging Face configuration; None of one that does not describe a language model, or of none."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        if any(getattr(text, name, None) is None for name in ("vocab_size", "hidden_size", "num_attention_heads")):
+            return None
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        head = getattr(text, "head_dim", None) or hidden // heads
+        mlp = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+        mlp = mlp or getattr(text, "n_inner", None) or 4 * hidden
+        return Shape(
+            hidden,
+            queries=head * heads,
+            keys=head * (getattr(text, "num_key_value_heads", None) or heads),
+            mlp=mlp * (getattr(text, "num_experts_per_tok", None) or 1),
+            vocabulary=text.vocab_size,
+        )
+
+    def kept_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes that autograd keeps of one layer between its forward and its backward pass."""
+        norms = 2 * (4 + 2 * itemsize) * self.hidden
+        return tokens * (norms + itemsize * (2 * self.queries + 2 * self.keys + 4 * self.mlp + self.hidden))
+
+    def layer_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of one layer in its backward pass: what autograd kept, and the gradients of activations."""
+        return self.kept_bytes(tokens, itemsize) + tokens * itemsize * (2 * self.mlp + self.hidden)
+
+    def logits_bytes(self, tokens: int) -> int:
+        """Bytes of the logits in fp32 and of their gradients, in the backward pass of the loss."""
+        return 12 * tokens * self.vocabulary

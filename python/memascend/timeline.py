@@ -1,0 +1,145 @@
+"""Where a step's time goes: seconds blocked on each part of the machine, and names for the profilers.
+
+A step is driven by one thread at a time: the caller's, and, in the backward pass on a device, autograd's, which the
+caller waits for. What that thread does while it is blocked on none of `KINDS` is "compute".
+
+On the CPU this is the arithmetic, with the Python around it. A device computes while the host goes on, and its time
+appears where the host is stopped next: where a value is asked for, as in `loss.item()`, which is "compute" too, or at a
+copy that comes after the computing. There the two are told apart by what is waited for, in order: first, outside of
+`waiting`, for the event that the copy itself waits for, then, inside, for the copy.
+
+    event.wait()                       # the device still computes with the buffer: "compute"
+    with timeline.waiting("h2d"):
+        arrived.wait()                 # only the copy is left
+
+So nothing is measured on the device, and nothing is waited for that would not be waited for anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+#: What the thread that drives a step can be blocked on, by the names that are shown.
+KINDS = {
+    "ssd_read": "SSD read",
+    "ssd_write": "SSD write",
+    "h2d": "H2D",
+    "d2h": "D2H",
+    "cpu_update": "CPU update",
+}
+#: All else that a step's time goes to.
+COMPUTE = "compute"
+
+_WAITS = {kind: f"wait for {shown}" for kind, shown in KINDS.items()}
+_NOTHING = nullcontext()
+
+
+class Timeline:
+    """Seconds by kind, of one offloaded model.
+
+    Waits that overlap, in two threads, are counted once, under the kind of the one that began last.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        """Count from now on; `clock` gives nanoseconds."""
+        self._clock = clock
+        self._spent_ns = dict.fromkeys((*KINDS, COMPUTE), 0)
+        self._lapped_ns = dict(self._spent_ns)
+        #: What is being waited for, the innermost last.
+        self._kinds = [COMPUTE]
+        self._since_ns = clock()
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._spent_ns[self._kinds[-1]] += now - self._since_ns
+        self._since_ns = now
+
+    def waiting(self, kind: str) -> _Wait:
+        """Count the time until the end of the `with` under one of `KINDS`; a wait inside counts as its own."""
+        return _Wait(self, kind)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by kind, `COMPUTE` among them, since the beginning; their sum is the time that has passed."""
+        self._count()
+        return {kind: spent / 1e9 for kind, spent in self._spent_ns.items()}
+
+    def lap(self) -> dict[str, float]:
+        """Return the same since the last lap: those of a step, if called after each."""
+        self._count()
+        lap = {kind: (spent - self._lapped_ns[kind]) / 1e9 for kind, spent in self._spent_ns.items()}
+        self._lapped_ns = dict(self._spent_ns)
+        return lap
+
+
+class _Wait:
+    """One stretch of waiting; not a generator, which takes longer: there are some for every tensor."""
+
+    __slots__ = ("_kind", "_span", "_timeline")
+
+    def __init__(self, timeline: Timeline, kind: str) -> None:
+        self._timeline, self._kind = timeline, kind
+        self._span = span(_WAITS[kind])
+
+    def __enter__(self) -> None:
+        self._timeline._count()
+        self._timeline._kinds.append(self._kind)
+        self._span.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._span.__exit__(*error)
+        self._timeline._count()
+        self._timeline._kinds.pop()
+
+
+def binding(lap: Mapping[str, float]) -> str:
+    """Return the kind that most of a lap's time went to."""
+    return max(lap, key=lambda kind: lap[kind])
+
+
+def bound_by(lap: Mapping[str, float]) -> str:
+    """Return the name of what most of a lap's time went to, and its share: "SSD read 62%"."""
+    kind = binding(lap)
+    return f"{_shown(kind)} {lap[kind] / (sum(lap.values()) or 1):.0%}"
+
+
+def describe(lap: Mapping[str, float]) -> str:
+    """Return a step's lap for the progress line: "1.2 s/step, bound by SSD read (0.7 s)"."""
+    kind = binding(lap)
+    return f"{_rounded(sum(lap.values()))} s/step, bound by {_shown(kind)} ({_rounded(lap[kind])} s)"
+
+
+def _shown(kind: str) -> str:
+    return KINDS.get(kind, kind)
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Name what happens inside for who looks on: an NVTX range where CUDA is in use, `torch.profiler`'s where it runs.
+
+    Shown as "memascend: " and the name. Where nobody looks on, it costs two questions.
+    """
+    nvtx, profiled = torch.cuda.is_initialized(), torch.autograd._profiler_enabled()
+    return _named(f"memascend: {name}", nvtx, profiled) if nvtx or profiled else _NOTHING
+
+
+@contextmanager
+def _named(name: str, nvtx: bool, profiled: bool) -> Iterator[None]:
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name) if profiled else _NOTHING:
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()

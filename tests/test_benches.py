@@ -1,0 +1,116 @@
+"""The benchmark of the CUDA path runs without a GPU, and its sums are right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.autograd import DeviceType
+
+BENCHES = Path(__file__).resolve().parents[1] / "benches"
+sys.path.insert(0, str(BENCHES))
+
+import _gpu_child  # noqa: E402
+import gpu  # noqa: E402
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(BENCHES / "gpu.py"), *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.timeout(900)  # a dozen processes, each of which imports PyTorch and transformers
+def test_every_section_runs_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    done = run("--smoke", "--check", "--workdir", tmp_path / "work", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("cpu smoke")
+    told = json.loads(out.read_text())
+    assert told["smoke"] and str(tmp_path) not in out.read_text()
+    rows = told["rows"]
+    assert list(rows) == list(gpu.SECTIONS)
+    assert [row["name"] for section in rows.values() for row in section if "failed" in row] == ["DeepSpeed"]
+    assert [check["pass"] for check in told["checks"]] == [True]
+    (offloaded,) = (row for row in rows["exact"] if row["name"] == "ssd")
+    assert offloaded["weights_equal"] and offloaded["tensors"] == 39 and len(offloaded["losses"]) == 6
+    (step,) = rows["step"]
+    assert step["floor_s"] == max(step["floors_s"].values()) == step["floors_s"][step["bound_by"]] > 0
+    assert step["moved"]["ssd_bytes_written"] > 0 and step["update_bytes"] > 0
+
+
+def test_a_smoke_run_is_no_result() -> None:
+    done = run("--smoke", "--out", BENCHES / "results" / "gpu-smoke.json")
+    assert done.returncode == 2 and "not in benches/results" in done.stderr
+
+
+def test_time_in_which_kernels_overlap_counts_once() -> None:
+    def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, user: bool = False):
+        times = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation=user)
+
+    events = [
+        event("gemm", 5e6, 7e6),
+        event("softmax", 1e6, 3e6),
+        event("gemm", 2e6, 4e6),
+        event("gemm", 2.5e6, 3e6),
+        event("Memcpy HtoD (Pinned -> Device)", 0, 5e5),
+        event("Memcpy DtoH (Device -> Pinned)", 0, 25e4),
+        event("Memset (Device)", 8e6, 9e6),
+        event("aten::mm", 0, 9e6, DeviceType.CPU),
+        event("memascend: wait for H2D", 0, 9e6, user=True),
+    ]
+    profiler = SimpleNamespace(events=lambda: events)
+    assert _gpu_child.busy(profiler) == {"kernel_seconds": 5.0, "h2d_seconds": 0.5, "d2h_seconds": 0.25}
+
+
+STEP = {
+    "of_floor": 1.15,
+    "bound_by": "ssd",
+    "synchronising": {"forward": [], "backward": [], "clip": ["gpu.py:1"], "update": []},
+    "waits_per_step": {"forward": 0, "backward": 0, "clip": 3, "update": 0},
+}
+ROWS = {
+    "exact": [{"losses_equal": True, "weights_equal": True}],
+    "copy": [{"ratio": 0.95}],
+    "plan": [{"device_off_by": 0.03, "driver_off_by": -0.03, "host_off_by": None}],
+    "step": [STEP],
+    "activations": [
+        {"tokens": 1, "policy": "keep", "allocated_bytes": 100, "step_s": 1.0},
+        {"tokens": 1, "policy": "host", "allocated_bytes": 60, "step_s": 1.0},
+        {"tokens": 1, "policy": "ssd", "allocated_bytes": 53, "step_s": 1.03},
+    ],
+}
+
+
+def verdicts(rows: dict) -> list[bool]:
+    return [passed for passed, _ in gpu.checks({s: [{"name": "it", **row} for row in rows[s]] for s in rows})]
+
+
+def test_what_is_at_the_limits_passes() -> None:
+    assert verdicts(ROWS) == [True] * 9
+
+
+@pytest.mark.parametrize(
+    ("section", "number", "worse", "number_failed"),
+    [
+        ("exact", 0, {"losses_equal": False}, 1),
+        ("exact", 0, {"weights_equal": False}, 1),
+        ("copy", 0, {"ratio": 0.949}, 1),
+        ("plan", 0, {"device_off_by": -0.031}, 1),
+        ("plan", 0, {"host_off_by": 0.031}, 1),
+        ("step", 0, {"of_floor": 1.16}, 1),
+        ("step", 0, {"synchronising": STEP["synchronising"] | {"backward": ["model.py:7"]}}, 1),
+        ("step", 0, {"waits_per_step": STEP["waits_per_step"] | {"forward": 1}}, 1),
+        ("activations", 2, {"allocated_bytes": 54}, 1),
+        ("activations", 2, {"step_s": 1.04}, 1),
+        # Without what it is compared with there is no verdict.
+        ("activations", 0, {"failed": "no room"}, 0),
+    ],
+)
+def test_what_is_beyond_a_limit_fails(section: str, number: int, worse: dict, number_failed: int) -> None:
+    rows = {name: [dict(row) for row in there] for name, there in ROWS.items()}
+    rows[section][number] |= worse
+    assert verdicts(rows).count(False) == number_failed

@@ -1,0 +1,263 @@
+"""The device memory plan: budgets kept, a buffer for every unit, the least that works, estimates, and refusals."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from memascend.device_plan import MARGIN_SHARE, make_device_plan
+from memascend.errors import BudgetError
+from memascend.estimates import Shape
+from memascend.units import PAGE_BYTES, Unit, partition, round_up
+
+GIB = 1 << 30
+CONFIGS = Path(__file__).parents[1] / "benches" / "configs"
+SHAPE = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+
+
+class Census(nn.Module):
+    """A model of random sizes: an embedding, layers of one or two shapes, a head, some tied, some frozen."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        width = draw.choice([8, 33, 64, 200])
+        dtype = draw.choice([torch.bfloat16, torch.float32])
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(draw.choice([100, 5000, 50_000]), width)
+            self.layers = nn.ModuleList(
+                nn.Sequential(*(nn.Linear(width, draw.choice([7, 300, 9000])) for _ in range(draw.randint(1, 3))))
+                for _ in range(draw.randint(1, 6))
+            )
+            if draw.random() < 0.7:
+                # Of one size, as in most models.
+                self.layers.extend(nn.Linear(width, 5000) for _ in range(draw.randint(2, 9)))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, self.embedding.num_embeddings, bias=False)
+        if draw.random() < 0.3:
+            self.head.weight = self.embedding.weight
+        if draw.random() < 0.3:
+            for parameter in self.layers.parameters():
+                parameter.requires_grad_(False)
+        self.to(dtype)
+
+
+def census(seed: int) -> list[Unit]:
+    return partition(Census(seed))
+
+
+def check(units, plan, budget):
+    """What `DevicePool` and `DeviceStreamer` rely on."""
+    assert plan.total <= budget
+    assert plan.total == sum(line.total for line in plan.lines)
+    buffers: dict[int, int] = {}
+    for line in plan.units:
+        assert line.count > 0
+        each = line.total // line.count
+        assert each * line.count == line.total
+        assert each % PAGE_BYTES == 0
+        buffers[each] = buffers.get(each, 0) + line.count
+    served: dict[int, list[Unit]] = {}
+    for unit in units:
+        size = min(size for size in buffers if size >= round_up(unit.nbytes, PAGE_BYTES))
+        served.setdefault(size, []).append(unit)
+    for size, members in served.items():
+        # One that is used, beside those that others are used within; never more than there are units.
+        held = sum(unit.held for unit in members)
+        assert min(len(members), held + 1) <= buffers[size] <= len(members)
+    trained = [place.nbytes for unit in units for place in unit.places if place.parameter.requires_grad]
+    assert plan.in_flight_bytes >= max(trained, default=0)
+    # One on its way, and one that autograd makes.
+    assert sum(line.total for line in plan.gradients) >= plan.in_flight_bytes + max(trained, default=0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_plan_keeps_its_budget_and_serves_every_unit(seed):
+    units, draw = census(seed), random.Random(seed)
+    known = {"tokens": draw.randint(1, 4096), "config": SHAPE} if seed % 2 else {}
+    known["activations"] = draw.choice(["recompute", "host", "ssd", "keep"])
+    with pytest.raises(BudgetError) as refused:
+        make_device_plan(units, 1, **known)
+    smallest = refused.value.smallest_bytes
+    for budget in (smallest, smallest + draw.randrange(1 << 20), smallest + draw.randrange(1 << 26), smallest * 100):
+        plan = make_device_plan(units, budget, **known)
+        check(units, plan, budget)
+        assert plan.smallest_bytes == smallest <= plan.overlap_bytes or plan.overlap_bytes == smallest
+    assert make_device_plan(units, smallest, **known).total == smallest
+    with pytest.raises(BudgetError) as again:
+        make_device_plan(units, smallest - 1, **known)
+    assert again.value.smallest_bytes == smallest
+    most = make_device_plan(units, smallest + 100 * sum(unit.nbytes for unit in units), **known)
+    assert all(line.note == "always there" for line in most.units)
+    overlapping = make_device_plan(units, plan.overlap_bytes, **known)
+    assert all(not line.note.startswith("by turns") for line in overlapping.units if line.count > 1)
+
+
+def test_what_remains_is_for_activations_where_nothing_is_known_of_them():
+    units = partition(tiny.build("llama"))
+    least = make_device_plan(units, GIB).smallest_bytes
+    for budget in (least, 2 * least, 64 * least):
+        plan = make_device_plan(units, budget)
+        remains = plan.rest[-1]
+        assert remains.consumer == "activations and workspace"
+        assert budget - PAGE_BYTES < plan.total <= budget
+        if budget >= 4 * least:
+            assert remains.total >= budget / 2 - PAGE_BYTES
+    # A configuration that is none of a language model, or none at all, says nothing either.
+    for config in (None, object()):
+        assert make_device_plan(units, GIB, tokens=512, config=config).rest[-1].consumer == "activations and workspace"
+
+
+def test_without_a_budget_it_is_what_is_free_less_a_margin():
+    units = partition(tiny.build("llama"))
+    assert make_device_plan(units, None, free=GIB).budget == GIB * (1 - MARGIN_SHARE)
+    with pytest.raises(ValueError, match="free"):
+        make_device_plan(units, None)
+
+
+def llama_units():
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        return partition(LlamaForCausalLM(SHAPE).to(torch.bfloat16))
+
+
+def lines(**known):
+    plan = make_device_plan(llama_units(), 64 * GIB, **{"config": SHAPE} | known)
+    return plan, {line.consumer: line for line in plan.rest}
+
+
+def test_estimates_by_hand():
+    tokens = 2048
+    _, found = lines(tokens=tokens)
+    assert (found["inputs of layers"].nbytes, found["inputs of layers"].count) == (tokens * 512 * 2, 8)
+    # 12 bytes a logit for fp32 logits and gradients, 2 for what the caller has; less where gradients will be.
+    room = 2 * 4096 * 512 * 2
+    assert found["logits"].nbytes == 14 * tokens * 4096 - room
+    # Norms, queries and the attention's output, keys and values, the MLP, the layer's output; gradients.
+    kept = 2 * (4 + 2 * 2) * 512 + 2 * (2 * 512 + 2 * 256 + 4 * 1408 + 512)
+    _, found = lines(tokens=tokens, fused_loss=True)
+    assert found["one layer, recomputed"].nbytes == tokens * (kept + 2 * (512 + 2 * 1408))
+    assert "logits" not in found
+    _, found = lines(tokens=tokens, activations="keep")
+    assert (found["activations of layers"].nbytes, found["activations of layers"].count) == (tokens * kept, 8)
+    for policy in ("host", "ssd"):
+        assert lines(tokens=tokens, activations=policy)[1]["inputs of layers"].count == 3
+    assert "gradient of the tied embedding" not in found
+    tied = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": True})
+    assert lines(tokens=tokens, config=tied)[1]["gradient of the tied embedding"].nbytes == 4096 * 512 * 2
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, as long as they live."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.counted = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.counted:
+                    self.counted.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def gone(self, key: int, nbytes: int) -> None:
+        self.counted.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b"])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_estimates_are_what_transformers_allocates(name, tokens):
+    config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+    config.num_hidden_layers = 1
+    shape = Shape.of(config)
+    # Fake tensors have sizes and lifetimes, but no memory: what is held is exact, and nothing is computed.
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda taken: setattr(taken, "grad", None))
+        layer = model.model.layers[0]
+        hidden = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
+        with Held(model) as held:
+            output = layer(hidden, position_embeddings=positions)
+            assert held.now == pytest.approx(shape.kept_bytes(tokens, 2), rel=0.01)
+            output.backward(torch.empty_like(output))
+        # At that moment a weight's gradient may be there too, which is a line of its own.
+        gradient = 2 * max(parameter.numel() for parameter in layer.parameters())
+        layer_bytes = shape.layer_bytes(tokens, 2)
+        assert 0.99 * layer_bytes <= held.peak <= 1.01 * layer_bytes + gradient
+        with Held(model) as held:
+            logits = model.lm_head(hidden)
+            labels = torch.zeros(1, tokens, dtype=torch.long)
+            loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
+            loss.backward()
+    expected = shape.logits_bytes(tokens) + 2 * tokens * config.vocab_size
+    assert held.peak == pytest.approx(expected, rel=0.01)
+
+
+def test_the_table_says_what_is_an_estimate():
+    known, unknown = lines(tokens=2048)[0].table(), lines()[0].table()
+    for row in known.splitlines():
+        if any(row.strip().startswith(what) for what in ("inputs of layers", "logits", "one layer")):
+            assert "estimate: " in row
+    assert "estimate" not in unknown
+    assert "what remains" in unknown
+    for table in (known, unknown):
+        assert "of a budget of 64.0 GiB" in table
+        assert all(len(line) <= 132 for line in table.splitlines())
+
+
+def test_frozen_parameters_have_no_gradients():
+    units = llama_units()
+    for unit in units:
+        for place in unit.places:
+            place.parameter.requires_grad_(False)
+    plan = make_device_plan(units, GIB)
+    assert plan.in_flight_bytes == 0
+    assert sum(line.total for line in plan.gradients) == 0
+
+
+@pytest.mark.parametrize(
+    ("known", "helps"),
+    [
+        ({"tokens": 65_536}, ["fewer than 65536 tokens", "activations='host' or 'ssd'", "fused linear cross entropy"]),
+        ({"tokens": 65_536, "activations": "ssd", "fused_loss": True}, ["fewer than 65536 tokens"]),
+        ({"tokens": 65_536, "activations": "keep"}, ["recompute=True"]),
+        ({}, ["a model whose"]),
+    ],
+)
+def test_too_little_names_the_option_the_least_and_what_helps(known, helps):
+    with pytest.raises(BudgetError, match="device_memory") as refused:
+        make_device_plan(llama_units(), 8 << 20, **{"config": SHAPE} | known)
+    message = str(refused.value)
+    assert str(refused.value.smallest_bytes) in message
+    assert all(help_ in message for help_ in helps)
+    assert ("fused" in message) == (known.get("tokens") is not None and not known.get("fused_loss", False))
+    assert ("activations=" in message) == (known.get("tokens") is not None and "activations" not in known)

@@ -1,0 +1,73 @@
+"""`memascend plan --gpu` against real runs on a simulated device: its plan, and what goes to the device and the SSD."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+from test_device import fake, library, on_device, smallest_device_budget  # noqa: F401 (fixtures)
+from test_forecast import SMALL, build, saved, steps
+
+import memascend
+from memascend.forecast import Gpu, forecast
+from memascend.rates import NAMES, Rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+#: One micro-batch.
+SEQUENCES, LENGTH = 1, 64
+
+
+@pytest.mark.parametrize(
+    ("spare", "accumulate", "activations"),
+    [(0, 1, "host"), (32 << 20, 2, "recompute"), (512 << 20, 1, "ssd")],
+    ids=["least", "some, accumulating", "ample"],
+)
+def test_copies_and_traffic_are_those_of_a_real_run(
+    tmp_path: Path,
+    on_device: Callable[..., nn.Module],  # noqa: F811
+    spare: int,
+    accumulate: int,
+    activations: str,
+) -> None:
+    model, tokens = build(SMALL), SEQUENCES * LENGTH
+    known: dict[str, Any] = {"tokens": tokens, "config": SMALL, "activations": activations}
+    device_memory = smallest_device_budget(model, **known) + spare
+    host_memory = tiny.smallest_budget(model) + (4 << 20)
+    on_device(
+        model,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        batch_tokens=tokens,
+        activations=activations,
+    )
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
+    state = memascend.offload_of(model)
+
+    def two_steps() -> dict[str, Any]:
+        stats = steps(model, optimizer, 2, accumulate, SEQUENCES, LENGTH, SMALL.vocab_size)[-1]
+        return stats | state.runtime.device.stats()
+
+    before, after = two_steps(), two_steps()
+    gpu = Gpu(device_memory * 16 // 15 + 1, {name: Rate(1.0, "given") for name in NAMES}, activations)
+    found = forecast(
+        saved(SMALL, tmp_path / "config"),
+        seq_len=LENGTH,
+        batch_size=SEQUENCES,
+        grad_accum=accumulate,
+        budget=host_memory,
+        gpu=gpu,
+    )
+    assert found["gpu"]["device_memory"]["total_bytes"] == state.device_plan.total
+    assert found["host_memory"]["total_bytes"] == state.plan.total
+    predicted = {one["resource"]: one["amount"] for one in found["gpu"]["step"]["resources"]}
+    moved = found["ssd_traffic"]["planned"]
+    predicted |= {direction: moved[direction]["total_bytes"] for direction in ("read", "written")}
+    counters = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "read": "ssd_bytes_read", "written": "ssd_bytes_written"}
+    for resource, counter in counters.items():
+        assert predicted[resource] == pytest.approx((after[counter] - before[counter]) / 2, rel=0.03), resource
