@@ -20,7 +20,7 @@ from memascend.errors import (
     PinnedMemoryError,
     StoreError,
 )
-from memascend.offload import offload, offload_of
+from memascend.offload import find_offload, offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.pinned import empty_pinned, pin_memory
 from memascend.plan import format_size, parse_size
@@ -81,6 +81,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     """Return what the store of an offloaded model has done so far.
 
     - `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: moved since the start. `store_bytes_used`: on SSD now.
+      `file_bytes_read`: of frozen weights, from the model's own files.
     - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at most at one time, and
       the arena itself. `host_bytes_waste`: what leases are larger than was asked for. `host_bytes_planned`: the arena
       and all else that memascend keeps. `host_bytes_budget`: what it may.
@@ -114,6 +115,6 @@ def close(model: nn.Module) -> None:
 
     Closing twice, or a model that is not offloaded, does nothing.
     """
-    state = model.__dict__.get("_memascend")
+    state = find_offload(model)
     if state is not None:
         state.close()

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend.device import autocast, autocast_of
 from memascend.errors import MemascendError
+from memascend.timeline import span
 from memascend.units import CPU
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Restore, Runtime, Stash
     from memascend.device import ComputeDevice
+    from memascend.timeline import Timeline
 
 #: Where the inputs of recomputed units wait: where they are; in host memory, and on the SSD when that is full; on the
 #: SSD.
@@ -39,16 +41,51 @@ LEAVING_INPUTS = 2
 class StashedInput:
     """An input put aside by the runtime; `restore` brings its values back into a fresh tensor."""
 
-    def __init__(self, runtime: Runtime, tensor: torch.Tensor, policy: str) -> None:
+    def __init__(self, inputs: InputStash, tensor: torch.Tensor) -> None:
         """Copy `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
-        self.stash: Stash = runtime.stash(tensor.data_ptr(), tensor.nbytes, policy == "ssd")
+        self.timeline = inputs.timeline
+        with self.timeline.waiting("ssd_write"):
+            self.stash: Stash = inputs.runtime.stash(tensor.data_ptr(), tensor.nbytes, inputs.policy == "ssd")
 
     def restore(self) -> torch.Tensor:
         """Return the values; shape and dtype as they were."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.stash.restore(tensor.data_ptr())
+        with self.timeline.waiting("ssd_read"):
+            self.stash.restore(tensor.data_ptr())
         return tensor.requires_grad_(self.requires_grad)
+
+
+class _Source:
+    """A tensor that is being copied from the device: it lives until that is done, whoever lost interest."""
+
+    def __init__(self, inputs: InputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.timeline = inputs.timeline
+        self._version = tensor._version
+        self._ready = device.record()
+        spill = inputs.policy == "ssd"
+        self.stash = inputs.runtime.stash_from_device(tensor.data_ptr(), tensor.nbytes, self._ready, spill)
+
+    def leave(self, wait: bool) -> bool:
+        """Let go of the tensor once it was read, or `wait` for that; returns whether it is gone."""
+        if not self.stash.copied():
+            if not wait:
+                return False
+            self._ready.wait()
+            with self.timeline.waiting("d2h"):
+                self.stash.wait_copied()
+        self.check()
+        self.tensor = None
+        return True
+
+    def check(self) -> None:
+        """Raise MemascendError if the tensor was written to since it was put aside."""
+        if self.tensor is not None and self.tensor._version != self._version:
+            raise MemascendError(
+                "an input of a unit was changed in place after the unit was called, while it was copied from the "
+                "device: change a copy of it"
+            )
 
 
 class LeavingInput(StashedInput):
@@ -58,39 +95,17 @@ class LeavingInput(StashedInput):
         """Start copying `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self.device = device
-        spill = inputs.policy == "ssd"
-        self.stash = inputs.runtime.stash_from_device(tensor.data_ptr(), tensor.nbytes, device.record(), spill)
-        #: The tensor itself, until it was read.
-        self.here: torch.Tensor | None = tensor.detach()
-        self._version = tensor._version
+        self.timeline = inputs.timeline
+        self.source = _Source(inputs, device, tensor)
+        self.stash = self.source.stash
         #: The values on their way back, and when they are there.
         self._coming: tuple[torch.Tensor, Restore] | None = None
-        self._inputs = weakref.ref(inputs)
         #: What was put aside before: the backward pass asks for it next.
         self._before = inputs.latest
 
-    def leave(self, wait: bool) -> bool:
-        """Let go of the tensor once it was read, or `wait` for that; returns whether it is gone."""
-        if self.here is not None:
-            if wait:
-                self.stash.wait_copied()
-            elif not self.stash.copied():
-                return False
-            self._check()
-            self.here = None
-        return True
-
-    def _check(self) -> None:
-        """Raise MemascendError if the tensor was written to while it was, or might have been, copied."""
-        if self.here is not None and self.here._version != self._version:
-            raise MemascendError(
-                "an input of a unit was changed in place after the unit was called, while it was copied from the "
-                "device: change a copy of it"
-            )
-
     def come(self) -> None:
-        """Start bringing the values back."""
-        if self.here is None and self._coming is None:
+        """Start bringing the values back, unless they are still here."""
+        if self.source.tensor is None and self._coming is None:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device.torch_device)
             # The memory may have been something else's, which is being computed with still.
             self._coming = tensor, self.stash.restore_to_device(tensor.data_ptr(), self.device.record())
@@ -99,13 +114,15 @@ class LeavingInput(StashedInput):
         """Return the values, there for whatever is computed from now on, and start bringing the ones before."""
         self.come()
         if self._coming is None:
-            assert self.here is not None
-            self._check()
-            tensor = self.here
+            self.source.check()
+            tensor = self.source.tensor
+            assert tensor is not None
         else:
             tensor, restore = self._coming
+            with self.timeline.waiting("ssd_read"):
+                arrived = restore.enqueued()
             self._coming = None
-            self.device.wait(restore.enqueued())
+            self.device.wait(arrived)
         before = self._before()
         if before is not None:
             before.come()
@@ -122,16 +139,17 @@ class LeavingInput(StashedInput):
 class InputStash:
     """Puts the inputs of recomputed units aside, each tensor once however many units it is passed to."""
 
-    def __init__(self, runtime: Runtime, policy: str, device: ComputeDevice | None = None) -> None:
+    def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice | None = None) -> None:
         """Put them into the keeping of `runtime`, by one of `POLICIES`; `device` is where they are."""
         self.runtime = runtime
         self.policy = policy
+        self.timeline = timeline
         self.device = device
         #: (version, stand-in) by identity of the tensor.
         self._known = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         #: Inputs on their way from the device, the oldest first.
-        self._leaving: deque[weakref.ref[LeavingInput]] = deque()
+        self._leaving: deque[_Source] = deque()
 
     def put(self, tensor: torch.Tensor) -> StashedInput | torch.Tensor:
         """Return a stand-in for `tensor`, or the tensor itself where moving it would gain nothing."""
@@ -149,22 +167,25 @@ class InputStash:
         if known is not None and known[0] == tensor._version:
             return known[1]
         if self.device is None:
-            stashed = StashedInput(self.runtime, tensor, self.policy)
+            stashed = StashedInput(self, tensor)
         else:
             stashed = LeavingInput(self, self.device, tensor)
             self.latest = weakref.ref(stashed)
-            self._leaving.append(self.latest)
+            self._leaving.append(stashed.source)
             self._release()
         self._known[tensor] = (tensor._version, stashed)
         return stashed
 
     def _release(self) -> None:
         """Let go of what the device has been read from, and of all but the last few in any case."""
-        while self._leaving:
-            stashed = self._leaving[0]()
-            if stashed is not None and not stashed.leave(wait=len(self._leaving) > LEAVING_INPUTS):
-                return
+        while self._leaving and self._leaving[0].leave(wait=len(self._leaving) > LEAVING_INPUTS):
             self._leaving.popleft()
+
+    def close(self) -> None:
+        """Wait until the device is read from no more."""
+        while self._leaving:
+            with suppress(MemascendError):
+                self._leaving.popleft().leave(wait=True)
 
 
 #: Recomputations that hold recomputed tensors, views of weights among them.
@@ -236,6 +257,7 @@ class Recomputation:
             raise MemascendError("a recomputed graph was asked for gradients of its own")
 
         with (
+            span("recompute"),
             torch.enable_grad(),
             _random_state(self.random_state, self.device),
             autocast(*self.autocast),

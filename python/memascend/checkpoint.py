@@ -15,7 +15,7 @@ from torch import nn
 from memascend._memascend import return_large_blocks_to_system
 from memascend.errors import CheckpointError
 from memascend.generations import source_of
-from memascend.offload import Computing, Offload, offload_of
+from memascend.offload import Computing, Offload, find_offload, has_adapters, offload_of
 from memascend.plan import make_plan, parse_size
 from memascend.safetensors_io import SafetensorsReader, write_safetensors
 from memascend.units import DTYPE_NAMES, Place, Unit, absent_like, partition
@@ -38,6 +38,7 @@ def from_pretrained(
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
+    frozen: str | None = None,
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | None = None,
@@ -53,6 +54,10 @@ def from_pretrained(
         store: a directory, or several on different drives over which the bytes are striped.
         host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
         dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
+        frozen: freeze all parameters, for adapters that are added later (PEFT): "store" copies them to the store like
+            others; "files" reads them from the safetensors files whenever they are used, which takes neither time nor
+            room for a copy. The files must stay as they are, with weights in `dtype`. Nothing of a model that is
+            read from its files can be made durable.
         device, device_memory, recompute, activations, batch_tokens, durability, keep_store, options: as in
             `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
@@ -61,6 +66,13 @@ def from_pretrained(
         CheckpointError: the directory is not such a model, or a file is damaged.
         BudgetError, DeviceError, StoreError, ValueError: as in `memascend.offload`.
     """
+    if frozen not in (None, "store", "files"):
+        raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
+    if frozen == "files" and (keep_store or durability not in ("auto", "none")):
+        raise ValueError(
+            "with frozen='files' the store holds nothing that could be kept: leave out durability and keep_store, or "
+            "use frozen='store'"
+        )
     return_large_blocks_to_system()
     directory = Path(path)
     budget = parse_size(host_memory)
@@ -74,7 +86,10 @@ def from_pretrained(
 
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         sources = _Sources(model, weights)
+        model.requires_grad_(frozen is None)
         units = partition(model, computing.torch_device)
+        if frozen == "files":
+            sources.locate(units, options.get("direct", True))
         plan = make_plan(units, budget)
         materialise(model, units)
         state = Offload(
@@ -84,7 +99,7 @@ def from_pretrained(
             store,
             computing=computing,
             keep_store=keep_store,
-            durability=durability,
+            durability="none" if frozen == "files" else durability,
             source=source_of(model, sources.conversions),
             options=options,
         )
@@ -295,6 +310,26 @@ class _Sources:
                 "quantised checkpoint: memascend trains floating-point weights"
             )
 
+    def locate(self, units: list[Unit], direct: bool) -> None:
+        """Have every parameter read from where it lies in its file, without the page cache if `direct`."""
+        files = {reader: reader.external(direct) for reader in self.weights.readers}
+        for place in (place for unit in units for place in unit.places):
+            key = next((self.plain[name] for name in self._aliases[place.name] if name in self.plain), None)
+            if key is None:
+                raise CheckpointError(
+                    f"{place.name} is made of several tensors in {self.weights.directory}, so that it cannot be read "
+                    "from there as it is: use frozen='store'"
+                )
+            reader = self.weights.where[key]
+            entry = reader.entries[key]
+            if entry.dtype != place.dtype:
+                found, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
+                raise CheckpointError(
+                    f"{key} in {reader.path} is of dtype {found}, the model's is {wanted}: frozen='files' reads "
+                    f"weights as they are; use dtype={found!r} or frozen='store'"
+                )
+            place.source = files[reader], entry.start
+
     def read(self, place: Place, target: torch.Tensor) -> None:
         """Fill `target` with the values of a parameter."""
         for name in self._aliases[place.name]:
@@ -349,18 +384,22 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Works on an ordinary model too, where it yields copies.
     """
-    if "_memascend" not in model.__dict__:
-        for name, parameter in model.named_parameters():
-            yield name, parameter.detach().clone()
-        return
-    state = offload_of(model)
-    state.flush()
-    for unit in state.units:
-        storage = state.read_unit(unit)
-        for place in unit.places:
-            yield place.name, place.view(storage).clone()
-        # The next unit may need the buffer that this holds.
-        del storage
+    named = dict(model.named_parameters())
+    if find_offload(model) is not None:
+        state = offload_of(model)
+        state.flush()
+        # PEFT renames what it wraps.
+        names = {parameter: name for name, parameter in named.items()}
+        for unit in state.units:
+            storage = state.read_unit(unit)
+            for place in unit.places:
+                name = names.get(place.parameter, place.name)
+                named.pop(name, None)
+                yield name, place.view(storage).clone()
+            # The next unit may need the buffer that this holds.
+            del storage
+    for name, parameter in named.items():
+        yield name, parameter.detach().clone()
 
 
 def save_pretrained(
@@ -373,7 +412,8 @@ def save_pretrained(
     """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
 
     An offloaded model is streamed unit by unit, in the format and under the names of the original checkpoint; an
-    ordinary Hugging Face model saves itself. Weight files appear under their names only when whole.
+    ordinary Hugging Face model saves itself. Of a model of PEFT the adapters are saved, as PEFT does. Weight files
+    appear under their names only when whole.
 
     With `dtype` ("bfloat16", "float16" or "float32") every weight is converted as it is written, and config.json says
     so; the model stays as it is.
@@ -384,7 +424,17 @@ def save_pretrained(
     """
     directory = Path(out)
     wanted = None if dtype is None else _parse_dtype(dtype)
-    state = offload_of(model) if "_memascend" in model.__dict__ else None
+    state = None if find_offload(model) is None else offload_of(model)
+    if state is not None and (state.model() is not model or has_adapters(model)):
+        # Those of PEFT, and the adapters of transformers' own models.
+        saves_adapters = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+        if wanted is not None or not saves_adapters:
+            raise CheckpointError(
+                f"{type(model).__name__} holds an offloaded model with parameters beside it, which the format of that "
+                "one has no names for: save adapters with the save_pretrained of PEFT's model"
+            )
+        model.save_pretrained(directory)
+        return
     if state is None and not hasattr(model, "save_pretrained"):
         raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
     if state is None and wanted is None:

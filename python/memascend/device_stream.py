@@ -11,13 +11,14 @@ from __future__ import annotations
 import gc
 from collections import defaultdict, deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memascend.activations import forget_recomputed
 from memascend.device import DevicePool
 from memascend.errors import MemascendError
 from memascend.plan import format_size
 from memascend.stream import NEVER, PREFETCH_UNITS, Streamer
+from memascend.timeline import span
 from memascend.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -30,20 +31,40 @@ if TYPE_CHECKING:
     from memascend.device_plan import DevicePlan
     from memascend.plan import Plan
     from memascend.stream import Residency
+    from memascend.timeline import Timeline
     from memascend.units import Unit
 
 #: Units copied to the device ahead of the one in use, when buffers allow.
 DEVICE_AHEAD = 2
 
 
+class _Upload(NamedTuple):
+    """A copy to the device, and what it comes after there."""
+
+    after: CudaEvent
+    arrived: CudaEvent
+
+    def wait(self, timeline: Timeline) -> None:
+        """Wait for it; what is computed before it is not counted as copying."""
+        self.after.wait()
+        with timeline.waiting("h2d"):
+            self.arrived.wait()
+
+
 class DeviceStreamer(Streamer):
     """Brings units to the device before they are used; a buffer keeps its unit until it is needed for another."""
 
     def __init__(
-        self, runtime: Runtime, units: Sequence[Unit], plan: Plan, device: ComputeDevice, device_plan: DevicePlan
+        self,
+        runtime: Runtime,
+        units: Sequence[Unit],
+        plan: Plan,
+        timeline: Timeline,
+        device: ComputeDevice,
+        device_plan: DevicePlan,
     ) -> None:
         """Stream `units` through the host buffers of `plan` and the device buffers of `device_plan`."""
-        super().__init__(runtime, units, plan)
+        super().__init__(runtime, units, plan, timeline)
         self.device = device
         self.pool = DevicePool(device, device_plan)
         sizes = sorted(self.pool.buffers)
@@ -53,9 +74,9 @@ class DeviceStreamer(Streamer):
         #: Where the units are that the device has.
         self._on_device: dict[Unit, Buffer] = {}
         #: The latest copy of each unit out of its host buffer.
-        self._uploads: dict[Unit, CudaEvent] = {}
+        self._uploads: dict[Unit, _Upload] = {}
         #: Copies out of host buffers that nobody holds any more and that come back when these are done, by their size.
-        self._returning: defaultdict[int, deque[CudaEvent]] = defaultdict(deque)
+        self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         self._to_host = False
 
     # ---- use --------------------------------------------------------------------------------------------
@@ -97,11 +118,12 @@ class DeviceStreamer(Streamer):
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
         self._forget(buffer)
-        before = [] if buffer.last_use is None else [buffer.last_use]
-        buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, before)
+        assert buffer.last_use is not None
+        with span(f"upload {unit.name}"):
+            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, [buffer.last_use])
         buffer.unit = unit
         self._on_device[unit] = buffer
-        self._uploads[unit] = buffer.arrived
+        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
         self.by_address[buffer.address] = unit
 
     def _forget(self, buffer: Buffer) -> None:
@@ -184,7 +206,7 @@ class DeviceStreamer(Streamer):
     def _drop(self, residency: Residency) -> None:
         super()._drop(residency)
         upload = self._uploads.pop(residency.unit, None)
-        if upload is not None and not upload.is_done():
+        if upload is not None and not upload.arrived.is_done():
             self._returning[self._buffer_size[residency.unit]].append(upload)
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
@@ -195,17 +217,17 @@ class DeviceStreamer(Streamer):
                 return lease
             if returning:
                 # The host is as far ahead of the device as there are buffers.
-                returning.popleft().wait()
+                returning.popleft().wait(self.timeline)
                 continue
             victim = self._victim(unit, sooner_than=-1)
             if victim is None:
                 return super()._lease(unit)
             self._drop(victim)
-            self.runtime.wait_unit(victim.unit.index)
+            self._wait_written(victim.unit)
 
     def _fetch_ahead(self, unit: Unit, index: int) -> bool:
         returning = self._returning[self._buffer_size[unit]]
-        while returning and returning[0].is_done():
+        while returning and returning[0].arrived.is_done():
             returning.popleft()
         if not returning:
             return super()._fetch_ahead(unit, index)

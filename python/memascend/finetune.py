@@ -393,6 +393,10 @@ class _Training:
         for name in ("steps", "steps_skipped", "losses", "seconds"):
             setattr(self.result, name, state[name])
 
+    def _waited(self) -> dict[str, float] | None:
+        """Where the seconds went since this was asked last; of a model in memory nobody knows."""
+        return None if self.settings.in_memory else offload_of(self.model).timeline.lap()
+
     def _stats(self) -> dict[str, Any]:
         return {} if self.settings.in_memory else memascend.stats(self.model)
 
@@ -412,6 +416,7 @@ class _Training:
         for notice in stats.get("notices", ()):
             bar.note(f"memascend: note: {notice}")
         self.meter = report.Meter(self._stats)
+        self._waited()
 
     def _step(self, step: int, bar: report.Progress) -> None:
         settings = self.settings
@@ -437,7 +442,7 @@ class _Training:
         # Kept in the store with the step, which is when the next pass begins.
         self.result.steps = step
 
-        lap = self.meter.lap()
+        lap, waited = self.meter.lap(), self._waited()
         self.result.seconds += lap["seconds"]
         record = {
             "step": step,
@@ -448,6 +453,7 @@ class _Training:
             "tokens": self.tokens_per_step,
             "tokens_per_s": self.tokens_per_step / lap["seconds"],
             **lap,
+            "waited_seconds": waited,
             "peak_rss_bytes": report.peak_rss_bytes(),
         }
         self.metrics.write("step", **record)

@@ -193,7 +193,8 @@ class Generations:
             self.start()
         if self._commit is not None:
             try:
-                self._commit.wait()
+                with self._offload.timeline.waiting("ssd_write"):
+                    self._commit.wait()
             except MemascendError:
                 self._commit = None
                 raise
@@ -267,6 +268,7 @@ class Generations:
                             "name": tensor.name,
                             "dtype": str(tensor.dtype).removeprefix("torch."),
                             "numel": tensor.numel,
+                            "trained": tensor.trained,
                             "parameters": [
                                 [place.name, place.shape, place.start, place.parameter.requires_grad]
                                 for place in tensor.places

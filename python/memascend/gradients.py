@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import MemascendError
+from memascend.timeline import span
 from memascend.units import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from memascend._memascend import Capture, Runtime
+    from memascend._memascend import Capture, CudaEvent, Runtime
     from memascend.device import ComputeDevice
     from memascend.stream import Streamer
+    from memascend.timeline import Timeline
     from memascend.units import Place, StoreTensor
 
 
@@ -29,16 +31,22 @@ class GradientCapture:
     """
 
     def __init__(
-        self, runtime: Runtime, streamer: Streamer, device: ComputeDevice | None = None, in_flight_bytes: int = 0
+        self,
+        runtime: Runtime,
+        streamer: Streamer,
+        timeline: Timeline,
+        device: ComputeDevice | None = None,
+        in_flight_bytes: int = 0,
     ) -> None:
         """Keep gradients in `runtime`; of those on their way from `device`, at most about `in_flight_bytes` live."""
         self.runtime = runtime
         self.streamer = streamer
+        self.timeline = timeline
         self.device = device
         self._accumulating: set[Place] = set()
         self._in_flight_bytes = in_flight_bytes
         #: What the device is still reading, in the order in which it is copied, and its bytes.
-        self._leaving: deque[tuple[Capture, int, tuple[torch.Tensor, ...]]] = deque()
+        self._leaving: deque[tuple[Capture, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
         self._leaving_bytes = 0
 
     def watch(self, place: Place) -> None:
@@ -80,12 +88,13 @@ class GradientCapture:
         if tensor.gradient is None:
             self.allocate(tensor)
         start = place.start if tensor.packed else 0
-        if self.device is None:
-            place.sum_squares, place.non_finite = self.runtime.capture(
-                tensor.gradient, start, gradient.data_ptr(), place.numel, accumulate
-            )
-        else:
-            self._capture_from_device(place, gradient, start, accumulate)
+        with span(f"gradient of {place.name}"):
+            if self.device is None:
+                place.sum_squares, place.non_finite = self.runtime.capture(
+                    tensor.gradient, start, gradient.data_ptr(), place.numel, accumulate
+                )
+            else:
+                self._capture_from_device(place, gradient, start, accumulate)
         place.held = True
         if accumulate:
             place.added += 1
@@ -98,28 +107,32 @@ class GradientCapture:
         # Where it is the whole gradient, the device measures it: the host then never touches its bytes.
         sums = None if accumulate else self.device.block_sums(gradient)
         self.finish(place)  # that of an earlier backward pass, which this one is added to
+        ready = self.device.record()
         capture = self.runtime.capture_from_device(
             place.tensor.gradient,
             start,
             gradient.data_ptr(),
             place.numel,
             accumulate,
-            self.device.record(),
+            ready,
             None if sums is None else sums.addresses,
         )
         place.capturing = capture
-        self._leaving.append((capture, gradient.nbytes, (gradient,) if sums is None else (gradient, sums.memory)))
+        held = (gradient,) if sums is None else (gradient, sums.memory)
+        self._leaving.append((capture, ready, gradient.nbytes, held))
         self._leaving_bytes += gradient.nbytes
         self._release()
 
     def _release(self) -> None:
         """Let go of gradients that the device has been read from; wait for some where too many are on their way."""
         while self._leaving:
-            capture, nbytes, _ = self._leaving[0]
+            capture, ready, nbytes, _ = self._leaving[0]
             if not capture.copied():
                 if self._leaving_bytes <= self._in_flight_bytes:
                     return
-                capture.wait_copied()
+                ready.wait()
+                with self.timeline.waiting("d2h"):
+                    capture.wait_copied()
             self._leaving.popleft()
             self._leaving_bytes -= nbytes
 
@@ -129,7 +142,8 @@ class GradientCapture:
         Raises what went wrong on the way: the gradient is not to be used then.
         """
         if place.capturing is not None:
-            place.sum_squares, place.non_finite = place.capturing.wait()
+            with self.timeline.waiting("d2h"):
+                place.sum_squares, place.non_finite = place.capturing.wait()
             place.capturing = None
             self._release()
 
@@ -137,6 +151,11 @@ class GradientCapture:
         """Make room for a tensor's gradient."""
         if tensor.gradient is not None:
             return
+        if not tensor.trained:
+            raise MemascendError(
+                f"{tensor.places[0].name} was frozen when the model was offloaded, so that the plan of host memory "
+                "holds no room for its gradient: set requires_grad before"
+            )
         dtype = DTYPE_NAMES[tensor.dtype]
         if tensor.packed:
             tensor.gradient = self.runtime.create_packed_gradient(dtype, tensor.numel)

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from memascend.generations import Generations, source_of
 from memascend.gradients import GradientCapture
 from memascend.plan import Plan, check_available, format_size, make_plan, parse_size
 from memascend.stream import Streamer
+from memascend.timeline import Timeline
 from memascend.units import CPU, Place, Unit, partition
 
 if TYPE_CHECKING:
@@ -104,12 +105,20 @@ class _WatchedParameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is not None:
+        # A compiled layer has its own before it runs, and would be compiled anew whenever something else is there.
+        if parameter is not None and not torch.compiler.is_dynamo_compiling():
             self.lookup(parameter)
         return parameter
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy would share the forward of the original, and train nothing of its own.
+        raise MemascendError(
+            "a module of an offloaded model cannot be copied, as PEFT's modules_to_save wants it to be: its parameters "
+            "are on SSD. Copy it, or add the adapters, before memascend.offload"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,20 +223,28 @@ class Offload:
         try:
             for unit in units:
                 unit.index = self.runtime.add_unit()
+                self.runtime.read_from_files(unit.index, unit.outside)
                 for tensor in unit.tensors:
+                    if tensor.places[0].source is not None:
+                        continue
                     if not resume:
                         tensor.id = self.runtime.create_tensor(tensor.name, tensor.nbytes)
                         continue
                     tensor.id = self.runtime.find_tensor(tensor.name)
                     if tensor.id is None:
                         raise MemascendError(f"the store has no weights of {tensor.name}")
+            self.timeline = Timeline(updating=lambda: self.runtime.update_seconds)
             self.streamer = self._stream()
         except BaseException:
             self.runtime.close(keep=resume)
             raise
         in_flight = 0 if self.device_plan is None else self.device_plan.in_flight_bytes
-        self.gradients = GradientCapture(self.runtime, self.streamer, self.device, in_flight)
-        self._inputs = InputStash(self.runtime, computing.activations, self.device)
+        self.gradients = GradientCapture(self.runtime, self.streamer, self.timeline, self.device, in_flight)
+        self._inputs = InputStash(self.runtime, computing.activations, self.timeline, self.device)
+        #: What is read beside the store.
+        self.files = list({place.source[0] for place in self.places if place.source is not None})
+        if any(not file.direct for file in self.files) and options.get("direct", True):
+            self.notices.append("the model's files are read through the page cache: their filesystem refuses O_DIRECT")
         self._originals: list[tuple[nn.Module, str, Any]] = []
         close_at_exit(self)
 
@@ -257,10 +274,10 @@ class Offload:
 
     def _stream(self) -> Streamer:
         if self.device is None or self.device_plan is None:
-            return Streamer(self.runtime, self.units, self.plan)
+            return Streamer(self.runtime, self.units, self.plan, self.timeline)
         self.device.link = self.runtime.device
         self.device.limit(self.device_plan.budget)
-        return DeviceStreamer(self.runtime, self.units, self.plan, self.device, self.device_plan)
+        return DeviceStreamer(self.runtime, self.units, self.plan, self.timeline, self.device, self.device_plan)
 
     @property
     def places(self) -> Iterable[Place]:
@@ -271,8 +288,9 @@ class Offload:
 
     def fill(self, read: Callable[[Place, torch.Tensor], None], progress: Callable[[int, int], None] | None) -> None:
         """Write every unit, calling `read(place, target)` to fill each parameter's bytes (a typed view)."""
-        total, done = sum(unit.nbytes for unit in self.units), 0
-        for unit in self.units:
+        stored = [unit for unit in self.units if unit.weights]
+        total, done = sum(unit.nbytes for unit in stored), 0
+        for unit in stored:
             lease = self._free_lease(unit)
             storage = torch.frombuffer(lease, dtype=torch.uint8)
             storage[: unit.nbytes].zero_()
@@ -284,7 +302,7 @@ class Offload:
             done += unit.nbytes
             if progress is not None:
                 progress(done, total)
-        for unit in self.units:
+        for unit in stored:
             self.runtime.wait_unit(unit.index)
         self.generations.changed()
 
@@ -343,8 +361,8 @@ class Offload:
                 continue
             needed = list(dict.fromkeys(owner[p] for p in own if p in owner))
             if needed and module is not model:
-                self._replace(module, "forward", self._streamed(module, needed, recompute=module in blocks))
-        self._replace(model, "forward", self._whole(model, owner))
+                self._surround(module, partial(self._streamed, module, needed, module in blocks))
+        self._surround(model, partial(self._whole, model, owner))
         self._refuse_state_dict(model)
         model._memascend = self
 
@@ -352,9 +370,31 @@ class Offload:
         self._originals.append((module, name, module.__dict__.get(name)))
         module.__dict__[name] = value
 
-    def _streamed(self, module: nn.Module, needed: list[Unit], recompute: bool) -> Callable:
+    def _surround(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
+        """Put `around(forward)` in the place of a module's forward, or around what `torch.compile` has made of it.
+
+        What streams is never traced itself: it acts on what a compiled graph knows nothing of.
+        """
+
+        def install() -> None:
+            compiled = module.__dict__.get("_compiled_call_impl")
+            name, original = ("forward", module.forward) if compiled is None else ("_compiled_call_impl", compiled)
+            self._replace(module, name, torch.compiler.disable(around(original)))
+
+        def compile_(*args: Any, **kwargs: Any) -> None:
+            mine = [each for each in self._originals if each[0] is module and each[1] != "_parameters"]
+            _restore(mine)
+            self._originals = [each for each in self._originals if each not in mine]
+            module.compile(*args, **kwargs)
+            install()
+            self._replace(module, "compile", compile_)
+
+        install()
+        self._replace(module, "compile", compile_)
+
+    def _streamed(self, module: nn.Module, needed: list[Unit], recompute: bool, original: Callable) -> Callable:
         """Wrap a module's forward: fetch before, let go after; recompute in the backward pass if wanted."""
-        original, streamer = module.forward, self.streamer
+        streamer = self.streamer
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # Transformers' own checkpointing would call the layer behind our back: ours replaces it.
@@ -398,10 +438,12 @@ class Offload:
 
         return forward
 
-    def _whole(self, model: nn.Module, owner: dict[nn.Parameter, Unit]) -> Callable:
+    def _whole(self, model: nn.Module, owner: dict[nn.Parameter, Unit], original: Callable) -> Callable:
         """Wrap the forward of the whole model: one pass of the stream."""
-        original, streamer = model.forward, self.streamer
-        caches = "use_cache" in inspect.signature(original).parameters
+        streamer = self.streamer
+        # PEFT's models hand what they do not know to the model that they wrap.
+        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        caches = "use_cache" in inspect.signature(wrapped.forward).parameters
         direct = [owner[p] for p in model._parameters.values() if p is not None and p in owner]
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -449,13 +491,29 @@ class Offload:
         return forward
 
     def _refuse_state_dict(self, model: nn.Module) -> None:
-        def refuse(*_: Any) -> None:
-            raise MemascendError(
-                "the parameters of an offloaded model are on SSD, so state_dict() cannot hold them: use "
-                "memascend.save_pretrained(model, directory) or memascend.parameters_of(model)"
-            )
+        """Refuse `state_dict()` of the whole model; with PEFT's adapters it holds what is trained, as PEFT wants."""
 
-        self._state_dict_hook = model.register_state_dict_pre_hook(refuse)
+        def refuse(*_: Any) -> None:
+            if not has_adapters(model):
+                raise MemascendError(
+                    "the parameters of an offloaded model are on SSD, so state_dict() cannot hold them: use "
+                    "memascend.save_pretrained(model, directory) or memascend.parameters_of(model)"
+                )
+
+        def keep_trained(_: nn.Module, found: dict[str, Any], prefix: str, *__: Any) -> None:
+            self.flush()
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                offloaded = place_of(parameter)
+                if offloaded is None:
+                    continue
+                if not parameter.requires_grad:
+                    del found[prefix + name]
+                    continue
+                place = offloaded[1]
+                found[prefix + name] = place.view(self.read_unit(place.tensor.unit)).clone()
+
+        model.register_state_dict_pre_hook(refuse)
+        model.register_state_dict_post_hook(keep_trained)
 
     # ---- use --------------------------------------------------------------------------------------------
 
@@ -466,6 +524,12 @@ class Offload:
 
     def save_checkpoint(self, tag: str, keep_last: int | None = None) -> None:
         """Keep the present state under a name; see `memascend.save_checkpoint`."""
+        if outside := self.trained_outside():
+            raise MemascendError(
+                f"{outside[0]} is trained, but not on the store: a checkpoint there would not have it. Save adapters "
+                "with model.save_pretrained(directory) and the optimizer with state_dict(), or add them before "
+                "memascend.offload"
+            )
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is made is kept")
         if self.generations.period == 0:
@@ -480,6 +544,12 @@ class Offload:
             for old, _, _ in self.runtime.snapshots()[:-keep_last]:
                 self.runtime.delete_snapshot(old)
 
+    def trained_outside(self) -> list[str]:
+        """Return the names of the model's trained parameters that are not on the store: adapters added later."""
+        model = self.model()
+        named = [] if model is None else model.named_parameters()
+        return [name for name, parameter in named if parameter.requires_grad and place_of(parameter) is None]
+
     def read_unit(self, unit: Unit) -> torch.Tensor:
         """Return a unit's current bytes (uint8); deferred updates must have been flushed."""
         return self.streamer.read(unit)
@@ -489,13 +559,17 @@ class Offload:
         stats = self.runtime.stats()
         stats["host_bytes_budget"] = self.plan.budget
         stats["host_bytes_planned"] = self.plan.total
+        stats["file_bytes_read"] = sum(file.bytes_read for file in self.files)
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
         stats["notices"] = self.runtime.notices + self.notices
         stats["generation"] = self.runtime.generation
+        stats["seconds"] = self.timeline.seconds()
         if self.device_plan is not None:
             stats["device_bytes_budget"] = self.device_plan.budget
             stats["device_bytes_planned"] = self.device_plan.total
+        if self.runtime.device is not None:
+            stats["device"] = self.runtime.device.stats()
         return stats
 
     def close(self, failed: bool = False) -> None:
@@ -513,17 +587,15 @@ class Offload:
         kept = wanted and self.keep_store is not False and self.runtime.generation > 0
         try:
             if self.keep_store and not failed:
+                if outside := self.trained_outside():
+                    _log.warning("%s is trained, but not on the store that is kept: save it yourself", outside[0])
                 self.streamer.apply_updates()
                 self.generations.keep()
                 kept = True
         finally:
             self.generations.abandon()
             model = self.model()
-            for module, name, value in reversed(self._originals):
-                if value is None:
-                    module.__dict__.pop(name, None)
-                else:
-                    module.__dict__[name] = value
+            _restore(self._originals)
             self._originals.clear()
             for place in self.places:
                 self.gradients.unwatch(place)
@@ -531,13 +603,24 @@ class Offload:
                 place.hide()
             if model is not None:
                 self._replace(model, "forward", _closed)
+                self._replace(model, "_compiled_call_impl", None)
             try:
                 self.gradients.close()
+                self._inputs.close()
                 self.streamer.release_all()
             finally:
                 # Of a store that was to be kept and could not be, the last generation is.
                 self.runtime.close(keep=kept or (bool(self.keep_store) and self.runtime.generation > 0))
                 self.streamer.free()
+
+
+def _restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
+    """Put back what `Offload` has replaced."""
+    for module, name, value in reversed(replaced):
+        if value is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value
 
 
 def _stale(what: str) -> str:
@@ -609,12 +692,24 @@ def open_runtime(
     )
 
 
+def find_offload(model: nn.Module) -> Offload | None:
+    """Return the offloaded state of a model, or of the one that it wraps, as PEFT's do; None for an ordinary one."""
+    states = (module.__dict__.get("_memascend") for module in model.modules())
+    return next((state for state in states if state is not None), None)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters into a model."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
+
+
 def offload_of(model: nn.Module) -> Offload:
-    """Return the offloaded state of a model.
+    """Return the offloaded state of a model, or of the one that it wraps.
 
     Raises MemascendError for an ordinary or a closed model.
     """
-    state = model.__dict__.get("_memascend")
+    state = find_offload(model)
     if state is None:
         raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
     if state.runtime.closed:
@@ -671,7 +766,7 @@ def offload(
         StoreError: a directory cannot be used, is in use, or has not the room.
         ValueError: a dtype or device that cannot be trained.
     """
-    if "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
+    if (known := find_offload(model)) is not None and not known.runtime.closed:
         raise MemascendError("the model is offloaded already")
     budget = parse_size(host_memory)
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)

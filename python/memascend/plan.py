@@ -26,6 +26,9 @@ CHUNK_ELEMENTS_MAX = 262_144
 UPDATE_BYTES_PER_ELEMENT = 12
 #: With fp16 weights, whose master is whole.
 UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
+#: Bytes and number of the windows through which weights are read from files outside of the store: `FileReader` in Rust.
+WINDOW_BYTES = 1 << 20
+WINDOWS = 4
 #: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
 UPDATE_SLOTS = 8
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
@@ -99,6 +102,8 @@ class Plan:
     #: Buffers of the staging's size that keep data off the SSD.
     kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
     bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
+    #: Beside the arena.
+    windows: Line = field(default_factory=lambda: Line("windows into files", WINDOW_BYTES, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: One buffer serves all large units.
     by_turns: bool = False
@@ -114,7 +119,7 @@ class Plan:
     @property
     def lines(self) -> list[Line]:
         """Every consumer."""
-        return [*self.arena, self.bookkeeping]
+        return [*self.arena, self.windows, self.bookkeeping]
 
     @property
     def arena_bytes(self) -> int:
@@ -153,7 +158,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     plan = Plan(budget)
     packed: dict[int, int] = {}
     for tensor in tensors:
-        if tensor.packed:
+        if tensor.packed and tensor.trained:
             nbytes = round_up(tensor.numel * tensor.dtype.itemsize, PAGE_BYTES)
             packed[nbytes] = packed.get(nbytes, 0) + 1
     plan.packs = [
@@ -161,6 +166,8 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         for nbytes, count in sorted(packed.items())
     ]
     _add_bookkeeping(plan, units)
+    if any(place.source is not None for tensor in tensors for place in tensor.places):
+        plan.windows.count, plan.windows.note = WINDOWS, "frozen weights read where they are"
 
     classes, by_turns = classes_apart(units), classes_by_turns(units)
     apart, together = (sum(each.line.total for each in made) for made in (classes, by_turns))
@@ -180,7 +187,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
             each.line.count += 1
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one read, so it
     # comes second.
-    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if not tensor.packed)
+    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if tensor.trained and not tensor.packed)
     plan.kept.count = min(wanted, spare // plan.kept.nbytes)
     spare -= plan.kept.total
     for each in classes:
@@ -263,19 +270,24 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
 def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
     element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
     chunk_elements = min(chunk_elements, _largest_chunk(tensors))
-    return chunk_elements * (_update_bytes(tensors) * UPDATE_SLOTS + element * staging)
+    return chunk_elements * (_update_bytes(tensors) * _slot_count(tensors) + element * staging)
+
+
+def _slot_count(tensors: Sequence[StoreTensor]) -> int:
+    """Chunks of an update in the pipeline at once; none where everything is frozen."""
+    return UPDATE_SLOTS if any(tensor.trained for tensor in tensors) else 0
 
 
 def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
     """Bytes of an update slot for each element of a chunk."""
-    if any(tensor.dtype == torch.float16 for tensor in tensors):
+    if any(tensor.trained and tensor.dtype == torch.float16 for tensor in tensors):
         return UPDATE_BYTES_PER_FLOAT16_ELEMENT
     return UPDATE_BYTES_PER_ELEMENT
 
 
 def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
-    """Elements of a chunk that holds the largest tensor whole."""
-    return round_up(max((tensor.numel for tensor in tensors), default=1), CHUNK_ELEMENTS_MIN)
+    """Elements of a chunk that holds the largest trained tensor whole."""
+    return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
 
 
 def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> None:
@@ -286,7 +298,7 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> 
     def size(chunk_elements: int) -> None:
         plan.chunk_elements, nbytes = chunk_elements, chunk_elements * element
         slot = chunk_elements * _update_bytes(tensors)
-        plan.slots = Line("update pipeline", slot, UPDATE_SLOTS, "moments, masters, gradient of a chunk")
+        plan.slots = Line("update pipeline", slot, _slot_count(tensors), "moments, masters, gradient of a chunk")
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
         plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from memascend.drives import rate_of
 from memascend.errors import MemascendError
 from memascend.plan import format_size
+from memascend.timeline import describe
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step
 SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
@@ -188,6 +189,8 @@ class Meter:
 def step_text(step: dict[str, Any]) -> str:
     """One step's record as the text beside the bar."""
     parts = [f"loss {step['loss']:.3f}", f"{step['tokens_per_s']:,.0f} tokens/s"]
+    if step["waited_seconds"] is not None:
+        parts.append(describe(step["waited_seconds"]))
     if step["host_bytes_budget"] is not None:
         read, written = (step[name] / step["seconds"] / 1e9 for name in SSD_COUNTERS)
         parts.append(f"SSD {read:.2f} GB/s read, {written:.2f} written")

@@ -14,7 +14,7 @@ from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.checkpoint import empty_model, materialise
 from memascend.errors import CheckpointError, MemascendError
 from memascend.generations import FORMAT, restore_random_states
-from memascend.offload import Computing, Offload, offload_of, store_paths
+from memascend.offload import Computing, Offload, find_offload, offload_of, store_paths
 from memascend.plan import make_plan, parse_size, smallest_plan
 from memascend.units import StorePlane, partition
 
@@ -94,7 +94,7 @@ def resume(
     classes = {each["class"]: _class_of(each["class"], optimizer_classes or {}) for each in record["optimizers"]}
     if model is None:
         model = _model_of(record["model"])
-    elif "_memascend" in model.__dict__ and not model._memascend.runtime.closed:
+    elif (known := find_offload(model)) is not None and not known.runtime.closed:
         raise MemascendError("the model is offloaded already")
     recompute = record["recompute"] if recompute is None else recompute
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
@@ -246,19 +246,22 @@ def _model_of(source: dict[str, Any]) -> nn.Module:
 def _units_of(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:
     """Divide the model as the store has it, with the dtypes and frozen parameters that it had."""
     kept = {
-        name: (tensor["dtype"], shape, trained)
+        name: (tensor["dtype"], tensor.get("trained", True), trained)
         for unit in record["units"]
         for tensor in unit["tensors"]
-        for name, shape, _, trained in tensor["parameters"]
+        for name, _, _, trained in tensor["parameters"]
     }
     for name, parameter in model.named_parameters():
         if name not in kept:
             continue  # told below
-        dtype, _, trained = kept[name]
+        dtype, laid_out_trained, _ = kept[name]
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        parameter.requires_grad_(trained)
+        parameter.requires_grad_(laid_out_trained)
     units = partition(model, device)
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.requires_grad_(kept[name][2])  # as it was last, whatever it was when it was laid out
     for name, found, known in _differences(units, record):
         raise CheckpointError(f"the store holds another model: {name} is {known} there and {found} in the model given")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):

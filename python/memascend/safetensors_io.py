@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend._memascend import ExternalFile
 from memascend.errors import CheckpointError, MemascendError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class SafetensorsReader:
             raise
 
     def _read_header(self) -> dict[str, Entry]:
-        size = os.fstat(self._fd).st_size
+        self._found = os.fstat(self._fd)
+        size = self._found.st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > HEADER_BYTES_MAX:
             raise CheckpointError(f"{self.path} is not a safetensors file")
@@ -128,6 +130,10 @@ class SafetensorsReader:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self.read_into(name, tensor)
         return tensor
+
+    def external(self, direct: bool) -> ExternalFile:
+        """Return the file for reading weights where they lie: from then on it must not change."""
+        return ExternalFile(self.path, self._found.st_size, self._found.st_mtime_ns, direct)
 
     def _read(self, view: memoryview, offset: int) -> None:
         done = 0

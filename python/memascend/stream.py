@@ -18,6 +18,7 @@ from memascend.activations import forget_recomputed
 from memascend.errors import MemascendError
 from memascend.interrupts import uninterrupted
 from memascend.plan import format_size
+from memascend.timeline import span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.optim.update import Update
     from memascend.plan import Plan
+    from memascend.timeline import Timeline
     from memascend.units import Unit
 
 #: Units fetched ahead of the one in use, when buffers allow.
@@ -40,8 +42,9 @@ class Residency:
     #: The buffer, held by us, and its bytes; views of them may live longer.
     lease: LeaseBuffer | None = None
     storage: torch.Tensor | None = None
-    #: The fetch that fills `storage`, until it has been waited for.
+    #: The fetch that fills `storage`, until it has been waited for, and whether it carries updates.
     ticket: Ticket | None = None
+    updating: bool = False
     #: Modules that are using the unit now.
     users: int = 0
     #: Updates that the next fetch applies.
@@ -51,9 +54,10 @@ class Residency:
 class Streamer:
     """Brings units into host memory before they are used and lets them go after."""
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], plan: Plan) -> None:
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], plan: Plan, timeline: Timeline) -> None:
         """Stream `units` through the buffers of `runtime`, which are those of `plan`."""
         self.runtime = runtime
+        self.timeline = timeline
         sizes = sorted({line.nbytes for line in plan.units})
         self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
@@ -194,17 +198,26 @@ class Streamer:
         assert ticket is not None
         self.waits += not ticket.is_ready()
         try:
-            ticket.wait()
+            self._wait(residency, ticket)
         except BaseException:
             self._drop(residency)
             raise
+
+    def _wait(self, residency: Residency, ticket: Ticket) -> None:
+        with self.timeline.waiting("cpu_update" if residency.updating else "ssd_read"):
+            ticket.wait()
+
+    def _wait_written(self, unit: Unit) -> None:
+        with self.timeline.waiting("ssd_write"):
+            self.runtime.wait_unit(unit.index)
 
     # ---- buffers ----------------------------------------------------------------------------------------
 
     def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
         residency = self.residencies[unit]
         # An update is either begun, and known to be, or waits: nothing may come between.
-        with uninterrupted() if residency.updates else nullcontext():
+        residency.updating = bool(residency.updates)
+        with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
             residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates)
             for update in residency.updates:
                 update.started()
@@ -224,12 +237,12 @@ class Streamer:
                     break
                 self._drop(victim)
                 # Write-back under way holds the buffer too.
-                self.runtime.wait_unit(victim.unit.index)
+                self._wait_written(victim.unit)
             if attempt == 0:
                 # Units dropped earlier may still be written back, and dead reference cycles hold views of buffers.
                 for residency in self.residencies.values():
                     if residency.ticket is None:
-                        self.runtime.wait_unit(residency.unit.index)
+                        self._wait_written(residency.unit)
                 forget_recomputed()
                 gc.collect()
         size = self._buffer_size
@@ -264,7 +277,7 @@ class Streamer:
         if residency.ticket is not None:
             # The fetch may carry updates: it has to end before the unit can be fetched again.
             ticket, residency.ticket = residency.ticket, None
-            ticket.wait()
+            self._wait(residency, ticket)
         # Views that outlive this keep their address in use, and their place in `by_address` true.
         residency.lease = residency.storage = None
 
@@ -330,7 +343,7 @@ class Streamer:
         for residency in self.residencies.values():
             if residency.ticket is not None:
                 self._settle(residency)
-            self.runtime.wait_unit(residency.unit.index)
+            self._wait_written(residency.unit)
 
     def deferred(self) -> bool:
         """Whether updates wait for a fetch."""

@@ -46,11 +46,18 @@ class Timeline:
     """Seconds by kind, of one offloaded model.
 
     Waits that overlap, in two threads, are counted once, under the kind of the one that began last.
+
+    A fetch that carries updates reads, computes and writes at once. Of the time waited for it, "cpu_update" is no
+    more than what the kernels ran meanwhile; the rest is "ssd_read".
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        """Count from now on; `clock` gives nanoseconds."""
+    def __init__(
+        self, clock: Callable[[], int] = time.perf_counter_ns, updating: Callable[[], float] | None = None
+    ) -> None:
+        """Count from now on; `clock` gives nanoseconds, `updating` the seconds for which update kernels have run."""
         self._clock = clock
+        self._updating = updating
+        self._lapped_updating = 0.0 if updating is None else updating()
         self._spent_ns = dict.fromkeys((*KINDS, COMPUTE), 0)
         self._lapped_ns = dict(self._spent_ns)
         #: What is being waited for, the innermost last.
@@ -69,14 +76,27 @@ class Timeline:
     def seconds(self) -> dict[str, float]:
         """Seconds by kind, `COMPUTE` among them, since the beginning; their sum is the time that has passed."""
         self._count()
-        return {kind: spent / 1e9 for kind, spent in self._spent_ns.items()}
+        updating = None if self._updating is None else self._updating()
+        return _divide({kind: spent / 1e9 for kind, spent in self._spent_ns.items()}, updating)
 
     def lap(self) -> dict[str, float]:
         """Return the same since the last lap: those of a step, if called after each."""
         self._count()
         lap = {kind: (spent - self._lapped_ns[kind]) / 1e9 for kind, spent in self._spent_ns.items()}
         self._lapped_ns = dict(self._spent_ns)
-        return lap
+        if self._updating is None:
+            return lap
+        before, self._lapped_updating = self._lapped_updating, self._updating()
+        return _divide(lap, self._lapped_updating - before)
+
+
+def _divide(seconds: dict[str, float], updating: float | None) -> dict[str, float]:
+    """Divide what was waited for fetches with updates between the kernels and the SSD."""
+    if updating is not None:
+        beyond = max(0.0, seconds["cpu_update"] - updating)
+        seconds["cpu_update"] -= beyond
+        seconds["ssd_read"] += beyond
+    return seconds
 
 
 class _Wait:

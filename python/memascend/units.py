@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from memascend._memascend import Capture, Plane, Rule, TensorId
+    from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
 
 PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -49,6 +49,8 @@ class Place:
     absent: torch.Tensor
     #: What `parameter.grad` shows while its gradient is kept by memascend.
     marker: torch.Tensor
+    #: Of a frozen weight that is not on the store: the file that it is read from, and at which byte it begins there.
+    source: tuple[ExternalFile, int] | None = None
     #: Optimizer steps taken on the parameter: a graph made before one of them is out of date.
     version: int = 0
     #: Of gradients kept by memascend: whether there is one, how many were taken over, and how often they were added to.
@@ -125,6 +127,8 @@ class StoreTensor:
     dtype: torch.dtype
     unit: Unit
     packed: bool
+    #: Whether its parameters were to be trained when it was laid out: only then does the plan hold what that takes.
+    trained: bool = True
     offset: int = 0
     numel: int = 0
     places: list[Place] = field(default_factory=list)
@@ -160,6 +164,11 @@ class Unit:
         return [(tensor.id, tensor.offset, tensor.nbytes) for tensor in self.tensors if tensor.id is not None]
 
     @property
+    def outside(self) -> list[tuple[ExternalFile, int, int, int]]:
+        """File, position there, offset in the unit and bytes of each weight that is not on the store."""
+        return [(*place.source, place.offset, place.nbytes) for place in self.places if place.source is not None]
+
+    @property
     def places(self) -> Iterator[Place]:
         """All parameters, in the order of their bytes."""
         return (place for tensor in self.tensors for place in tensor.places)
@@ -173,26 +182,29 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
     """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
 
-    What stands for them while they are not there is on `device`. Raises ValueError for a dtype that cannot be trained.
+    Frozen ones are packed apart, so that no update writes them again. What stands for parameters while they are not
+    there is on `device`.
+
+    Raises ValueError for a dtype that cannot be trained.
     """
-    packs: dict[torch.dtype, StoreTensor] = {}
+    packs: dict[tuple[torch.dtype, bool], StoreTensor] = {}
     small: list[StoreTensor] = []
     for name, parameter in named:
-        dtype, numel = parameter.dtype, parameter.numel()
+        dtype, numel, trained = parameter.dtype, parameter.numel(), parameter.requires_grad
         if dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"parameter {name} has dtype {str(dtype).removeprefix('torch.')}, which memascend cannot train: "
                 "convert the model to torch.bfloat16, torch.float16 or torch.float32"
             )
         if numel * dtype.itemsize >= PACK_BELOW_BYTES:
-            tensor = StoreTensor(name, dtype, unit, packed=False, numel=numel)
+            tensor = StoreTensor(name, dtype, unit, packed=False, trained=trained, numel=numel)
             unit.tensors.append(tensor)
             start = 0
         else:
-            tensor = packs.get(dtype)
+            tensor = packs.get((dtype, trained))
             if tensor is None or tensor.numel + numel > PACK_ELEMENTS_MAX:
-                tensor = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True)
-                packs[dtype] = tensor
+                tensor = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True, trained=trained)
+                packs[dtype, trained] = tensor
                 small.append(tensor)
             start = tensor.numel
             tensor.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)

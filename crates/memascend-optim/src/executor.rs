@@ -1,13 +1,14 @@
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{Lease, LeaseSlice, Origin, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Rewrite, Store, TensorId};
 
+use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
 use crate::kernels::{GRADIENT_BLOCK, Plane, Rule, StepScalars, step};
 use crate::{Dtype, GradientSource, OptimError, Pending, Result, Underway};
@@ -28,6 +29,8 @@ unsafe impl Sync for Address {}
 pub struct UnitWeights {
     /// The tensors, in the order of their places in the lease.
     pub tensors: Vec<UnitTensor>,
+    /// What lies outside of the store and is only read.
+    pub files: Arc<[FilePart]>,
     /// A buffer that holds them all.
     pub lease: Arc<Lease>,
 }
@@ -109,6 +112,9 @@ impl Ticket {
 pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
+    compute_threads: usize,
+    /// Nanoseconds that kernels ran, over all threads.
+    busy: Arc<AtomicU64>,
     origin: Origin,
 }
 
@@ -173,21 +179,29 @@ impl Executor {
         let (jobs, accepted) = unbounded::<Job>();
         let (computed, work) = unbounded::<Work>();
         let mut threads = Vec::new();
-        for index in 0..compute_threads.max(1) {
-            let (work, store) = (work.clone(), Arc::clone(&store));
+        let compute_threads = compute_threads.max(1);
+        let busy = Arc::new(AtomicU64::new(0));
+        for index in 0..compute_threads {
+            let (work, store, busy) = (work.clone(), Arc::clone(&store), Arc::clone(&busy));
             threads.push(spawn(format!("memascend-update-{index}"), move || {
                 for work in work {
-                    compute(&store, work);
+                    compute(&store, work, &busy);
                 }
             }));
         }
-        let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, computed };
+        let files = OnceLock::new();
+        let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, computed, files };
         threads.push(spawn("memascend-executor".into(), move || {
             for job in accepted {
                 coordinator.run(job);
             }
         }));
-        Self { jobs: Some(jobs), threads, origin: Origin::here() }
+        Self { jobs: Some(jobs), threads, compute_threads, busy, origin: Origin::here() }
+    }
+
+    /// How long the kernels have run so far: the mean of the kernel threads.
+    pub fn busy(&self) -> Duration {
+        Duration::from_nanos(self.busy.load(Ordering::Relaxed) / self.compute_threads as u64)
     }
 
     /// Starts reading `weights`, applying `updates` on the way. Waits first for whatever `pending` counts:
@@ -231,6 +245,8 @@ struct Coordinator {
     slot_bytes: usize,
     chunk_elements: usize,
     computed: Sender<Work>,
+    /// Made when a unit first has weights outside of the store.
+    files: OnceLock<FileReader>,
 }
 
 impl Coordinator {
@@ -256,6 +272,9 @@ impl Coordinator {
                 if updated.binary_search(&tensor.offset).is_err() {
                     self.read_weights(&weights.lease, tensor, ticket);
                 }
+            }
+            if !weights.files.is_empty() {
+                self.read_files(weights, ticket)?;
             }
         }
         for mut tensor in updates {
@@ -305,6 +324,21 @@ impl Coordinator {
         let done =
             Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(OptimError::from)));
         self.store.transfer(Operation::Read, self.store.current(tensor.tensor), 0, buffer, done);
+    }
+
+    fn read_files(&self, weights: &UnitWeights, ticket: &Ticket) -> Result<()> {
+        let reader = match self.files.get() {
+            Some(reader) => reader,
+            None => {
+                let reader = FileReader::new()?;
+                self.files.get_or_init(|| reader)
+            }
+        };
+        for part in &*weights.files {
+            let buffer = LeaseSlice::new(Arc::clone(&weights.lease), part.offset, part.bytes);
+            reader.read(part, &buffer, || ticket.ready.begin());
+        }
+        Ok(())
     }
 
     fn slot(&self) -> Result<Arc<Lease>> {
@@ -484,7 +518,8 @@ impl Areas {
 }
 
 /// Runs the kernel on a piece whose reads have ended and starts its write-back.
-fn compute(store: &Store, work: Work) {
+fn compute(store: &Store, work: Work, busy: &AtomicU64) {
+    let began = Instant::now();
     for segment in &work.tensor.segments {
         let start = segment.start.max(work.first);
         let end = (segment.start + segment.numel).min(work.first + work.numel);
@@ -492,6 +527,7 @@ fn compute(store: &Store, work: Work) {
             update(&work, segment, start, end - start);
         }
     }
+    busy.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
     let Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready } = work;
     let Areas { planes, gradient } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);

@@ -2,6 +2,7 @@
 
 mod device;
 mod errors;
+mod files;
 mod host;
 mod lease;
 mod overflow;
@@ -15,6 +16,8 @@ use pyo3::prelude::*;
 mod _memascend {
     #[pymodule_export]
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_devices};
+    #[pymodule_export]
+    use crate::files::ExternalFile;
     #[pymodule_export]
     use crate::host::{Plane, Rule, StepScalars, gradient_stats, return_large_blocks_to_system, step_host};
     #[pymodule_export]

@@ -1,3 +1,4 @@
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -5,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memascend_mem::{Cudart, HostAllocator, LeaseSlice, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_optim::{
-    Address, DeviceLink, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment,
-    Staging, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
+    Address, DeviceLink, Executor, FilePart, GradientId, GradientSource, Gradients, OptimError, Pending,
+    Segment, Staging, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -15,6 +16,7 @@ use pyo3::types::PyDict;
 
 use crate::device::{self, Capture, CudaEvent, Stash};
 use crate::errors::{device_error, memory_error, optim_error, store_error};
+use crate::files::ExternalFile;
 use crate::host::{self, Plane, Rule, StepScalars, parse_dtype};
 use crate::lease::LeaseBuffer;
 use crate::volume::{engine_options, set_counters};
@@ -175,6 +177,8 @@ impl Drop for Parts {
 pub(crate) struct Runtime {
     parts: Mutex<Option<Arc<Parts>>>,
     pending: Mutex<Vec<Arc<Pending>>>,
+    /// By unit, what every fetch of it reads from files outside of the store.
+    files: Mutex<HashMap<usize, Arc<[FilePart]>>>,
     notices: Mutex<Vec<String>>,
 }
 
@@ -282,6 +286,7 @@ impl Runtime {
         Ok(Self {
             parts: Mutex::new(Some(Arc::new(parts))),
             pending: Mutex::default(),
+            files: Mutex::default(),
             notices: Mutex::new(notices),
         })
     }
@@ -291,6 +296,15 @@ impl Runtime {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         pending.push(Arc::default());
         pending.len() - 1
+    }
+
+    /// Has every fetch of a unit read `parts` too: file, position there, offset in the unit and bytes of each.
+    fn read_from_files(&self, unit: usize, parts: Vec<(Bound<'_, ExternalFile>, u64, usize, usize)>) {
+        let part = |(file, position, offset, bytes): &(Bound<'_, ExternalFile>, u64, usize, usize)| {
+            FilePart { file: Arc::clone(&file.get().0), position: *position, offset: *offset, bytes: *bytes }
+        };
+        let parts = parts.iter().map(part).collect();
+        self.files.lock().unwrap_or_else(PoisonError::into_inner).insert(unit, parts);
     }
 
     /// Room for a tensor of `bytes` bytes in the store.
@@ -412,6 +426,7 @@ impl Runtime {
         updates: Vec<UpdateArgument<'_>>,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner).get(&unit).cloned();
         let unit = self.unit(unit);
         let tensors = unit_tensors(&tensors);
         let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
@@ -422,7 +437,9 @@ impl Runtime {
                 update.gradient = parts.gradients.take(id);
             }
         }
-        let weights = lease.map(|lease| UnitWeights { tensors, lease: Arc::clone(&lease.get().lease) });
+        let files = files.unwrap_or_default();
+        let weights =
+            lease.map(|lease| UnitWeights { tensors, files, lease: Arc::clone(&lease.get().lease) });
         Ok(Ticket(parts.executor.fetch(unit, weights, updates)))
     }
 
@@ -691,6 +708,12 @@ impl Runtime {
         });
         stats.set_item("volumes", volumes.collect::<PyResult<Vec<_>>>()?)?;
         Ok(stats)
+    }
+
+    /// Seconds for which kernels of updates have run, the mean of the threads that run them.
+    #[getter]
+    fn update_seconds(&self) -> PyResult<f64> {
+        Ok(self.parts()?.executor.busy().as_secs_f64())
     }
 
     /// What the user should know.

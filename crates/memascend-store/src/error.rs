@@ -30,6 +30,15 @@ pub enum StoreError {
     /// Bytes are not those that were written.
     #[error(transparent)]
     Damaged(#[from] Damage),
+    /// A file that weights are read from is not what it was.
+    #[error(
+        "{path} has changed since the model was opened: its weights are read as the model computes, so it must stay as it \
+         is; open the model again, or copy the weights to the store (frozen='store')"
+    )]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
     /// Names of tensors are unique.
     #[error("the store has a tensor {name} already")]
     TensorExists {
@@ -84,7 +93,7 @@ impl StoreError {
     /// The volume's file, directory or device, where the error is of one.
     pub fn path(&self) -> Option<&Path> {
         match self {
-            Self::Duplicate { path } | Self::Manifest { path, .. } => Some(path),
+            Self::Duplicate { path } | Self::Manifest { path, .. } | Self::Changed { path } => Some(path),
             Self::Damaged(damage) => damage.places.first().map(|(path, _)| path.as_path()),
             _ => self.io().and_then(IoError::path),
         }

@@ -29,6 +29,7 @@ from memascend.optim.update import (
     rule_for,
 )
 from memascend.plan import make_states_plan, parse_size
+from memascend.timeline import span
 from memascend.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
 
 if TYPE_CHECKING:
@@ -222,9 +223,9 @@ class OffloadedOptimizer(Optimizer):
         two_slots = state.generations.decide(self, missing, spares)
         runtime.check_room(missing + (spares if two_slots else 0))
         for tensor, rules in tensors.items():
+            state.gradients.allocate(tensor)
             for rule in rules:
                 allocate_states(runtime, tensor, rule)
-            state.gradients.allocate(tensor)
             if two_slots:
                 assert tensor.id is not None
                 for kept in [tensor.id, *(kept.id for kept in tensor.planes.values())]:
@@ -390,6 +391,11 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with span("optimizer step"):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         if self._closed:
             raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
         chosen = list(self._with_gradient())
@@ -404,7 +410,7 @@ class OffloadedOptimizer(Optimizer):
                 found[0].gradients.finish(found[1])
             self._check_rule(group, parameter)
         if self._leave_out(chosen):
-            return loss
+            return
         for state in {found[0] for _, parameter in chosen if (found := place_of(parameter)) is not None}:
             state.generations.settle(self)
         self._make_room(chosen)
@@ -413,7 +419,6 @@ class OffloadedOptimizer(Optimizer):
             state.streamer.let_go(unit)
         with uninterrupted():
             self._carry_out(work)
-        return loss
 
     def _check_rule(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
         rule, known = self._rule(group, parameter), self._rules.get(parameter)

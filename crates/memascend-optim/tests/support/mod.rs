@@ -523,7 +523,8 @@ impl Unit {
     }
 
     pub fn fetch(&self, lease: &Arc<Lease>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
-        let weights = UnitWeights { tensors: self.weights.clone(), lease: Arc::clone(lease) };
+        let weights =
+            UnitWeights { tensors: self.weights.clone(), files: Arc::default(), lease: Arc::clone(lease) };
         let executor = self.executor.as_ref().expect("not dropped by the test");
         executor.fetch(Arc::clone(&self.pending), Some(weights), updates)
     }

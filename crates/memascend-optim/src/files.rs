@@ -1,0 +1,102 @@
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Sender, unbounded};
+use memascend_mem::{HostAllocator, LeaseSlice, Origin, PAGE_BYTES, PageableAllocator};
+use memascend_store::ExternalFile;
+
+use crate::{OptimError, Result, Underway};
+
+/// A part of a unit's weights that lies in a file of somebody else's.
+#[derive(Debug, Clone)]
+pub struct FilePart {
+    /// The file.
+    pub file: Arc<ExternalFile>,
+    /// Where the part begins there, in bytes: anywhere.
+    pub position: u64,
+    /// Where it begins in the unit, in bytes.
+    pub offset: usize,
+    /// Length in bytes.
+    pub bytes: usize,
+}
+
+/// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a multiple of a block, so
+/// whole blocks are read into a window of each thread and the part is copied from there: memory is several times as
+/// fast as a drive.
+pub(crate) struct FileReader {
+    pieces: Option<Sender<Piece>>,
+    threads: Vec<JoinHandle<()>>,
+    origin: Origin,
+}
+
+/// What one window holds.
+struct Piece {
+    file: Arc<ExternalFile>,
+    position: u64,
+    buffer: LeaseSlice,
+    read: Underway,
+}
+
+impl FileReader {
+    /// Threads, and so reads in flight.
+    pub(crate) const THREADS: usize = 4;
+    /// Bytes of the window of each.
+    pub(crate) const WINDOW_BYTES: usize = 1 << 20;
+
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// If there is no memory for the windows.
+    pub(crate) fn new() -> Result<Self> {
+        let (pieces, accepted) = unbounded::<Piece>();
+        let mut threads = Vec::with_capacity(Self::THREADS);
+        for index in 0..Self::THREADS {
+            let window = PageableAllocator.allocate(Self::WINDOW_BYTES)?;
+            let accepted = accepted.clone();
+            let read = move || {
+                // SAFETY: the block is this thread's own, and lives as long as the slice.
+                let window =
+                    unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), Self::WINDOW_BYTES) };
+                for Piece { file, position, buffer, read } in accepted {
+                    // SAFETY: until the read has ended nobody else touches the range; ranges do not overlap.
+                    let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
+                    // Returned before anybody hears of the end, so that who waited finds the buffer free.
+                    drop(buffer);
+                    read.end(result.map_err(OptimError::from));
+                }
+            };
+            let thread = std::thread::Builder::new().name(format!("memascend-files-{index}"));
+            threads.push(thread.spawn(read).expect("the system can start a thread"));
+        }
+        Ok(Self { pieces: Some(pieces), threads, origin: Origin::here() })
+    }
+
+    /// Starts reading `part` into `buffer`, which is as long; each piece is counted by what `begin` returns.
+    pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> Underway) {
+        let pieces = self.pieces.as_ref().expect("open until dropped");
+        let mut done = 0;
+        while done < part.bytes {
+            let position = part.position + done as u64;
+            // Up to the end of the window that begins with the block of the first byte.
+            let bytes = (Self::WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
+            let file = Arc::clone(&part.file);
+            let piece = Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin() };
+            // Refused, the piece comes back, and its dropping tells those who wait for it.
+            let _ = pieces.send(piece);
+            done += bytes;
+        }
+    }
+}
+
+impl Drop for FileReader {
+    fn drop(&mut self) {
+        // The threads did not come along into a forked child.
+        if !self.origin.is_here() {
+            return;
+        }
+        self.pieces = None;
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,229 @@
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memascend_nvme::{BLOCK_BYTES, IoError, Operation};
+
+use crate::{Result, StoreError};
+
+/// A file of somebody else's that tensors are read from where they lie, at any offset: never written, and the same all
+/// the time. It has no checksums: its size and the time of its last change are compared instead, at every read.
+#[derive(Debug)]
+pub struct ExternalFile {
+    path: PathBuf,
+    file: File,
+    /// Reads bypass the page cache, in whole blocks.
+    direct: bool,
+    bytes: u64,
+    modified_ns: i128,
+    read_bytes: AtomicU64,
+}
+
+impl ExternalFile {
+    /// Opens `path`, which had `bytes` bytes and was changed last at `modified_ns` (since 1970) when somebody learned what
+    /// it holds. With `direct`, reads bypass the page cache where the filesystem allows it.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or is not that file any more.
+    pub fn open(path: &Path, bytes: u64, modified_ns: i128, direct: bool) -> Result<Self> {
+        let open = |flags| OpenOptions::new().read(true).custom_flags(libc::O_CLOEXEC | flags).open(path);
+        let (file, direct) = match direct.then(|| open(libc::O_DIRECT)) {
+            Some(Ok(file)) if reads_directly(&file) => (file, true),
+            _ => (
+                open(0).map_err(|source| IoError::File { action: "open", path: path.to_owned(), source })?,
+                false,
+            ),
+        };
+        let path = path.to_owned();
+        let opened = Self { path, file, direct, bytes, modified_ns, read_bytes: AtomicU64::new(0) };
+        opened.check()?;
+        Ok(opened)
+    }
+
+    /// The path, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether reads bypass the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Bytes read so far.
+    pub fn read_bytes(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Fills `target` with what lies at `offset`. Whole blocks go through `window`, which begins at a block's address and
+    /// holds at least one.
+    ///
+    /// # Errors
+    /// If the system cannot read, or the file is not what it was.
+    ///
+    /// # Panics
+    /// If `window` is smaller than a block.
+    pub fn read(&self, offset: u64, target: &mut [u8], window: &mut [u8]) -> Result<()> {
+        assert!(window.len() >= BLOCK_BYTES, "a window of {} bytes", window.len());
+        let mut done = 0;
+        while done < target.len() {
+            let (position, left) = (offset + done as u64, target.len() - done);
+            let shift = if self.direct { (position % BLOCK_BYTES as u64) as usize } else { 0 };
+            let read = if self.direct {
+                let bytes = (shift + left)
+                    .next_multiple_of(BLOCK_BYTES)
+                    .min(window.len() / BLOCK_BYTES * BLOCK_BYTES);
+                self.read_at(position - shift as u64, &mut window[..bytes])?
+            } else {
+                self.read_at(position, &mut target[done..])?
+            };
+            if read <= shift {
+                return Err(self.changed());
+            }
+            let found = (read - shift).min(left);
+            if self.direct {
+                target[done..done + found].copy_from_slice(&window[shift..shift + found]);
+            }
+            done += found;
+        }
+        self.read_bytes.fetch_add(target.len() as u64, Ordering::Relaxed);
+        // Last, so that a change while it was read is noticed too.
+        self.check()
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize> {
+        loop {
+            // SAFETY: the range is writable memory of the buffer's length.
+            let read = unsafe {
+                libc::pread(
+                    self.file.as_raw_fd(),
+                    buffer.as_mut_ptr().cast(),
+                    buffer.len(),
+                    i64::try_from(offset).expect("offsets fit in i64"),
+                )
+            };
+            let Ok(read) = usize::try_from(read) else {
+                let source = io::Error::last_os_error();
+                if source.kind() == io::ErrorKind::Interrupted {
+                    continue;
+                }
+                let (path, bytes) = (self.path.clone(), buffer.len());
+                return Err(IoError::Transfer {
+                    operation: Operation::Read,
+                    path,
+                    offset,
+                    bytes,
+                    source,
+                    hint: "",
+                }
+                .into());
+            };
+            return Ok(read);
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let found = self.file.metadata().map_err(|source| IoError::File {
+            action: "look at",
+            path: self.path.clone(),
+            source,
+        })?;
+        let modified_ns = i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec());
+        if (found.len(), modified_ns) == (self.bytes, self.modified_ns) {
+            Ok(())
+        } else {
+            Err(self.changed())
+        }
+    }
+
+    fn changed(&self) -> StoreError {
+        StoreError::Changed { path: self.path.clone() }
+    }
+}
+
+/// Whether the first block can be read without the page cache: some filesystems refuse it only then.
+fn reads_directly(file: &File) -> bool {
+    #[repr(align(4096))]
+    struct Block([u8; BLOCK_BYTES]);
+    let mut block = Block([0; BLOCK_BYTES]);
+    // SAFETY: the block is writable memory of that length.
+    unsafe { libc::pread(file.as_raw_fd(), block.0.as_mut_ptr().cast(), BLOCK_BYTES, 0) >= 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(align(4096))]
+    struct Window([u8; 2 * BLOCK_BYTES]);
+
+    fn stamp(path: &Path) -> (u64, i128) {
+        let found = std::fs::metadata(path).unwrap();
+        (found.len(), i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec()))
+    }
+
+    /// In the directory of the test binary: what is under /tmp may refuse direct reads.
+    fn file_of(contents: &[u8]) -> tempfile::NamedTempFile {
+        let here = std::env::current_exe().unwrap();
+        let file = tempfile::NamedTempFile::new_in(here.parent().unwrap()).unwrap();
+        std::fs::write(file.path(), contents).unwrap();
+        file
+    }
+
+    #[test]
+    fn any_range_is_read_as_it_is() {
+        let contents: Vec<u8> = (0..5 * BLOCK_BYTES + 123).map(|index| (index * 7 % 251) as u8).collect();
+        let file = file_of(&contents);
+        let (bytes, modified_ns) = stamp(file.path());
+        let mut window = Window([0; 2 * BLOCK_BYTES]);
+        for direct in [true, false] {
+            let external = ExternalFile::open(file.path(), bytes, modified_ns, direct).unwrap();
+            assert!(direct || !external.is_direct());
+            let mut total = 0;
+            for (start, end) in [
+                (0, 1),
+                (8, 4096),
+                (4095, 4097),
+                (4096, 8192),
+                (1, contents.len()),
+                (contents.len() - 5, contents.len()),
+                (77, 77),
+            ] {
+                let mut target = vec![0xAB; end - start];
+                external.read(start as u64, &mut target, &mut window.0).unwrap();
+                assert_eq!(target, contents[start..end], "{start}..{end}");
+                total += end - start;
+            }
+            assert_eq!(external.read_bytes(), total as u64);
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_what_it_was_is_refused() {
+        let file = file_of(&[1; 3 * BLOCK_BYTES]);
+        let (bytes, modified_ns) = stamp(file.path());
+        let mut window = Window([0; 2 * BLOCK_BYTES]);
+        let mut target = [0; 10];
+        for direct in [true, false] {
+            let external = ExternalFile::open(file.path(), bytes, modified_ns, direct).unwrap();
+            external.read(2 * BLOCK_BYTES as u64, &mut target, &mut window.0).unwrap();
+            // Beyond the end.
+            let beyond = external.read(bytes - 5, &mut target, &mut window.0).unwrap_err();
+            assert!(matches!(beyond, StoreError::Changed { .. }), "{beyond}");
+        }
+        let external = ExternalFile::open(file.path(), bytes, modified_ns, true).unwrap();
+        std::fs::write(file.path(), [2; 3 * BLOCK_BYTES]).unwrap();
+        file.as_file()
+            .set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(2))
+            .unwrap();
+        let written = external.read(0, &mut target, &mut window.0).unwrap_err();
+        assert!(written.to_string().contains(file.path().to_str().unwrap()), "{written}");
+        let reopened = ExternalFile::open(file.path(), bytes, modified_ns, true).unwrap_err();
+        assert!(matches!(reopened, StoreError::Changed { .. }), "{reopened}");
+        let missing = ExternalFile::open(Path::new("/nowhere/at/all"), bytes, modified_ns, true).unwrap_err();
+        assert_eq!(missing.errno(), Some(libc::ENOENT));
+    }
+}

@@ -1,0 +1,120 @@
+"""torch.compile of an offloaded model's layers: what streams stays outside of the graphs, and the bits are the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+# Dynamo asks every tensor for its gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+STEPS = 2
+LAYERS = 3
+
+
+Trained = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+
+
+class Backend:
+    """A backend of torch.compile that counts how often its graphs run forward."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self.compile = lookup_backend(name)
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        compiled = self.compile(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_others() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_layers(model: nn.Module, backend: Backend) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+def replace_layers(model: nn.Module, backend: Backend) -> nn.Module:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend=backend)
+    return model
+
+
+def train(model: nn.Module) -> Trained:
+    """Return losses and weights, under the names that they had before anything was compiled."""
+    trace = tiny.train(model, "plain", steps=STEPS, evaluate=False)
+    return trace.losses, {name.replace("_orig_mod.", ""): value for name, value in trace.weights.items()}
+
+
+def assert_same(actual: Trained, expected: Trained) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(actual[0], expected[0], strict=True))
+    tiny.assert_same_weights(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("how", ["before", "after", "replaced", "again"])
+def test_compiled_layers(offloaded: Callable[..., nn.Module], how: str, recompute: bool) -> None:
+    known = Backend()
+    expected = train(compile_layers(tiny.build("plain"), known))
+    assert known.runs == LAYERS * (STEPS + 1)  # once more to evaluate
+
+    backend, model = Backend(), tiny.build("plain")
+    options: dict[str, Any] = {"recompute": recompute, "host_memory": tiny.smallest_budget(model)}
+    if how == "before":
+        offloaded(compile_layers(model, backend), **options)
+    elif how == "after":
+        compile_layers(offloaded(model, **options), backend)
+    elif how == "replaced":
+        offloaded(replace_layers(model, backend), **options)
+    else:
+        compile_layers(offloaded(compile_layers(model, Backend()), **options), backend)
+    assert_same(train(model), expected)
+    assert backend.runs == known.runs + recompute * LAYERS * STEPS
+    memascend.close(model)
+    with pytest.raises(memascend.MemascendError, match="was closed"):
+        model(**tiny.batch("plain", 0))
+
+
+@pytest.mark.parametrize("first", ["compile", "offload"])
+def test_a_compiled_model_streams_outside_of_the_graphs(offloaded: Callable[..., nn.Module], first: str) -> None:
+    # Its layers run as they are: what surrounds them cannot be traced.
+    expected, model = train(tiny.build("plain")), tiny.build("plain")
+    if first == "compile":
+        model.compile(backend="aot_eager")
+        offloaded(model)
+    else:
+        offloaded(model)
+        model.compile(backend="aot_eager")
+    assert_same(train(model), expected)
+
+
+def test_a_layer_compiled_as_a_function_of_its_own(offloaded: Callable[..., nn.Module]) -> None:
+    # torch.compile of a module whose forward streams leaves it uncompiled, and says so where it must not.
+    model = replace_layers(offloaded(tiny.build("plain")), Backend())
+    assert_same(train(model), train(tiny.build("plain")))
+    backend = Backend()
+    whole = torch.compile(model.layers[0]._orig_mod, backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match="no compiled frames"):
+        whole(torch.zeros(1, 2, tiny.WIDE, dtype=torch.bfloat16))
+    assert backend.runs == 0

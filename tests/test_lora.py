@@ -1,0 +1,370 @@
+"""PEFT's adapters over an offloaded model: frozen weights are only read, and the bits are those of training in RAM."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+
+import memascend
+
+peft = pytest.importorskip("peft")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import nn
+
+# What PEFT reads of transformers' models is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+STEPS = 3
+
+
+def config(**options: Any) -> Any:
+    """Adapters with dropout, so that what is recomputed must draw the same random numbers."""
+    defaults = {"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**defaults | options)
+
+
+def adapt(model: nn.Module, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
+    """Return PEFT's model around `model`; adapters in `dtype`, float32 by PEFT's default."""
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(model, config(**options))
+    for parameter in adapted.parameters():
+        if dtype is not None and parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+class Run:
+    """What training computes."""
+
+    def __init__(self, model: nn.Module, steps: range = range(STEPS), optimizer: Any = None) -> None:
+        self.optimizer = optimizer or memascend.AdamW(trained(model).values(), lr=1e-2)
+        torch.manual_seed(7)
+        self.losses: list[torch.Tensor] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        for step in steps:
+            loss = model(**tiny.batch("llama", step)).loss
+            loss.backward()
+            self.losses.append(loss.detach().clone())
+            self.gradients.append({name: gradient(parameter) for name, parameter in trained(model).items()})
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.logits = tiny.logits(model, "llama")
+        self.generated = tiny.generated(model, "llama")
+        self.weights = dict(memascend.parameters_of(model))
+
+    def assert_same(self, expected: Run) -> None:
+        assert all(torch.equal(one, other) for one, other in zip(self.losses, expected.losses, strict=True))
+        for ours, theirs in zip(self.gradients, expected.gradients, strict=True):
+            assert ours.keys() == theirs.keys() and len(theirs) > 0
+            assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+        assert torch.equal(self.logits, expected.logits) and torch.equal(self.generated, expected.generated)
+        tiny.assert_same_weights(self.weights, expected.weights)
+
+
+def gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of a gradient, wherever it is."""
+    from memascend.offload import place_of
+
+    found = place_of(parameter)
+    value = parameter.grad if found is None else found[0].gradients.read(found[1])
+    assert value is not None
+    return value.clone()
+
+
+@cache
+def reference(dtype: torch.dtype | None = None, checkpointing: bool = False, **options: Any) -> Run:
+    """The same in memory."""
+    model = tiny.build("llama")
+    if checkpointing:
+        tiny.enable_checkpointing(model)
+    return Run(adapt(model, dtype, **options))
+
+
+def written(model: nn.Module) -> int:
+    memascend.flush(model)
+    return memascend.stats(model)["ssd_bytes_written"]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_adapters_added_to_an_offloaded_model(
+    offloaded: Callable[..., nn.Module], recompute: bool, checkpointing: bool
+) -> None:
+    base = tiny.build("llama")
+    if checkpointing:
+        tiny.enable_checkpointing(base)
+    offloaded(base, recompute=recompute, host_memory=tiny.smallest_budget(base))
+    model = adapt(base)
+    before = memascend.stats(model)
+    Run(model).assert_same(reference(checkpointing=checkpointing))
+    after = memascend.stats(model)
+    # What is frozen is read again in every pass, and that is all.
+    assert after["ssd_bytes_read"] > before["ssd_bytes_read"] + STEPS * before["ssd_bytes_written"]
+    assert after["ssd_bytes_written"] == before["ssd_bytes_written"]
+    assert after["store_bytes_used"] == before["store_bytes_used"]
+    assert after["generation"] == 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_offload_of_a_model_with_adapters(
+    offloaded: Callable[..., nn.Module], dtype: torch.dtype | None, recompute: bool
+) -> None:
+    model = adapt(tiny.build("llama"), dtype)
+    offloaded(model, recompute=recompute, host_memory=tiny.smallest_budget(model), durability="none")
+    Run(model).assert_same(reference(dtype))
+
+
+def test_frozen_weights_are_never_written_again(offloaded: Callable[..., nn.Module]) -> None:
+    # Adapters in the dtype of the norms: small tensors of both kinds, which packs must not mix.
+    model = offloaded(adapt(tiny.build("llama"), torch.bfloat16), durability="none")
+    state = memascend.offload_of(model)
+    tensors = [tensor for unit in state.units for tensor in unit.tensors]
+    assert {place.parameter.requires_grad for each in tensors if each.trained for place in each.places} == {True}
+    assert {place.parameter.requires_grad for each in tensors if not each.trained for place in each.places} == {False}
+    packs = [tensor for tensor in tensors if tensor.packed and tensor.trained]
+    assert len(packs) == 3 < sum(tensor.packed for tensor in tensors)
+    assert sum(line.count for line in state.plan.packs) == len(packs)  # no room for gradients of what is frozen
+
+    used = memascend.stats(model)["store_bytes_used"]
+    optimizer = memascend.AdamW(trained(model).values(), lr=1e-2)
+    planes = sum(state.runtime.tensor_bytes(kept.id) for tensor in packs for kept in tensor.planes.values())
+    assert memascend.stats(model)["store_bytes_used"] == used + planes
+    for step in range(2):
+        before = written(model)
+        model(**tiny.batch("llama", step)).loss.backward()
+        optimizer.step()
+        assert written(model) == before + planes + sum(tensor.nbytes for tensor in packs)
+
+
+def test_a_plan_of_what_is_frozen_has_no_room_for_updates(offloaded: Callable[..., nn.Module]) -> None:
+    base = tiny.build("llama").requires_grad_(False)
+    plan = memascend.offload_of(offloaded(base)).plan
+    assert plan.slots.count == plan.kept.count == 0 and plan.packs == []
+    Run(adapt(base)).assert_same(reference())
+    head = base.lm_head.weight.requires_grad_(True)
+    with pytest.raises(memascend.MemascendError, match=r"lm_head\.weight was frozen .* set requires_grad before"):
+        memascend.AdamW([head])
+    with pytest.raises(memascend.MemascendError, match=r"lm_head\.weight was frozen"):
+        base(**tiny.batch("llama", 0)).loss.backward()
+
+
+def test_adapters_and_weights_of_the_store_in_one_optimizer(offloaded: Callable[..., nn.Module]) -> None:
+    def run(base: nn.Module) -> Run:
+        model = adapt(base)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "lm_head" in name:
+                parameter.requires_grad_(True)
+        return Run(model)
+
+    expected = run(tiny.build("llama"))
+    base = offloaded(tiny.build("llama"))
+    run(base).assert_same(expected)
+    assert "its steps are not durable" in "".join(memascend.stats(base)["notices"])
+
+
+@pytest.mark.parametrize("first", ["offload", "adapters"])
+def test_saved_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path, first: str) -> None:
+    base = tiny.build("llama")
+    model = adapt(offloaded(base)) if first == "offload" else offloaded(adapt(base))
+    weights = Run(model).weights
+    adapters = {name for name in weights if "lora" in name}
+    kept = model.state_dict()
+    assert kept.keys() == adapters
+    assert all(torch.equal(kept[name], weights[name]) for name in adapters)
+
+    model.save_pretrained(tmp_path / "peft")
+    memascend.save_pretrained(model, tmp_path / "ours")
+    for directory in ("peft", "ours"):
+        assert (tmp_path / directory / "adapter_model.safetensors").stat().st_size < 200_000
+        again = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / directory)
+        tiny.assert_same_weights(dict(memascend.parameters_of(again)), weights)
+    if first == "offload":
+        with pytest.raises(memascend.CheckpointError, match="save adapters with"):
+            memascend.save_pretrained(base, tmp_path / "base")
+        memascend.close(base)
+        with pytest.raises(memascend.MemascendError, match="was closed"):
+            memascend.stats(model)
+
+
+def test_adapters_of_transformers(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    def run(model: nn.Module) -> Run:
+        torch.manual_seed(5)
+        model.add_adapter(config(task_type=None))
+        return Run(model)
+
+    model = offloaded(tiny.build("llama"))
+    done = run(model)
+    done.assert_same(run(tiny.build("llama")))
+    memascend.save_pretrained(model, tmp_path)
+    again = tiny.build("llama")
+    again.load_adapter(tmp_path)
+    adapters = {name: value for name, value in memascend.parameters_of(again) if "lora" in name}
+    assert adapters.keys() == done.gradients[0].keys()
+    tiny.assert_same_weights(adapters, {name: done.weights[name] for name in adapters})
+
+
+def test_loaded_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = adapt(tiny.build("llama"))
+    memascend.AdamW(trained(model).values())
+    model.save_pretrained(tmp_path)
+    expected = Run(peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path, is_trainable=True))
+    base = offloaded(tiny.build("llama"))
+    Run(peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)).assert_same(expected)
+
+
+def test_adapters_on_the_store_are_durable(store: Path) -> None:
+    where: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable"}
+    expected = Run(adapt(tiny.build("llama")), range(4))
+    model = memascend.offload(adapt(tiny.build("llama")), store=store, keep_store=True, **where)
+    Run(model, range(2))
+    memascend.close(model)
+    # Whatever the weights of the module that is given are.
+    given = adapt(tiny.build("llama", seed=1))
+    run = memascend.resume(store, model=given, **where)
+    try:
+        assert run.steps == 2 and set(trained(run.model)) == set(expected.gradients[0])
+        torch.manual_seed(7)
+        plain = adapt(tiny.build("llama"))
+        first = Run(plain, range(2))
+        there = Run(run.model, range(2, 4), run.optimizer)
+        there.assert_same(Run(plain, range(2, 4), first.optimizer))
+    finally:
+        memascend.close(run.model)
+
+
+def test_adapters_beside_the_store_are_not_durable_and_that_is_said(
+    offloaded: Callable[..., nn.Module], store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = offloaded(tiny.build("llama"), keep_store=True, durability="step")
+    model = adapt(base)
+    with pytest.raises(memascend.MemascendError, match=r"lora_A\.default\.weight is trained, but not on the store"):
+        memascend.save_checkpoint(model, "one")
+    with pytest.raises(memascend.MemascendError, match="cannot be made durable in its store"):
+        memascend.AdamW([*trained(model).values(), base.lm_head.weight.requires_grad_(True)])
+    memascend.close(model)
+    assert "is trained, but not on the store that is kept" in caplog.text
+
+
+def test_modules_to_save(offloaded: Callable[..., nn.Module]) -> None:
+    # A copy of a module, which is trained whole: of one on SSD it would be a copy of nothing.
+    base = offloaded(tiny.build("llama"))
+    with pytest.raises(memascend.MemascendError, match="modules_to_save"):
+        adapt(base, modules_to_save=["lm_head"])
+    memascend.close(base)
+    model = offloaded(adapt(tiny.build("llama"), modules_to_save=["lm_head"]))
+    Run(model).assert_same(Run(adapt(tiny.build("llama"), modules_to_save=["lm_head"])))
+
+
+# ---- weights read from the model's own files ------------------------------------------------------------------
+
+
+@pytest.fixture
+def from_files(tmp_path: Path, store: Path) -> Iterator[Callable[..., nn.Module]]:
+    """Save a model in shards of odd lengths, and open it with the weights read from there."""
+    models: list[nn.Module] = []
+
+    def open_(architecture: str = "llama", frozen: str = "files", **options: Any) -> nn.Module:
+        if not (tmp_path / "model").exists():
+            tiny.build(architecture).save_pretrained(tmp_path / "model", max_shard_size="1MB")
+        where = {"store": store, "host_memory": "64MiB", "allocator": "pageable"}
+        models.append(memascend.from_pretrained(tmp_path / "model", frozen=frozen, **where | options))
+        return models[-1]
+
+    yield open_
+    for model in models:
+        memascend.close(model)
+
+
+def in_memory(directory: Path, architecture: str = "llama") -> nn.Module:
+    """Load it as transformers does, which leaves buffers in float32."""
+    cls = type(tiny.build(architecture))
+    return cls.from_pretrained(directory, dtype=torch.bfloat16).train()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_weights_read_from_their_files(
+    from_files: Callable[..., nn.Module], tmp_path: Path, direct: bool, recompute: bool
+) -> None:
+    budget = tiny.smallest_budget(tiny.build("llama").requires_grad_(False)) + 4 * 2**20  # the windows
+    base = from_files(direct=direct, recompute=recompute, host_memory=budget)
+    state = memascend.offload_of(base)
+    assert state.plan.total <= budget and state.plan.windows.total == 4 * 2**20
+    files = list((tmp_path / "model").glob("*.safetensors"))
+    before = {path: path.read_bytes() for path in files}
+    assert len(files) > 3 and {file.direct for file in state.files} <= {direct, False}
+    Run(adapt(base)).assert_same(Run(adapt(in_memory(tmp_path / "model"))))
+    stats = memascend.stats(base)
+    size = sum(map(len, before.values()))
+    assert stats["file_bytes_read"] > 2 * STEPS * 0.9 * size
+    assert stats["ssd_bytes_written"] == stats["ssd_bytes_read"] == stats["store_bytes_used"] == 0
+    assert {path: path.read_bytes() for path in files} == before
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "t5"])
+def test_files_of_other_architectures(from_files: Callable[..., nn.Module], tmp_path: Path, architecture: str) -> None:
+    model = from_files(architecture)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    expected = in_memory(tmp_path / "model", architecture)
+    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    assert torch.equal(tiny.logits(model, architecture), tiny.logits(expected, architecture))
+
+
+def test_frozen_weights_in_the_store(from_files: Callable[..., nn.Module], tmp_path: Path) -> None:
+    base = from_files(frozen="store")
+    plan = memascend.offload_of(base).plan
+    assert plan.slots.count == plan.windows.count == 0
+    Run(adapt(base)).assert_same(Run(adapt(in_memory(tmp_path / "model"))))
+    assert memascend.stats(base)["file_bytes_read"] == 0 < memascend.stats(base)["ssd_bytes_written"]
+
+
+def test_what_files_cannot_give_is_refused(from_files: Callable[..., nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is none of None"):
+        from_files(frozen="file")
+    for option in ({"durability": "step"}, {"keep_store": True}):
+        with pytest.raises(ValueError, match="holds nothing that could be kept"):
+            from_files(**option)
+    with pytest.raises(memascend.CheckpointError, match=r"safetensors is of dtype bfloat16.*use dtype='bfloat16' or"):
+        from_files(dtype="float32")
+    model = from_files()
+    with pytest.raises(memascend.MemascendError, match="was frozen when"):
+        memascend.AdamW([model.lm_head.weight.requires_grad_(True)])
+    with pytest.raises(memascend.MemascendError, match="no checkpoint can be kept"):
+        model.lm_head.weight.requires_grad_(False)
+        memascend.save_checkpoint(model, "one")
+
+
+def test_merged_experts_are_not_in_any_file(from_files: Callable[..., nn.Module]) -> None:
+    with pytest.raises(memascend.CheckpointError, match=r"is made of several tensors in .*use frozen='store'"):
+        from_files("mixtral")
+
+
+@pytest.mark.parametrize("change", ["written", "truncated"])
+def test_a_file_that_changes_is_noticed(from_files: Callable[..., nn.Module], tmp_path: Path, change: str) -> None:
+    model = from_files(host_memory=tiny.smallest_budget(tiny.build("llama").requires_grad_(False)) + 4 * 2**20)
+    first = tiny.logits(model, "llama")
+    path = min((tmp_path / "model").glob("*.safetensors"))
+    found, contents = path.stat(), path.read_bytes()
+    if change == "written":
+        path.write_bytes(bytes(len(contents)))  # in place: another file under the name would do no harm
+    else:
+        os.truncate(path, len(contents) // 2)
+    with pytest.raises(memascend.StoreError, match=rf"{path} has changed since the model was opened"):
+        tiny.logits(model, "llama")
+    path.write_bytes(contents)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert torch.equal(tiny.logits(model, "llama"), first)
