@@ -23,19 +23,17 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(900)  # a dozen processes, each of which imports PyTorch and transformers
-def test_every_section_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_the_smoke_runs_on_the_cpu(tmp_path: Path) -> None:
+    """One section of it: all take a minute."""
     out = tmp_path / "smoke.json"
-    done = run("--smoke", "--check", "--workdir", tmp_path / "work", "--out", out)
+    done = run("--smoke", "--only", "step", "--workdir", tmp_path / "work", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("cpu smoke")
     told = json.loads(out.read_text())
     assert told["smoke"] and str(tmp_path) not in out.read_text()
     rows = told["rows"]
-    assert list(rows) == list(gpu.SECTIONS)
-    assert [row["name"] for section in rows.values() for row in section if "failed" in row] == ["DeepSpeed"]
-    assert [check["pass"] for check in told["checks"]] == [True]
-    (offloaded,) = (row for row in rows["exact"] if row["name"] == "ssd")
-    assert offloaded["weights_equal"] and offloaded["tensors"] == 39 and len(offloaded["losses"]) == 6
+    assert list(rows) == ["step"]
+    assert not [row["name"] for section in rows.values() for row in section if "failed" in row]
     (step,) = rows["step"]
     assert step["floor_s"] == max(step["floors_s"].values()) == step["floors_s"][step["bound_by"]] > 0
     assert step["moved"]["ssd_bytes_written"] > 0 and step["update_bytes"] > 0

@@ -6,7 +6,9 @@ orders are told. So a run here fails where one on a device might compute with th
 
 from __future__ import annotations
 
+import gc
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ import pytest
 import tiny
 import torch
 from simulated_device import Accesses, SimulatedDevice
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import memascend
 
@@ -22,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch import nn
-
-SCHEDULES = [(0, 0), (1, 0), (2, 7)]
+#: What is put aside where, the seed by which streams come first, and how many questions a copy survives.
+RUNS = [("recompute", 0, 7), ("host", 1, 0), ("host", 2, 7), ("ssd", 3, 0), ("ssd", 4, 7)]
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +61,7 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
     yield offload
     for model in models:
         memascend.close(model)
+    gc.collect()  # what an exception that a test has caught refers to
     fake.assert_clean()
 
 
@@ -86,8 +90,7 @@ def test_every_architecture(on_device: Callable[..., nn.Module], fake: fake_cuda
     tiny.assert_same(trace, reference(architecture))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "host", "ssd"])
-@pytest.mark.parametrize(("seed", "lateness"), SCHEDULES)
+@pytest.mark.parametrize(("activations", "seed", "lateness"), RUNS)
 def test_every_policy_and_schedule(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, activations: str, seed: int, lateness: int
 ) -> None:
@@ -177,8 +180,6 @@ def test_what_is_saved_is_what_was_trained(
     with Accesses(fake):
         trace = tiny.train(model, "qwen2", steps=1)
         memascend.save_pretrained(model, tmp_path / "out")
-    from transformers import AutoModelForCausalLM
-
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     tiny.assert_same_weights(dict(saved.named_parameters()), trace.weights)
 
@@ -232,3 +233,182 @@ def test_every_wait_is_needed(library: Path, tmp_path: Path, monkeypatch: pytest
     # Threads put copies into streams in an order that differs by one or two: a wait may be another's.
     unseen = [number for number in needed[::3] if not any(is_noticed(number, attempt) for attempt in range(3))]
     assert not unseen, f"nobody noticed that waits {unseen} of {waits} were left out"
+
+
+def test_the_host_does_not_wait_in_mid_pass(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    """With buffers for everything, only the step asks the device for something: the norm."""
+    model = on_device(tiny.build("llama"))
+    optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
+    before = {}
+    for step in range(3):
+        before = memascend.stats(model)["device"]["waits_python"]
+        loss = model(**tiny.batch("llama", step)).loss
+        loss.backward()
+        during = memascend.stats(model)["device"]["waits_python"] - before
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:  # weights come from the SSD first
+            assert during == 0
+
+
+def test_inputs_changed_in_place_are_refused(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(64, 32)
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            first = self.embedding(ids) * 2
+            second = self.layers[0](first)
+            first.add_(1)  # what the first layer would be computed again with
+            return self.layers[1](second).sum()
+
+    for activations in ("recompute", "ssd"):
+        torch.manual_seed(0)
+        model = on_device(Changing().to(torch.bfloat16), activations=activations)
+        with pytest.raises(memascend.MemascendError, match="changed in place"):
+            for _ in range(3):  # where it is copied, it is noticed when the copy is done
+                model(torch.arange(8)[None]).backward()
+        memascend.close(model)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_explained(
+    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on_device(tiny.build("llama"), device_memory="64MiB")
+    rotate = type(model.model.layers[1].mlp).forward
+
+    def fail(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return rotate(self, x)
+
+    monkeypatch.setattr(type(model.model.layers[1].mlp), "forward", fail)
+    fails = True
+    with pytest.raises(torch.OutOfMemoryError) as forward:
+        model(**tiny.batch("llama", 0))
+    fails = False
+    loss = model(**tiny.batch("llama", 0)).loss
+    fails = True
+    with pytest.raises(torch.OutOfMemoryError) as backward:
+        loss.backward()
+    for error in (forward, backward):
+        (note,) = error.value.__notes__
+        assert "weights of model.layers" in note and "64.0 MiB" in note and "activations='host'" in note
+    fails = False
+    model(**tiny.batch("llama", 0)).loss.backward()  # and it goes on
+
+
+def test_a_device_that_is_taken(store: Path, fake: fake_cuda.Fake) -> None:
+    model = tiny.build("llama")
+    device = SimulatedDevice(total=32 * 2**20)
+    with pytest.raises(memascend.BudgetError, match=r"only 32\.0 MiB free.*another process.*device_memory"):
+        memascend.offload(model, store=store, host_memory="256MiB", device=device, device_memory="48MiB")
+    with pytest.raises(memascend.BudgetError, match=r"device_memory.*too small: the least is"):
+        memascend.offload(model, store=store, host_memory="256MiB", device=device, device_memory="1MiB")
+    assert not store.exists() or not list(store.iterdir())
+    fake.assert_clean()
+
+
+def test_where_little_may_be_pinned_windows_shrink(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    fresh = tiny.build("llama")
+    least = tiny.smallest_budget(fresh)
+    fake.set("limit", 2 * least)
+    model = on_device(fresh, host_memory="256MiB")
+    with Accesses(fake):
+        trace = tiny.train(model, "llama")
+    tiny.assert_same(trace, reference("llama"))
+    stats = memascend.stats(model)
+    assert any("pins less host memory" in notice for notice in stats["notices"])
+    assert stats["host_bytes_reserved"] <= 2 * least
+    memascend.close(model)
+    fake.set("limit", least // 4)
+    with pytest.raises(memascend.PinnedMemoryError):
+        on_device(tiny.build("llama"), host_memory="256MiB")
+
+
+@pytest.mark.parametrize(
+    ("definitions", "says"),
+    [
+        (("FAKE_DEVICES=0",), "no CUDA device"),
+        (("FAKE_COUNT_ERROR=35", "FAKE_DRIVER=11000"), "driver"),
+        (("FAKE_VERSION=11080",), "11.8"),
+        (None, "MEMASCEND_CUDART"),
+        ((), "PyTorch"),
+    ],
+    ids=["no device", "old driver", "old runtime", "no runtime", "PyTorch without it"],
+)
+def test_where_cuda_is_missing(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, definitions: tuple[str, ...] | None, says: str
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is not missing here")
+    path = tmp_path / "nowhere.so" if definitions is None else fake_cuda.build(tmp_path, *definitions)
+    monkeypatch.setenv(fake_cuda.VARIABLE, str(path))
+    with pytest.raises(memascend.DeviceError, match=says) as refused:
+        memascend.offload(tiny.build("plain"), store=store, host_memory="256MiB", device="cuda")
+    assert "device='cpu'" in str(refused.value) or 'device="cpu"' in str(refused.value)
+    assert not store.exists()
+
+
+def test_options_that_make_no_sense(store: Path) -> None:
+    def refuse(says: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            memascend.offload(tiny.build("plain"), store=store, host_memory="256MiB", **options)
+
+    refuse("device_memory is of a CUDA device", device_memory="1GiB")
+    refuse("is none of", activations="disk")
+    refuse("recompute=True", activations="ssd", recompute=False)
+    refuse("device mps is not supported", device="mps")
+    refuse("batch_tokens=0", batch_tokens=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_over_weights_in_their_files(
+    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, tmp_path: Path
+) -> None:
+    """Frozen weights come from the files to the device; adapters are ordinary parameters there."""
+    peft = pytest.importorskip("peft")
+    tiny.build("llama").save_pretrained(tmp_path / "llama")
+
+    def train(model: nn.Module, told: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        adapters = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+        optimizer = memascend.AdamW(adapters.values(), lr=1e-2)
+        losses = []
+        with told:
+            for step in range(3):
+                loss = adapted(**tiny.batch("llama", step)).loss
+                loss.backward()
+                losses.append(loss.detach())
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, {name: each.detach() for name, each in adapters.items()}
+
+    whole = LlamaForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.bfloat16)
+    expected, weights = train(whole.train().requires_grad_(False), nullcontext())
+    model = memascend.from_pretrained(
+        tmp_path / "llama",
+        store=tmp_path / "store",
+        host_memory="64MiB",
+        device=SimulatedDevice(),
+        device_memory="64MiB",
+        activations="ssd",
+        frozen="files",
+    )
+    losses, trained = train(model, Accesses(fake))
+    assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+    tiny.assert_same_weights(trained, weights)
+    stats = memascend.stats(model)
+    assert stats["file_bytes_read"] > 0 and not stats["store_bytes_used"]
+    memascend.close(model)
+    del model
+    gc.collect()
+    fake.assert_clean()

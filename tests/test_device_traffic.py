@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 from test_device import fake, library, on_device, smallest_device_budget  # noqa: F401 (fixtures)
-from test_forecast import SMALL, build, saved, steps
+from test_forecast import build, saved, steps
+from transformers import LlamaConfig
 
 import memascend
 from memascend.forecast import Gpu, forecast
@@ -19,14 +20,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+SMALL = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
 #: One micro-batch.
 SEQUENCES, LENGTH = 1, 64
 
 
 @pytest.mark.parametrize(
     ("spare", "accumulate", "activations"),
-    [(0, 1, "host"), (32 << 20, 2, "recompute"), (512 << 20, 1, "ssd")],
-    ids=["least", "some, accumulating", "ample"],
+    [(0, 1, "ssd"), (4 << 20, 2, "recompute")],
+    ids=["least", "some, accumulating"],
 )
 def test_copies_and_traffic_are_those_of_a_real_run(
     tmp_path: Path,
@@ -49,11 +61,12 @@ def test_copies_and_traffic_are_those_of_a_real_run(
     optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
     state = memascend.offload_of(model)
 
-    def two_steps() -> dict[str, Any]:
-        stats = steps(model, optimizer, 2, accumulate, SEQUENCES, LENGTH, SMALL.vocab_size)[-1]
+    def step() -> dict[str, Any]:
+        stats = steps(model, optimizer, 1, accumulate, SEQUENCES, LENGTH, SMALL.vocab_size)[-1]
         return stats | state.runtime.device.stats()
 
-    before, after = two_steps(), two_steps()
+    step()  # which carries no updates
+    before, after = step(), step()
     gpu = Gpu(device_memory * 16 // 15 + 1, {name: Rate(1.0, "given") for name in NAMES}, activations)
     found = forecast(
         saved(SMALL, tmp_path / "config"),
@@ -70,4 +83,4 @@ def test_copies_and_traffic_are_those_of_a_real_run(
     predicted |= {direction: moved[direction]["total_bytes"] for direction in ("read", "written")}
     counters = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "read": "ssd_bytes_read", "written": "ssd_bytes_written"}
     for resource, counter in counters.items():
-        assert predicted[resource] == pytest.approx((after[counter] - before[counter]) / 2, rel=0.03), resource
+        assert predicted[resource] == pytest.approx(after[counter] - before[counter], rel=0.03), resource

@@ -9,6 +9,7 @@ __all__ = [
     "Commit",
     "CudaEvent",
     "DeviceLink",
+    "ExternalFile",
     "HostBuffer",
     "KeptStore",
     "LeaseBuffer",
