@@ -8,6 +8,7 @@ first in this run. The process's `MEMASCEND_CUDART` has to name the fake before 
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,10 @@ from memascend.units import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from memascend.device import Occupancy
+    from memascend.device_plan import DevicePlan
 
 #: What is computed where no stream was made: on the default stream.
 COMPUTE_STREAM = 0
@@ -51,9 +54,17 @@ class SimulatedDevice(ComputeDevice):
         """Return (free, total) bytes."""
         return self.total, self.total
 
-    def limit(self, nbytes: int) -> None:
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def hold(self, plan: DevicePlan) -> None:
         """Remember the limit."""
-        self.limited = nbytes
+        self.limited = plan.budget
+
+    def let_go(self) -> None:
+        """Forget the limit."""
+        self.limited = None
 
     def view(self, owner: Occupancy) -> torch.Tensor:
         """Return an occupied buffer's bytes (uint8), in a storage that holds `owner` as long as it lives."""

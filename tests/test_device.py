@@ -407,7 +407,7 @@ def test_adapters_over_weights_in_their_files(
     assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
     tiny.assert_same_weights(trained, weights)
     stats = memascend.stats(model)
-    assert stats["file_bytes_read"] > 0 and not stats["store_bytes_used"]
+    assert stats["file_bytes_read"] > 0 and stats["store_bytes_used"] < 2**20  # activations
     memascend.close(model)
     del model
     gc.collect()

@@ -884,3 +884,45 @@ def test_a_layer_that_another_reads_by_turns_is_told_the_budget_that_works(
     again = Reader().bfloat16()
     offloaded(again, host_memory=enough)
     again(x).backward()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "plain"])
+def test_a_forward_without_a_backward_leaves_nothing(offloaded: Callable[..., nn.Module], architecture: str) -> None:
+    model = offloaded(tiny.build(architecture))
+    model(**tiny.batch(architecture, 0))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each).__name__ == "Recomputation"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loop_that_calls_the_models_parts(offloaded: Callable[..., nn.Module], recompute: bool) -> None:
+    def train(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        optimizer, losses = memascend.AdamW(model.parameters(), lr=3e-3), []
+        for step in range(3):
+            inputs = tiny.batch("llama", step)["input_ids"]
+            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            loss = nn.functional.cross_entropy(model.lm_head(hidden).float().flatten(0, 1), inputs.flatten())
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, dict(memascend.parameters_of(model))
+
+    losses, weights = train(tiny.build("llama"))
+    actual, kept = train(offloaded(tiny.build("llama"), recompute=recompute))
+    assert all(torch.equal(one, other) for one, other in zip(actual, losses, strict=True))
+    tiny.assert_same_weights(kept, weights)
+
+
+def test_a_closed_model_is_used_again_only_by_resume(store: Path) -> None:
+    options: dict[str, Any] = {"store": store, "host_memory": "256MiB", "allocator": "pageable"}
+    model = memascend.offload(tiny.build("plain"), **options, keep_store=True)
+    expected = tiny.logits(model, "plain")
+    memascend.close(model)
+    with pytest.raises(memascend.MemascendError, match="the model was closed"):
+        memascend.offload(model, store=store.with_name("other"), host_memory="256MiB")
+    with pytest.raises(memascend.MemascendError, match="the model was closed"):
+        tiny.logits(model, "plain")
+    resumed = memascend.resume(store, model=model, host_memory="256MiB", allocator="pageable").model
+    assert torch.equal(tiny.logits(resumed, "plain"), expected)
+    memascend.close(resumed)

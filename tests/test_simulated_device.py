@@ -637,8 +637,8 @@ assert left == [memory.data_ptr()]
 
 assert device.memory() == (7 * MIB, 7 * MIB) and device.index == 0 and device.stream() == COMPUTE
 assert device.random_state() is None
-device.limit(5)
-assert device.limited == 5
+device.let_go()
+assert device.limited is None
 """
     alone(DEVICE + script, cudart)
 

@@ -88,7 +88,12 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - `host_classes_at_peak`: per size class of units, gradient packs, staging and update pipeline (bytes of a buffer,
       buffers, bytes in use when all together were highest).
     - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, after waiting, and requests told that nothing
-      was free. `fetch_waits`: how often the computation waited for a unit. `parameters`: how many.
+      was free. `fetch_waits`: how often the computation waited for a unit. `parameters`: how many. `generation`: the
+      number of the durable step's, 0 for none.
+    - `seconds`: where the time since the beginning went, by what the program was blocked on: `ssd_read`, `ssd_write`,
+      `h2d`, `d2h`, `cpu_update`, and `compute` for all else; their sum is the time that has passed.
+    - With a device: `device_bytes_budget`, `device_bytes_planned`; `device`: `h2d_bytes`, `d2h_bytes`, `h2d_copies`,
+      `d2h_copies`, and how often Python (`waits_python`) or a thread of ours (`waits_worker`) had to wait for it.
     - `engine`, `direct_io`, `host_allocator`, `notices`: how it runs here, and what the user should know about it.
     - `volumes`: for each drive `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share` of
       the store; and for reads and writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`,

@@ -24,7 +24,7 @@ __all__ = [
     "Transfers",
     "Volume",
     "check_overflow",
-    "cuda_devices",
+    "cuda_device_count",
     "device_uuid",
     "format_device",
     "gradient_stats",
@@ -35,7 +35,7 @@ __all__ = [
 def check_overflow(
     tensors: Sequence[tuple[str, int, int]], norm: bool, unscale: float | None, threads: int
 ) -> tuple[bool, list[float], int]: ...
-def cuda_devices() -> list[tuple[int, int]]: ...
+def cuda_device_count() -> int: ...
 def device_uuid(path: str | PathLike[str]) -> str | None: ...
 def format_device(
     path: str | PathLike[str], destroy: str | PathLike[str] | None = None

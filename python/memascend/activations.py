@@ -98,8 +98,8 @@ class LeavingInput(StashedInput):
         self.timeline = inputs.timeline
         self.source = _Source(inputs, device, tensor)
         self.stash = self.source.stash
-        #: The values on their way back, and when they are there.
-        self._coming: tuple[torch.Tensor, Restore] | None = None
+        #: The values on their way back, when they are there, and the stream whose memory they have.
+        self._coming: tuple[torch.Tensor, Restore, int] | None = None
         #: What was put aside before: the backward pass asks for it next.
         self._before = inputs.latest
 
@@ -107,8 +107,10 @@ class LeavingInput(StashedInput):
         """Start bringing the values back, unless they are still here."""
         if self.source.tensor is None and self._coming is None:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device.torch_device)
+            stream = self.device.stream()
             # The memory may have been something else's, which is being computed with still.
-            self._coming = tensor, self.stash.restore_to_device(tensor.data_ptr(), self.device.record())
+            restore = self.stash.restore_to_device(tensor.data_ptr(), self.device.record(stream))
+            self._coming = tensor, restore, stream
 
     def restore(self) -> torch.Tensor:
         """Return the values, there for whatever is computed from now on, and start bringing the ones before."""
@@ -118,7 +120,7 @@ class LeavingInput(StashedInput):
             tensor = self.source.tensor
             assert tensor is not None
         else:
-            tensor, restore = self._coming
+            tensor, restore, _ = self._coming
             with self.timeline.waiting("ssd_read"):
                 arrived = restore.enqueued()
             self._coming = None
@@ -132,8 +134,9 @@ class LeavingInput(StashedInput):
         coming, self._coming = getattr(self, "_coming", None), None
         if coming is not None:
             # Brought back in vain: its memory must not become something else's while it is still written to.
+            _, restore, stream = coming
             with suppress(MemascendError):
-                self.device.wait(coming[1].enqueued())
+                self.device.wait(restore.enqueued(), stream)
 
 
 class InputStash:

@@ -108,7 +108,7 @@ def from_pretrained(
             sources.read_buffers()
             state.attach()
         except BaseException:
-            state.runtime.close(keep=False)
+            state.discard()
             raise
     finally:
         weights.close()

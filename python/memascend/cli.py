@@ -103,6 +103,7 @@ def _tell(message: str) -> None:
 
 def _finetune(chosen: argparse.Namespace) -> int:
     from memascend.finetune import Settings, finetune
+    from memascend.offload import Computing
 
     values = {name: value for name, value in vars(chosen).items() if name not in ("run", "command")}
     values["recompute"] = not values.pop("no_recompute")
@@ -120,12 +121,19 @@ def _finetune(chosen: argparse.Namespace) -> int:
     elif chosen.resume:
         _tell("error: --resume goes on with the run in a store: without --store there is none")
         return BAD_INPUT
-    if chosen.device_memory and (chosen.in_memory or not chosen.device):
-        _tell("error: --device-memory is of --device, for a model in a store")
+    if chosen.in_memory and (chosen.device_memory or chosen.activations):
+        _tell("error: --device-memory and --activations are of a model in a store: leave them out with --in-memory")
         return BAD_INPUT
+    settings = Settings(**values)
+    if not chosen.in_memory:
+        try:
+            Computing.of(**settings.computing)
+        except ValueError as error:  # options that do not go together, or a device that there is not
+            _tell(f"error: {error}")
+            return BAD_INPUT
     quiet_libraries()
     show_plans()
-    result = finetune(Settings(**values))
+    result = finetune(settings)
     done = f"{result.steps} of {result.steps_planned} steps"
     if result.steps_skipped:
         done += f", {result.steps_skipped} of them skipped"
@@ -193,6 +201,11 @@ def _plan(chosen: argparse.Namespace) -> int:
 def _gpu(chosen: argparse.Namespace) -> Any:
     """The GPU to plan for, or None; its rates are known, or an error says what to run."""
     if chosen.gpu is None:
+        from memascend.data import DataError
+
+        given = [name for name in ("flops", "pcie", "dram", "ssd") if getattr(chosen, name) is not None]
+        if given or chosen.fused_loss:
+            raise DataError(f"--{given[0] if given else 'fused-loss'} is about a GPU: give --gpu too")
         return None
     from memascend.forecast import Gpu
     from memascend.rates import rates_for

@@ -6,12 +6,13 @@ test can put a simulated device under all of this (`tests/simulated_device.py`),
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+import logging
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend._memascend import cuda_devices
+from memascend._memascend import cuda_device_count
 from memascend.errors import DeviceError
 from memascend.plan import format_size
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from memascend.units import Unit
 
 
+_log = logging.getLogger("memascend")
+
+
 class ComputeDevice:
     """A CUDA device, as PyTorch sees it."""
 
@@ -31,6 +35,7 @@ class ComputeDevice:
         """Take the device; `link` comes with the runtime that is made for it."""
         self.torch_device = device
         self.link: DeviceLink | None = None
+        self._plan: DevicePlan | None = None
 
     @property
     def index(self) -> int:
@@ -47,10 +52,45 @@ class ComputeDevice:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached, total
 
-    def limit(self, nbytes: int) -> None:
-        """Have PyTorch's allocator refuse what goes beyond `nbytes`: the budget is a ceiling."""
+    def current(self) -> AbstractContextManager[Any]:
+        """Have the device be PyTorch's current one, and so CUDA's: what is made there is made on it."""
+        return torch.cuda.device(self.torch_device)
+
+    def hold(self, plan: DevicePlan) -> None:
+        """Have PyTorch's allocator refuse what goes beyond the plan's budget, and say what the plan was if it does.
+
+        What PyTorch holds there already, other than for the plan's buffers, comes on top.
+        """
+        from memascend.overflow import cuda
+
+        cuda.compiles(self.index)  # now, and not in the first backward pass
+        self._plan = plan
+        held = _held.setdefault(self.torch_device, [])
+        if not held:
+            torch.cuda.empty_cache()
+            buffers = sum(line.total for line in plan.units)
+            _beside[self.torch_device] = max(0, torch.cuda.memory_allocated(self.torch_device) - buffers)
+        held.append(plan)
+        self._limit()
+        if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+            _observed.append(True)
+            # An error in the backward pass passes through nothing of ours.
+            with suppress(RuntimeError):  # other allocators than PyTorch's own tell nobody
+                torch._C._cuda_attach_out_of_memory_observer(_report)
+
+    def let_go(self) -> None:
+        """Lift the limit of `hold`."""
+        held = _held.get(self.torch_device, [])
+        if self._plan in held:
+            held.remove(self._plan)
+            self._limit()
+        self._plan = None
+
+    def _limit(self) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+        budgets = sum(plan.budget for plan in _held[self.torch_device])
+        share = (budgets + _beside[self.torch_device]) / total if budgets else 1.0
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.torch_device)
 
     def view(self, owner: Occupancy) -> torch.Tensor:
         """Return an occupied buffer's bytes (uint8), in a storage that holds `owner` as long as it lives."""
@@ -70,21 +110,32 @@ class ComputeDevice:
         # Not above: what checks for overflow asks the offloaded models, which ask this.
         from memascend.overflow import cuda
 
-        if not gradient.numel() or not cuda.has_cupy():
+        if not gradient.numel() or not cuda.compiles(self.index):
             return None
         return BlockSums(gradient)
 
     # ---- order ------------------------------------------------------------------------------------------
 
-    def record(self) -> CudaEvent:
-        """Return an event that is done when all that PyTorch was told to compute so far is."""
+    def record(self, stream: int | None = None) -> CudaEvent:
+        """Return an event that is done when all that PyTorch was told to compute so far is, there or on `stream`."""
         assert self.link is not None
-        return self.link.record(self.stream())
+        return self.link.record(self.stream() if stream is None else stream)
 
-    def wait(self, event: CudaEvent) -> None:
-        """Have what PyTorch computes from now on come after `event`; the host does not wait."""
+    def wait(self, event: CudaEvent, stream: int | None = None) -> None:
+        """Have what PyTorch computes from now on, there or on `stream`, come after `event`; the host does not wait."""
         assert self.link is not None
-        self.link.wait(self.stream(), event)
+        self.link.wait(self.stream() if stream is None else stream, event)
+
+
+#: Plans of models that are open, by device; what they may use together is PyTorch's limit there.
+_held: dict[torch.device, list[DevicePlan]] = {}
+_beside: dict[torch.device, int] = {}
+_observed: list[bool] = []
+
+
+def _report(device: int, *_: int) -> None:
+    for plan in _held.get(torch.device("cuda", device), ()):
+        _log.error("cuda:%d has no memory left. %s", device, out_of_memory(plan))
 
 
 def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDevice | None:
@@ -96,12 +147,15 @@ def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDev
     """
     if device is None or isinstance(device, ComputeDevice):
         return device
-    named = torch.device(device)
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is not supported: use 'cuda', 'cuda:0' (any number) or 'cpu'") from None
     if named.type == "cpu":
         return None
     if named.type != "cuda":
         raise ValueError(f"device {device} is not supported: use 'cuda', 'cuda:0' (any number) or 'cpu'")
-    devices = cuda_devices()  # says what is missing: library, driver, device
+    devices = cuda_device_count()  # says what is missing: library, driver, device
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = "is built without CUDA" if built is None else f"for CUDA {built} finds no device that it can use"
@@ -112,8 +166,8 @@ def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDev
     if torch.version.cuda is None:
         raise DeviceError(f"device {device}: this PyTorch is built for ROCm, which memascend does not know")
     index = torch.cuda.current_device() if named.index is None else named.index
-    if index >= len(devices):
-        raise DeviceError(f"device {device}: this process sees {len(devices)} CUDA device(s), counted from 0")
+    if index >= devices:
+        raise DeviceError(f"device {device}: this process sees {devices} CUDA device(s), counted from 0")
     return ComputeDevice(torch.device("cuda", index))
 
 
@@ -164,6 +218,8 @@ class Occupancy:
         """Begin a use."""
         self.pool = pool
         self.buffer = buffer
+        #: Where it is computed with: the end may come in any thread.
+        self.stream = pool.device.stream()
         buffer.users += 1
         #: The protocol by which PyTorch takes over device memory of others, version 3.
         self.__cuda_array_interface__ = {
@@ -174,39 +230,42 @@ class Occupancy:
         }
 
     def __del__(self) -> None:
-        self.pool.leave(self.buffer)
+        self.pool.leave(self.buffer, self.stream)
 
 
 class DevicePool:
     """The buffers of a device plan: reserved once, never reallocated."""
 
     def __init__(self, device: ComputeDevice, plan: DevicePlan) -> None:
+        """Prepare for them."""
+        self.device = device
+        self.plan = plan
+        #: Whether there is no link any more that could record events.
+        self.closed = False
+        #: By their bytes.
+        self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in plan.units if line.count}
+        self._memory: list[torch.Tensor] = []
+
+    def reserve(self) -> None:
         """Reserve them.
 
         Raises DeviceError if the device has not the memory.
         """
-        self.device = device
-        #: Whether there is no link any more that could record events.
-        self.closed = False
-        #: By their bytes.
-        self.buffers: dict[int, list[Buffer]] = {}
-        self._memory: list[torch.Tensor] = []
-        for line in plan.units:
+        for line in self.plan.units:
             if not line.count:
                 continue
             each = line.total // line.count
             try:
-                memory = torch.empty(line.total, dtype=torch.uint8, device=device.torch_device)
+                memory = torch.empty(line.total, dtype=torch.uint8, device=self.device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise DeviceError(
-                    f"{device.torch_device} has no room for {line.consumer} ({line.count} x {line.nbytes} bytes): "
-                    f"another process may use it; lower device_memory or free the device\n{plan.table()}"
+                    f"{self.device.torch_device} has no room for {line.consumer} ({line.count} x {line.nbytes} bytes): "
+                    f"another process may use it; lower device_memory or free the device\n{self.plan.table()}"
                 ) from error
             self._memory.append(memory)
-            buffers = self.buffers.setdefault(each, [])
-            buffers.extend(Buffer(memory.data_ptr() + each * number, each) for number in range(line.count))
+            self.buffers[each].extend(Buffer(memory.data_ptr() + each * number, each) for number in range(line.count))
         # The memory may have been another tensor's, which is computed with still.
-        before = device.record()
+        before = self.device.record()
         for buffer in (buffer for buffers in self.buffers.values() for buffer in buffers):
             buffer.last_use = before
 
@@ -214,11 +273,12 @@ class DevicePool:
         """Return a buffer's bytes (uint8), for what is computed from now on until nothing refers to them."""
         return self.device.view(Occupancy(self, buffer))
 
-    def leave(self, buffer: Buffer) -> None:
+    def leave(self, buffer: Buffer, stream: int) -> None:
         """End a use."""
+        if buffer.users == 1 and not self.closed:
+            # If it cannot be recorded, the buffer stays in use: nobody knows when it is free.
+            buffer.last_use = self.device.record(stream)
         buffer.users -= 1
-        if buffer.users == 0 and not self.closed:
-            buffer.last_use = self.device.record()
 
     def free(self) -> None:
         """Give the memory back; where tensors refer to it still, with the last of them."""

@@ -250,6 +250,10 @@ class DeviceStreamer(Streamer):
         super().release_all()
         self.pool.closed = True
 
+    def attach(self) -> None:
+        """Reserve the device's buffers."""
+        self.pool.reserve()
+
     def free(self) -> None:
         """Give the device's memory back, when nothing is copied there any more."""
         super().free()

@@ -76,9 +76,8 @@ class Settings:
     @property
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
-        on_device = {} if self.device is None else {"batch_tokens": self.batch_size * self.seq_len}
         names = ("device", "device_memory", "recompute", "activations")
-        return {name: getattr(self, name) for name in names} | on_device
+        return {name: getattr(self, name) for name in names} | {"batch_tokens": self.batch_size * self.seq_len}
 
     @property
     def decisive(self) -> dict[str, Any]:

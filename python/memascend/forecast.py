@@ -8,6 +8,7 @@ through its buffers first, and the time of a step follows from the rates of the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -21,8 +22,8 @@ from memascend.activations import STASH_FROM_BYTES
 from memascend.buffers import kept_bytes
 from memascend.checkpoint import empty_model
 from memascend.data import DataError
-from memascend.device_plan import DevicePlan, make_device_plan
-from memascend.errors import CheckpointError
+from memascend.device_plan import MARGIN_SHARE, DevicePlan, make_device_plan
+from memascend.errors import BudgetError, CheckpointError
 from memascend.estimates import Shape
 from memascend.generations import parse_durability
 from memascend.models import limits, load_bare_config
@@ -161,15 +162,21 @@ def forecast(
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations
-        device_plan = make_device_plan(
-            units,
-            None,
-            tokens=work.tokens,
-            config=config,
-            activations=gpu.activations,
-            fused_loss=gpu.fused_loss,
-            free=gpu.memory,
-        )
+        try:
+            device_plan = make_device_plan(
+                units,
+                None,
+                tokens=work.tokens,
+                config=config,
+                activations=gpu.activations,
+                fused_loss=gpu.fused_loss,
+                free=gpu.memory,
+            )
+        except BudgetError as error:
+            free = math.ceil(error.smallest_bytes / (1 - MARGIN_SHARE))
+            raise BudgetError(
+                f"{error}\nOf --gpu 1/16 is left to others: {format_size(free)} ({free} bytes) free would do", free
+            ) from None
     space = ssd_space(units, config, work)
     if two_slots:
         space["buffers"] = kept_bytes(model)

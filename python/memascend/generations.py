@@ -373,4 +373,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
         name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)

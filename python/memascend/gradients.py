@@ -106,7 +106,14 @@ class GradientCapture:
         assert self.device is not None and place.tensor.gradient is not None
         # Where it is the whole gradient, the device measures it: the host then never touches its bytes.
         sums = None if accumulate else self.device.block_sums(gradient)
-        self.finish(place)  # that of an earlier backward pass, which this one is added to
+        if accumulate:
+            try:
+                self.finish(place)  # that of an earlier backward pass, which this one is added to
+            except BaseException:
+                place.parameter.grad = place.marker  # a step tells it again, and zero_grad ends it
+                raise
+        else:
+            self._discard(place)
         ready = self.device.record()
         capture = self.runtime.capture_from_device(
             place.tensor.gradient,
@@ -191,7 +198,8 @@ class GradientCapture:
         """Wait until the device is read from no more."""
         while self._leaving:
             with suppress(MemascendError):
-                self._leaving.popleft()[0].wait_copied()
+                self._leaving[0][0].wait_copied()
+            self._leaving.popleft()
         self._leaving_bytes = 0
 
     def read(self, place: Place) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -173,6 +174,9 @@ class Computing:
         if self.device is None:
             return None
         free, total = self.device.memory()
+        places = (place for unit in units for place in unit.places)
+        # A model that is there already makes room.
+        free += sum(place.nbytes for place in places if place.parameter.device.type == "cuda")
         plan = make_device_plan(
             units,
             self.device_memory,
@@ -219,7 +223,13 @@ class Offload:
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = []
         self.device_plan = computing.plan(units, getattr(model, "config", None))
+        self.host_memory = plan.budget
         self.plan, self.runtime = self._open(plan, store, options, resume)
+        if self.device is not None and options.get("allocator") in ("locked", "pageable"):
+            self.notices.append(
+                f"allocator={options['allocator']!r}: every copy to the device and back stops the program until it is "
+                "done, which pinned memory ('auto', 'cuda', 'registered') spares"
+            )
         try:
             for unit in units:
                 unit.index = self.runtime.add_unit()
@@ -255,7 +265,8 @@ class Offload:
         wanted = plan
         while True:
             try:
-                runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place, device=index)
+                with nullcontext() if self.device is None else self.device.current():
+                    runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place, device=index)
                 break
             except PinnedMemoryError as error:
                 if plan.total <= plan.smallest_bytes:
@@ -276,7 +287,6 @@ class Offload:
         if self.device is None or self.device_plan is None:
             return Streamer(self.runtime, self.units, self.plan, self.timeline)
         self.device.link = self.runtime.device
-        self.device.limit(self.device_plan.budget)
         return DeviceStreamer(self.runtime, self.units, self.plan, self.timeline, self.device, self.device_plan)
 
     @property
@@ -334,6 +344,7 @@ class Offload:
                 _places[place.parameter] = (weakref.ref(self), weakref.ref(place))
                 self.gradients.watch(place)
 
+        self.streamer.attach()
         blocks = {module for unit in self.units if unit.repeated for module in unit.modules}
         inside = {inner for block in blocks for inner in block.modules()}
 
@@ -365,6 +376,9 @@ class Offload:
         self._surround(model, partial(self._whole, model, owner))
         self._refuse_state_dict(model)
         model._memascend = self
+        if self.device is not None and self.device_plan is not None:
+            # Only now: weights that were on the device are gone from there.
+            self.device.hold(self.device_plan)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         self._originals.append((module, name, module.__dict__.get(name)))
@@ -382,6 +396,14 @@ class Offload:
             self._replace(module, name, torch.compiler.disable(around(original)))
 
         def compile_(*args: Any, **kwargs: Any) -> None:
+            options = kwargs.get("options") or {}
+            if self.device is not None and (
+                kwargs.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs")
+            ):
+                raise MemascendError(
+                    f"mode={kwargs.get('mode')!r} records CUDA graphs, for which weights must stay where they are: use "
+                    "mode=None, or 'max-autotune-no-cudagraphs'"
+                )
             mine = [each for each in self._originals if each[0] is module and each[1] != "_parameters"]
             _restore(mine)
             self._originals = [each for each in self._originals if each not in mine]
@@ -411,6 +433,9 @@ class Offload:
             finally:
                 for unit in entered:
                     streamer.exit(unit)
+                if torch.is_autocast_enabled(self.torch_device.type):
+                    # It keeps a copy of every weight that it has converted, until the pass ends.
+                    torch.clear_autocast_cache()
                 if checkpointing:
                     module.gradient_checkpointing = checkpointing
 
@@ -420,7 +445,10 @@ class Offload:
                 self.recompute or (module.training and getattr(module, "gradient_checkpointing", 0))
             )
             if not (wanted and torch.is_grad_enabled()):
-                return run(*args, **kwargs)
+                # Called by itself, and not by the whole model, whose forward saves so already.
+                alone = streamer.depth == 0 and torch.is_grad_enabled()
+                with self._saving() if alone else nullcontext():
+                    return run(*args, **kwargs)
             for name in ("past_key_values", "layer_past", "past_key_value"):
                 if kwargs.get(name) is not None:
                     raise MemascendError(
@@ -438,19 +466,16 @@ class Offload:
 
         return forward
 
-    def _whole(self, model: nn.Module, owner: dict[nn.Parameter, Unit], original: Callable) -> Callable:
-        """Wrap the forward of the whole model: one pass of the stream."""
+    def _saving(self) -> Any:
+        """Have autograd save names of weights instead of views of them, and all other tensors as ever."""
         streamer = self.streamer
-        # PEFT's models hand what they do not know to the model that they wrap.
-        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
-        caches = "use_cache" in inspect.signature(wrapped.forward).parameters
-        direct = [owner[p] for p in model._parameters.values() if p is not None and p in owner]
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.device != self.torch_device or tensor.layout is not torch.strided:
-                return tensor
-            unit = streamer.by_address.get(tensor.untyped_storage().data_ptr())
-            return tensor if unit is None else _SavedWeight(unit, tensor)
+            unit = None
+            if tensor.device == self.torch_device and tensor.layout is torch.strided:
+                unit = streamer.by_address.get(tensor.untyped_storage().data_ptr())
+            # Detached: a node that saves its own output would refer to itself, and live for ever.
+            return tensor.detach() if unit is None else _SavedWeight(unit, tensor)
 
         def unpack(saved: Any) -> torch.Tensor:
             if not isinstance(saved, _SavedWeight):
@@ -460,6 +485,16 @@ class Offload:
             storage = streamer.storage(saved.unit).untyped_storage()
             empty = torch.empty(0, dtype=saved.dtype, device=self.torch_device)
             return empty.set_(storage, saved.offset, saved.shape, saved.stride)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _whole(self, model: nn.Module, owner: dict[nn.Parameter, Unit], original: Callable) -> Callable:
+        """Wrap the forward of the whole model: one pass of the stream."""
+        streamer = self.streamer
+        # PEFT's models hand what they do not know to the model that they wrap.
+        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        caches = "use_cache" in inspect.signature(wrapped.forward).parameters
+        direct = [owner[p] for p in model._parameters.values() if p is not None and p in owner]
 
         def brought(value: Any) -> Any:
             on_cpu = isinstance(value, torch.Tensor) and value.device == CPU
@@ -483,7 +518,7 @@ class Offload:
                     streamer.enter_loose(unit)
                 if not grad:
                     return original(*args, **kwargs)
-                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                with self._saving():
                     result = original(*args, **kwargs)
             self.generations.start()
             return result
@@ -557,7 +592,7 @@ class Offload:
     def stats(self) -> dict[str, Any]:
         """Return counters; see `memascend.stats`."""
         stats = self.runtime.stats()
-        stats["host_bytes_budget"] = self.plan.budget
+        stats["host_bytes_budget"] = self.host_memory
         stats["host_bytes_planned"] = self.plan.total
         stats["file_bytes_read"] = sum(file.bytes_read for file in self.files)
         stats["parameters"] = sum(place.numel for place in self.places)
@@ -609,9 +644,26 @@ class Offload:
                 self._inputs.close()
                 self.streamer.release_all()
             finally:
-                # Of a store that was to be kept and could not be, the last generation is.
-                self.runtime.close(keep=kept or (bool(self.keep_store) and self.runtime.generation > 0))
-                self.streamer.free()
+                try:
+                    # Of a store that was to be kept and could not be, the last generation is.
+                    self.runtime.close(keep=kept or (bool(self.keep_store) and self.runtime.generation > 0))
+                finally:
+                    self._free()
+
+    def forget(self) -> None:
+        """Leave a model that was closed: another store may have its weights."""
+        _restore(self._originals)
+        self._originals.clear()
+
+    def discard(self) -> None:
+        """Close what has not become a model's: nothing of it is kept."""
+        self.runtime.close(keep=False)
+        self._free()
+
+    def _free(self) -> None:
+        self.streamer.free()
+        if self.device is not None:
+            self.device.let_go()
 
 
 def _restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
@@ -766,8 +818,12 @@ def offload(
         StoreError: a directory cannot be used, is in use, or has not the room.
         ValueError: a dtype or device that cannot be trained.
     """
-    if (known := find_offload(model)) is not None and not known.runtime.closed:
-        raise MemascendError("the model is offloaded already")
+    if (known := find_offload(model)) is not None:
+        raise MemascendError(
+            "the model was closed: its weights are no longer in it; make it anew, or resume its store"
+            if known.runtime.closed
+            else "the model is offloaded already"
+        )
     budget = parse_size(host_memory)
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
     for name, parameter in model.named_parameters():
@@ -793,6 +849,6 @@ def offload(
         state.fill(lambda place, target: target.copy_(place.parameter.data), None)
         state.attach()
     except BaseException:
-        state.runtime.close(keep=False)
+        state.discard()
         raise
     return model

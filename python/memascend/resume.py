@@ -94,8 +94,10 @@ def resume(
     classes = {each["class"]: _class_of(each["class"], optimizer_classes or {}) for each in record["optimizers"]}
     if model is None:
         model = _model_of(record["model"])
-    elif (known := find_offload(model)) is not None and not known.runtime.closed:
-        raise MemascendError("the model is offloaded already")
+    elif (known := find_offload(model)) is not None:
+        if not known.runtime.closed:
+            raise MemascendError("the model is offloaded already")
+        known.forget()
     recompute = record["recompute"] if recompute is None else recompute
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
     units = _units_of(model, record, computing.torch_device)
@@ -125,11 +127,11 @@ def resume(
             state.generations.take_up(record)
         state.attach()
         optimizers = [_optimizer_of(state, each, classes[each["class"]]) for each in record["optimizers"]]
+        restore_random_states(record["random"])
     except BaseException:
         state.keep_store = None
         state.close(failed=True)
         raise
-    restore_random_states(record["random"])
     return Resumed(model, optimizers, record["steps"])
 
 

@@ -274,12 +274,14 @@ class Streamer:
         return self._next_use(unit)
 
     def _drop(self, residency: Residency) -> None:
-        if residency.ticket is not None:
-            # The fetch may carry updates: it has to end before the unit can be fetched again.
-            ticket, residency.ticket = residency.ticket, None
-            self._wait(residency, ticket)
-        # Views that outlive this keep their address in use, and their place in `by_address` true.
-        residency.lease = residency.storage = None
+        try:
+            if residency.ticket is not None:
+                # The fetch may carry updates: it has to end before the unit can be fetched again.
+                ticket, residency.ticket = residency.ticket, None
+                self._wait(residency, ticket)
+        finally:
+            # Views that outlive this keep their address in use, and their place in `by_address` true.
+            residency.lease = residency.storage = None
 
     def _prefetch(self) -> None:
         expected = self._expected[self._grad]
@@ -361,6 +363,9 @@ class Streamer:
         if residency.ticket is not None:
             self._settle(residency)
 
+    def attach(self) -> None:
+        """Begin: the model's weights are on the store alone."""
+
     def free(self) -> None:
         """Give back what is held beside the runtime, which was closed."""
         self.by_address.clear()
@@ -373,4 +378,3 @@ class Streamer:
                 # flushed before, which tells of it.
                 with suppress(MemascendError):
                     self._drop(residency)
-                residency.lease = residency.storage = None

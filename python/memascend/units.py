@@ -94,6 +94,12 @@ class Place:
         """Return what the marker was filled with, as `zero_grad(set_to_none=False)` does, or None; NaN again after."""
         return self._written(self.marker, 1, self.marker)
 
+    def untouched(self, is_gradient: bool) -> bool:
+        """Whether nobody has written to the marker, or to the absent weight: they stand for what is elsewhere."""
+        if self.seen is not None:
+            return (self.marker if is_gradient else self.parameter)._version == self.seen[is_gradient]
+        return math.isnan((self.marker if is_gradient else self.absent).as_strided((), ()).item())
+
     def _written(self, shown: torch.Tensor, which: int, counted: torch.Tensor) -> float | None:
         if self.seen is not None:
             if counted._version == self.seen[which]:

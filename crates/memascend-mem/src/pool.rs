@@ -227,7 +227,11 @@ impl Pool {
         let mut state = self.arena.lock();
         let class = self.class_of(&state, bytes)?;
         if state.classes[class].free.len() <= reserve {
-            state.settle(class)?;
+            match state.settle(class) {
+                // What is left without it still serves somebody.
+                Err(error) if state.classes[class].free.is_empty() => return Err(error),
+                _ => {}
+            }
             if state.classes[class].free.len() <= reserve {
                 return Ok(None);
             }

@@ -16,8 +16,10 @@ pub enum OptimError {
     /// The CUDA device, or a copy to or from it, failed.
     #[error("{0}")]
     Device(Arc<MemError>),
-    /// Staging buffers did not come back in time: the drive hangs.
-    #[error("no staging buffer came free within {seconds} seconds: the store's drive does not answer")]
+    /// Staging buffers did not come back in time: the drive hangs, or the device.
+    #[error(
+        "no staging buffer came free within {seconds} seconds: the store's drive, or the CUDA device, does not answer"
+    )]
     Stalled {
         /// How long was waited.
         seconds: u64,

@@ -273,9 +273,6 @@ impl Coordinator {
                     self.read_weights(&weights.lease, tensor, ticket);
                 }
             }
-            if !weights.files.is_empty() {
-                self.read_files(weights, ticket)?;
-            }
         }
         for mut tensor in updates {
             let places = self.places(weights, &tensor).inspect_err(|error| {
@@ -298,7 +295,11 @@ impl Coordinator {
                 self.start_piece(pending, weights, &tensor, &places, &layout, first, numel, chunk, ticket)?;
             }
         }
-        Ok(())
+        // Last: it may fail, and the updates are taken.
+        match weights {
+            Some(weights) if !weights.files.is_empty() => self.read_files(weights, ticket),
+            _ => Ok(()),
+        }
     }
 
     /// Where a tensor's values lie and where its new ones go.

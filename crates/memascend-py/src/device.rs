@@ -10,15 +10,10 @@ use crate::errors::{device_error, optim_error};
 use crate::host;
 use crate::lease::LeaseBuffer;
 
-/// `(free, total)` bytes of every CUDA device that this process may see. A device that was not used before gets a context.
+/// How many CUDA devices this process may see.
 #[pyfunction]
-pub(crate) fn cuda_devices(py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
-    py.detach(|| {
-        let cudart = Cudart::find()?;
-        let memory = |index| cudart.on_device(index, || cudart.device_memory());
-        (0..cudart.device_count()?).map(memory).collect::<Result<_, _>>()
-    })
-    .map_err(|error| device_error(&error))
+pub(crate) fn cuda_device_count(py: Python<'_>) -> PyResult<i32> {
+    py.detach(|| Cudart::find()?.device_count()).map_err(|error| device_error(&error))
 }
 
 /// A point in a stream of a CUDA device.

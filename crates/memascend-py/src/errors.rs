@@ -34,6 +34,11 @@ fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: 
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
         MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
+        // Said by a fence: the device that copies from a buffer, or to it, has failed.
+        MemError::CopyLost
+        | MemError::Cuda { call: "cudaEventQuery" | "cudaEventSynchronize" | "cudaEventRecord", .. } => {
+            device_error(error)
+        }
         _ if error.is_pinning_refused() => raise("PinnedMemoryError", (error.to_string(),)),
         _ => raise("HostMemoryError", (error.to_string(),)),
     }

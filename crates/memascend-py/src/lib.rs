@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _memascend {
     #[pymodule_export]
-    use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_devices};
+    use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
     use crate::files::ExternalFile;
     #[pymodule_export]

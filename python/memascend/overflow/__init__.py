@@ -195,9 +195,11 @@ def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
             continue
         if shown is None:
             shown = shown_places()
-        if tensor.data_ptr() not in shown or not math.isnan(tensor.detach().as_strided((), (), 0).item()):
+        if tensor.data_ptr() not in shown:
             continue
         place, is_gradient = shown[tensor.data_ptr()]
+        if not place.untouched(is_gradient):
+            continue
         if not is_gradient:
             raise ValueError(f"tensors[{index}] is the parameter {place.name}, whose weights are not in memory now")
         if place.parameter.grad is not place.marker:

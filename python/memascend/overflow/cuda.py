@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_log = logging.getLogger("memascend")
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 KERNELS = ("find", "sum", "unscale", "unscale_sum", "total", "block_sums")
@@ -47,6 +49,20 @@ def has_cupy() -> bool:
         return cupy.cuda.runtime.getDeviceCount() > 0
     except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
         return False
+
+
+@cache
+def compiles(device: int) -> bool:
+    """Whether the kernels can be used on a device; why not, if CuPy is there, goes to the log."""
+    if not has_cupy():
+        return False
+    try:
+        _functions(device)
+    except Exception as error:  # whatever NVRTC and the driver say of a device that is too new, or too old
+        first = str(error).strip().partition("\n")[0]
+        _log.warning("gradients are checked by the CPU: CuPy cannot compile for cuda:%d: %s", device, first)
+        return False
+    return True
 
 
 class _Stream:
