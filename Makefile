@@ -29,8 +29,8 @@ demo: $(STAMPS)/wheel $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard
 test: test-rust test-python ## run every test: cargo's, then pytest against the installed wheel
 
 test-rust: ## run the tests of the Rust crates, and loom's models of the pool
-	cargo test --release --workspace --quiet
-	RUSTFLAGS='--cfg loom' cargo test --release --quiet --package memascend-mem --test loom --target-dir target/loom
+	cargo test --profile checked --workspace --quiet
+	RUSTFLAGS='--cfg loom' cargo test --profile checked --quiet --package memascend-mem --test loom --target-dir target/loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
 	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
@@ -53,7 +53,7 @@ wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 
 lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev ## check formatting, lints and type stubs
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend

@@ -82,8 +82,9 @@ def smallest_device_budget(model: nn.Module, **options: Any) -> int:
 # ---- exactness ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_every_architecture(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, architecture: str) -> None:
+# Of the others, those that tie weights, save their own outputs, or have parameters at the root; T5 is below.
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mixtral", "plain"])
+def test_architectures(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, architecture: str) -> None:
     model = on_device(tiny.build(architecture))
     with Accesses(fake):
         trace = tiny.train(model, architecture)
@@ -231,7 +232,7 @@ def test_every_wait_is_needed(library: Path, tmp_path: Path, monkeypatch: pytest
         return without.get("races") > 0 or without.wait_was_redundant(number)
 
     # Threads put copies into streams in an order that differs by one or two: a wait may be another's.
-    unseen = [number for number in needed[::3] if not any(is_noticed(number, attempt) for attempt in range(3))]
+    unseen = [number for number in needed[::5] if not any(is_noticed(number, attempt) for attempt in range(3))]
     assert not unseen, f"nobody noticed that waits {unseen} of {waits} were left out"
 
 

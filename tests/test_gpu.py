@@ -253,6 +253,58 @@ def test_spans_are_in_a_trace_of_the_device() -> None:
     assert {"memascend: forward", "memascend: gradient"} <= {event.name for event in profiler.events()}
 
 
+# ---- training -----------------------------------------------------------------------------------------------
+
+
+def train_on_cuda(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Train with accumulation and clipping; kernels that sum in a fixed order alone."""
+    optimizer, losses = memascend.AdamW(model.parameters(), lr=3e-3), []
+    torch.manual_seed(7)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for step in range(4):
+            for micro in range(2):
+                inputs = {name: ids.cuda() for name, ids in tiny.batch("llama", 2 * step + micro).items()}
+                loss = model(**inputs).loss / 2
+                loss.backward()
+                losses.append(loss.detach().cpu())
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {name: weight.cpu() for name, weight in memascend.parameters_of(model)}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host", "ssd"])
+def test_training_is_that_of_a_model_on_the_device(
+    store: Path, monkeypatch: pytest.MonkeyPatch, activations: str
+) -> None:
+    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    expected, weights = train_on_cuda(tiny.build("llama").cuda())
+    model = memascend.offload(
+        tiny.build("llama"),
+        store=store,
+        host_memory="64MiB",
+        device="cuda",
+        device_memory="512MiB",
+        activations=activations,
+    )
+    losses, trained = train_on_cuda(model)
+    assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+    tiny.assert_same_weights(trained, weights)
+    assert memascend.stats(model)["host_allocator"] == "cuda"
+    memascend.close(model)
+
+
+def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:
+    model = tiny.build("llama").cuda()
+    before = torch.cuda.memory_allocated()
+    memascend.offload(model, store=store, host_memory="64MiB", device="cuda", device_memory="256MiB")
+    model(**tiny.batch("llama", 0)).loss.backward()
+    memascend.close(model)
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before
+    torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # the ceiling was lifted
+
+
 # ---- the benchmark ------------------------------------------------------------------------------------------
 
 
