@@ -29,7 +29,7 @@ MIB = 2**20
 def refused(call):
     try:
         call()
-    except memascend.HostMemoryError as error:
+    except (memascend.HostMemoryError, memascend.DeviceError) as error:
         return str(error)
     raise AssertionError("it was not refused")
 
