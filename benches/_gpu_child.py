@@ -109,7 +109,7 @@ class MemascendRun:
 
     def __init__(self, job: dict, where: Where) -> None:
         import memascend
-        from memascend.offload import offload_of
+        from memascend.offloading.session import offload_of
 
         on_device = {"device": str(where.device), "device_memory": job["device_memory"]} if where.cuda else {}
         self.model = memascend.from_pretrained(
@@ -540,7 +540,7 @@ def dram(nbytes: int, repeats: int) -> float:
 
 def ssd(job: dict) -> dict:
     """What `memascend bench` measures, of all the store's places together."""
-    from memascend.drives import measure
+    from memascend.machine.drives import measure
 
     told = [measure(place, size=job["ssd_bytes"], seconds=job["ssd_seconds"]) for place in job["store"]]
     return {
@@ -596,8 +596,8 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
         yield {"h2d": lambda: device.copy_(host), "d2h": lambda: host.copy_(device), "measured_on_device": None}
         return
     from memascend._memascend import Runtime
-    from memascend.device import open_device
-    from memascend.plan import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
+    from memascend.plan.host import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
+    from memascend.residency.cuda import open_device
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from _common import finish, machine, markdown, run
 
-from memascend.overflow import check
+from memascend.optim.overflow import check
 
 MI, GIB = 2**20, 2**30
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -95,7 +95,7 @@ class MemascendRun:
 
 def budgets(model_dir: str) -> dict[str, int]:
     """The least that works, and the least with which the next layer is read while one computes."""
-    from memascend.forecast import forecast
+    from memascend.forecast.forecast import forecast
 
     host = forecast(Path(model_dir), seq_len=TOKENS, batch_size=1)["host_memory"]
     return {"smallest": host["smallest_bytes"], "overlapping": host["overlap_bytes"]}

@@ -31,11 +31,12 @@ import torch
 from _common import finish, machine, markdown, run
 
 import memascend
-from memascend import activations, zero_infinity
-from memascend.forecast import smallest_plan
-from memascend.offload import Offload
-from memascend.plan import make_plan
-from memascend.units import PAGE_BYTES, absent_like, partition, round_up
+from memascend.forecast import zero_infinity
+from memascend.forecast.forecast import smallest_plan
+from memascend.layout.units import PAGE_BYTES, absent_like, partition, round_up
+from memascend.offloading import activations
+from memascend.offloading.session import Offload
+from memascend.plan.host import make_plan
 
 CONFIGS = Path(__file__).parent / "configs"
 RECORDED_TOKENS, SEED, MAX_NORM, GIB, MIB = 512, 1, 1.0, 2**30, 2**20

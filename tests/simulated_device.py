@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memascend._memascend import gradient_stats
-from memascend.device import BlockSums, ComputeDevice
-from memascend.overflow.cuda import CHUNK
-from memascend.units import DTYPE_NAMES
+from memascend.kernels.launcher import CHUNK
+from memascend.layout.units import DTYPE_NAMES
+from memascend.residency.cuda import BlockSums, ComputeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from memascend.device import Occupancy
-    from memascend.device_plan import DevicePlan
+    from memascend.plan.device import DevicePlan
+    from memascend.residency.cuda import Occupancy
 
 #: What is computed where no stream was made: on the default stream.
 COMPUTE_STREAM = 0

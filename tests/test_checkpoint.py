@@ -454,7 +454,7 @@ def test_out_that_cannot_be_written_leaves_nothing_half_done(
     def broken(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("memascend.safetensors_io._write", broken)
+    monkeypatch.setattr("memascend.formats.safetensors._write", broken)
     with pytest.raises(OSError, match="No space"):
         memascend.save_pretrained(model, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))

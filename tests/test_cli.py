@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
-from memascend import cli
+from memascend.command import main as cli
 
 BUDGET = "256MiB"
 

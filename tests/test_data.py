@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memascend import CheckpointError
-from memascend.data import (
+from memascend.command.data import (
     END_OF_DOCUMENT,
     PIECE_BYTES,
     Blocks,
@@ -17,7 +17,7 @@ from memascend.data import (
     load_tokenizer,
     shuffled,
 )
-from memascend.finetune import schedule_factor
+from memascend.command.finetune import schedule_factor
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake
     own.mkdir()
     monkeypatch.setenv(fake_cuda.VARIABLE, str(shutil.copy(library, own)))
     # Inputs of every layer, however small.
-    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
     fake = fake_cuda.Fake()
     fake.set("lazy", 1)
     return fake
@@ -71,8 +71,8 @@ def reference(architecture: str, **options: Any) -> tiny.Trace:
 
 
 def smallest_device_budget(model: nn.Module, **options: Any) -> int:
-    from memascend.device_plan import make_device_plan
-    from memascend.units import partition
+    from memascend.layout.units import partition
+    from memascend.plan.device import make_device_plan
 
     with pytest.raises(memascend.BudgetError) as refused:
         make_device_plan(partition(model), 1, **options)
@@ -218,7 +218,7 @@ def run_apart(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **se
 
 def test_every_wait_is_needed(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that do not wait for each other where they should are found out, whichever wait is left out."""
-    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
     clean = run_apart(library, tmp_path / "clean", monkeypatch, lazy=1, lateness=1000)
     assert clean.get("races") == 0, clean.text("race")
     waits = clean.get("waits")

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from memascend.device_plan import MARGIN_SHARE, make_device_plan
 from memascend.errors import BudgetError
-from memascend.estimates import Shape
-from memascend.units import PAGE_BYTES, Unit, partition, round_up
+from memascend.layout.units import PAGE_BYTES, Unit, partition, round_up
+from memascend.plan.device import MARGIN_SHARE, make_device_plan
+from memascend.plan.estimates import Shape
 
 GIB = 1 << 30
 CONFIGS = Path(__file__).parents[1] / "benches" / "configs"

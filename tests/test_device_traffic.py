@@ -11,8 +11,8 @@ from test_forecast import build, saved, steps
 from transformers import LlamaConfig
 
 import memascend
-from memascend.forecast import Gpu, forecast
-from memascend.rates import NAMES, Rate
+from memascend.forecast.forecast import Gpu, forecast
+from memascend.machine.gpu import NAMES, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import memascend
-from memascend.dcp_io import DistributedReader
+from memascend.formats.dcp import DistributedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

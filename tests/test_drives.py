@@ -18,8 +18,9 @@ from lab import MIB
 from safetensors.torch import load_file
 
 import memascend
-from memascend import cli, drives
 from memascend._memascend import KeptStore, Volume, device_uuid, format_device
+from memascend.command import main as cli
+from memascend.machine import drives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

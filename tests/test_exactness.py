@@ -92,7 +92,7 @@ def test_activations_put_aside(
     offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, tight: bool
 ) -> None:
     # Inputs of every layer, however small: the encoder's output too, once for all decoder layers.
-    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
     budget = tiny.smallest_budget(tiny.build("t5_dropout")) if tight else "256MiB"
     check(offloaded, "t5_dropout", where={"host_memory": budget})
 
@@ -100,7 +100,7 @@ def test_activations_put_aside(
 def test_activations_go_to_the_ssd_only_when_memory_is_short(
     offloaded: Callable[..., nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
 
     def deep() -> nn.Module:
         config = LlamaConfig(**tiny.SMALL_DECODER | {"num_hidden_layers": 12})  # more inputs than staging has buffers

@@ -86,7 +86,7 @@ def in_memory(words: list[str]) -> list[str]:
 
 def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
     """The command line, in its process; `before` changes the process first."""
-    from memascend import cli, finetune  # noqa: F401  (read while it may)
+    from memascend.command import main as cli
 
     if before is not None:
         before()

@@ -19,13 +19,15 @@ from transformers import (
 )
 
 import memascend
-from memascend import BudgetError, cli, zero_infinity
-from memascend.forecast import KINDS, Gpu, Replay, as_text, forecast
+from memascend import BudgetError
+from memascend.command import main as cli
+from memascend.forecast import zero_infinity
+from memascend.forecast.forecast import KINDS, Gpu, Replay, as_text, forecast
+from memascend.forecast.step_time import step_time
+from memascend.layout.units import Unit, partition
+from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
-from memascend.plan import Line
-from memascend.rates import Rate
-from memascend.step_time import step_time
-from memascend.units import Unit, partition
+from memascend.plan.host import Line
 
 CONFIGS = sorted((Path(__file__).parents[1] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {

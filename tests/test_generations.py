@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memascend
-from memascend import plain
 from memascend._memascend import KeptStore
+from memascend.durable import exact_json as plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ import torch
 import memascend
 from memascend import _memascend
 from memascend._memascend import Runtime
-from memascend.overflow import cuda
-from memascend.timeline import span
+from memascend.common.timeline import span
+from memascend.kernels import launcher as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -277,7 +277,7 @@ def train_on_cuda(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch
 def test_training_is_that_of_a_model_on_the_device(
     store: Path, monkeypatch: pytest.MonkeyPatch, activations: str
 ) -> None:
-    monkeypatch.setattr("memascend.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
     expected, weights = train_on_cuda(tiny.build("llama").cuda())
     model = memascend.offload(
         tiny.build("llama"),

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
-from memascend import limits, plan
-from memascend.units import partition
+from memascend.layout.units import partition
+from memascend.machine import limits
+from memascend.plan import host as plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,8 +251,8 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
 def test_a_limit_on_address_space_refuses_the_plan(tmp_path: Path) -> None:
     script = f"""
 import resource, sys, tiny, memascend
-from memascend.plan import make_plan
-from memascend.units import partition
+from memascend.plan.host import make_plan
+from memascend.layout.units import partition
 model = tiny.build("llama")
 total = make_plan(partition(model), 2 << 30).total
 pages = int(open("/proc/self/statm").read().split()[0])

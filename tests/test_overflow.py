@@ -20,7 +20,8 @@ import torch
 
 import memascend
 from memascend import _memascend
-from memascend.overflow import check, cuda
+from memascend.kernels import launcher as cuda
+from memascend.optim.overflow import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -309,7 +310,7 @@ MEMORY = """
 import re, sys
 import torch
 from pathlib import Path
-from memascend.overflow import check
+from memascend.optim.overflow import check
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from memascend import cli, drives, rates
-from memascend.rates import UnmeasuredError, rates_for
-from memascend.report import gpu_text
+from memascend.command import main as cli
+from memascend.command.report import gpu_text
+from memascend.machine import drives
+from memascend.machine import gpu as rates
+from memascend.machine.gpu import UnmeasuredError, rates_for
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from test_generations import LEAST, Run, build, go_on, same
 from transformers import AutoModelForCausalLM
 
 import memascend
-from memascend import cli
 from memascend._memascend import format_device
+from memascend.command import main as cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memascend.timeline import COMPUTE, KINDS, Timeline, bound_by, describe, span
+from memascend.common.timeline import COMPUTE, KINDS, Timeline, bound_by, describe, span
 
 
 class Clock:

@@ -309,8 +309,8 @@ def llama_directory(folder: Path, hidden: int, layers: int = 3, positions: int =
 
 def smallest_budget(model: nn.Module) -> int:
     """Return the least host_memory that holds `model`, as BudgetError says it."""
-    from memascend.plan import make_plan
-    from memascend.units import partition
+    from memascend.layout.units import partition
+    from memascend.plan.host import make_plan
 
     try:
         make_plan(partition(model), 1)
@@ -321,7 +321,7 @@ def smallest_budget(model: nn.Module) -> int:
 
 def overlapping_budget(model: nn.Module) -> int:
     """Return the least host_memory with which the next layer is read while one computes."""
-    from memascend.plan import make_plan
-    from memascend.units import partition
+    from memascend.layout.units import partition
+    from memascend.plan.host import make_plan
 
     return make_plan(partition(model), 1 << 40).overlap_bytes

@@ -8,9 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend import overflow
-from memascend.amp import GradScaler
-from memascend.checkpoint import from_pretrained, parameters_of, save_pretrained
-from memascend.distributed_checkpoint import load_distributed, save_distributed
 from memascend.errors import (
     BudgetError,
     CheckpointError,
@@ -20,11 +17,14 @@ from memascend.errors import (
     PinnedMemoryError,
     StoreError,
 )
-from memascend.offload import find_offload, offload, offload_of
+from memascend.formats.distributed import load_distributed, save_distributed
+from memascend.formats.hugging_face import from_pretrained, parameters_of, save_pretrained
+from memascend.machine.pinned import empty_pinned, pin_memory
+from memascend.offloading.session import find_offload, offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion
-from memascend.pinned import empty_pinned, pin_memory
-from memascend.plan import format_size, parse_size
-from memascend.resume import (
+from memascend.optim.scaler import GradScaler
+from memascend.plan.host import format_size, parse_size
+from memascend.runs.resume import (
     Resumed,
     can_resume,
     checkpoints,

@@ -1,5 +1,5 @@
 """`python -m memascend` is the `memascend` command."""
 
-from memascend.cli import run
+from memascend.command.main import run
 
 run()

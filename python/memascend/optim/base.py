@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from memascend import _memascend, plain
+from memascend import _memascend
 from memascend._memascend import Rule
+from memascend.common.interrupts import uninterrupted
+from memascend.common.timeline import span
+from memascend.durable import exact_json as plain
 from memascend.errors import MemascendError
-from memascend.interrupts import uninterrupted
-from memascend.offload import OPTIONS, Offload, close_at_exit, open_runtime, place_of
+from memascend.layout.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
+from memascend.offloading.session import OPTIONS, Offload, close_at_exit, open_runtime, place_of
 from memascend.optim.states import load_states, read_states
 from memascend.optim.update import (
     Segment,
@@ -28,9 +31,7 @@ from memascend.optim.update import (
     missing_planes,
     rule_for,
 )
-from memascend.plan import make_states_plan, parse_size
-from memascend.timeline import span
-from memascend.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
+from memascend.plan.host import make_states_plan, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import StepScalars
-    from memascend.offload import StorePaths
+    from memascend.offloading.session import StorePaths
 
 #: What becomes of a step whose gradients are not all finite.
 NONFINITE = ("propagate", "skip", "raise")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memascend._memascend import Plane, Rule, Runtime
-    from memascend.units import Place
+    from memascend.layout.units import Place
 
 
 def read_states(

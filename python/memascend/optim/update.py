@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from memascend._memascend import Rule
-from memascend.units import DTYPE_NAMES, PACK_BELOW_BYTES, StorePlane
+from memascend.layout.units import DTYPE_NAMES, PACK_BELOW_BYTES, StorePlane
 
 if TYPE_CHECKING:
     import torch
 
     from memascend._memascend import Plane, Runtime, StepScalars
-    from memascend.units import Place, StoreTensor
+    from memascend.layout.units import Place, StoreTensor
 
 
 @dataclass(slots=True)

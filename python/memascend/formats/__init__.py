@@ -1,0 +1,1 @@
+"""Model directories and checkpoints read and written as streams."""

@@ -1,0 +1,341 @@
+"""Training states to and from other trainers: PyTorch Distributed Checkpoints, streamed, never whole in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.common.outputs import sync
+from memascend.errors import CheckpointError, MemascendError
+from memascend.formats.hugging_face import saved_buffers
+from memascend.offloading.session import Offload, offload_of, place_of
+from memascend.optim.base import OffloadedOptimizer
+from memascend.optim.states import UnreadStates, read_state, shown_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from memascend._memascend import Rule
+    from memascend.formats.dcp import DistributedReader
+    from memascend.layout.units import Place
+
+#: Where a checkpoint has the optimizer's states: what follows is the parameter's name, a dot and the state's.
+STATES = "optim.state."
+
+
+def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, directory: str | os.PathLike[str]) -> None:
+    """Write weights, and the optimizer's states unless it is None, as a PyTorch Distributed Checkpoint.
+
+    It holds `{"model": ..., "optim": ...}` as `get_model_state_dict` and `get_optimizer_state_dict` of
+    torch.distributed.checkpoint.state_dict give it, so that another trainer loads it by `dcp.load` and
+    `set_model_state_dict`, `set_optimizer_state_dict`, on as many ranks as it likes. Tied weights are there under every
+    name. States are shown as in `optimizer.state_dict()`: those of 8 bits as float32, and beside them `master_low` or
+    `master` of 16-bit weights, which `dcp.load` into an optimizer of `torch.optim` leaves out. A parameter that was
+    never updated has states of zeros and a `step` of 0.
+
+    One tensor is in memory at a time, and one of the states on the store's drive. The checkpoint appears under its name
+    only when it is whole and on the medium.
+
+    Raises:
+        CheckpointError: `directory` is there already and not empty.
+        OSError: of the system, naming `directory`, or the store's where there is no room for the one state. The model
+            and the optimizer are as before.
+    """
+    from memascend.formats.dcp import write_distributed
+
+    path = Path(directory)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists already: a checkpoint needs a new or an empty directory")
+    state: dict[str, Any] = {"model": {}}
+    sources: dict[str, Callable[[], torch.Tensor]] = {}
+    names = _names(model)
+    _add_weights(model, names, state["model"], sources)
+    if optimizer is not None:
+        state["optim"] = {"state": {}, "param_groups": []}
+        _add_states(_ours(optimizer), names, state["optim"], sources)
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if hidden.exists():  # of a process with our number that was killed
+            shutil.rmtree(hidden)
+        hidden.mkdir()
+        write_distributed(hidden, state, sources)
+        sync(hidden)
+        os.rename(hidden, path)
+        sync(path.parent)
+    except BaseException as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, MemascendError):
+            # Of an open file the system names nothing, and the hidden directory says nothing to anybody.
+            if error.filename is None or str(hidden) in str(error.filename):
+                error.filename = str(path)
+            error.filename2 = None
+        raise
+
+
+def _ours(optimizer: Any) -> OffloadedOptimizer:
+    if not isinstance(optimizer, OffloadedOptimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an optimizer of memascend: torch.distributed.checkpoint saves and "
+            "loads those of PyTorch itself"
+        )
+    return optimizer
+
+
+def _offload(model: nn.Module) -> Offload | None:
+    return offload_of(model) if "_memascend" in model.__dict__ else None
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return every parameter with all its names; those of one unit follow each other."""
+    names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
+    state = _offload(model)
+    for place in state.places if state is not None else ():
+        names[place.parameter] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return dict(names)
+
+
+def _add_weights(
+    model: nn.Module,
+    names: dict[nn.Parameter, list[str]],
+    weights: dict[str, torch.Tensor],
+    sources: dict[str, Callable[[], torch.Tensor]],
+) -> None:
+    state = _offload(model)
+    if state is not None:
+        state.flush()
+    for parameter, aliases in names.items():
+        for name in aliases:
+            weights[name] = _shown(parameter, parameter.dtype)
+            sources[f"model.{name}"] = partial(_weight, parameter)
+    weights |= saved_buffers(model)
+
+
+def _shown(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the parameter's shape that occupies one element."""
+    return torch.zeros((), dtype=dtype).expand(parameter.shape)
+
+
+def _weight(parameter: nn.Parameter) -> torch.Tensor:
+    found = place_of(parameter)
+    if found is None:
+        return parameter.detach()
+    state, place = found
+    return place.view(state.read_unit(place.tensor.unit))
+
+
+def _add_states(
+    optimizer: OffloadedOptimizer,
+    names: dict[nn.Parameter, list[str]],
+    saved: dict[str, Any],
+    sources: dict[str, Callable[[], torch.Tensor]],
+) -> None:
+    optimizer.flush()
+    for group in optimizer.param_groups:
+        fqns = [_name_in_model(names, parameter) for parameter in group["params"]]
+        saved["param_groups"].append({**group, "params": fqns})
+        for fqn, parameter in zip(fqns, group["params"], strict=True):
+            kept = optimizer.state.get(parameter, {})
+            if "step" not in kept and not parameter.requires_grad:
+                continue
+            shown = {"step": torch.tensor(float(kept.get("step", 0)))}
+            for plane in _rule_of(optimizer, group, parameter).planes:
+                shown[plane.name] = _shown(parameter, shown_dtype(plane))
+                source = partial(torch.zeros, parameter.shape, dtype=shown_dtype(plane))
+                if "step" in kept:
+                    source = partial(read_state, parameter, plane, kept, optimizer.location(parameter))
+                sources[f"{STATES}{fqn}.{plane.name}"] = source
+            saved["state"][fqn] = shown
+
+
+def _name_in_model(names: dict[nn.Parameter, list[str]], parameter: nn.Parameter) -> str:
+    if parameter not in names:
+        raise ValueError("the optimizer has a parameter that is not the model's")
+    return names[parameter][0]
+
+
+def _rule_of(optimizer: OffloadedOptimizer, group: dict[str, Any], parameter: nn.Parameter) -> Rule:
+    return optimizer._rules.get(parameter) or optimizer._rule(group, parameter)
+
+
+# ---- loading ------------------------------------------------------------------------------------------------
+
+
+def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, directory: str | os.PathLike[str]) -> None:
+    """Take over weights, and states unless `optimizer` is None, from a PyTorch Distributed Checkpoint.
+
+    It may be `save_distributed`'s or any other trainer's that saved `{"model": ..., "optim": ...}` with the weights of
+    `get_model_state_dict` and the states of `get_optimizer_state_dict`, from any number of ranks. The model may be
+    offloaded or not. Values are converted to the dtypes that they have here; options of the groups are taken over as by
+    `optimizer.load_state_dict`. Where weights alone are loaded, load them before the optimizer takes its first step:
+    states that it has stay as they are.
+
+    A few tensors are in memory at a time. Nothing that a pickle could run is loaded: `.metadata` may name only what
+    describes tensors, everything else goes through `torch.load(weights_only=True)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or something is missing, of another shape, truncated or not
+            admitted; nothing has changed then. A file whose contents are found to be damaged on the way is named too,
+            but what was read before has changed: load another checkpoint.
+    """
+    from memascend.formats.dcp import DistributedReader
+
+    reader = DistributedReader(Path(directory))
+    names, buffers = _names(model), saved_buffers(model)
+    problems: list[str] = []
+    keys: dict[nn.Parameter, str] = {}
+    for parameter, aliases in names.items():
+        # A tied parameter may be there under any of its names.
+        name = next((name for name in aliases if f"model.{name}" in reader.entries), aliases[0])
+        keys[parameter] = f"model.{name}"
+        _check(reader, keys[parameter], parameter, problems)
+    for name, buffer in buffers.items():
+        _check(reader, f"model.{name}", buffer, problems)
+    states = None if optimizer is None else _state_dict(reader, _ours(optimizer), names, problems)
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{reader.path} cannot be loaded: {'; '.join(problems[:3])}{more}")
+    _load_weights(model, keys, reader)
+    for name, buffer in buffers.items():
+        reader.read_into(f"model.{name}", buffer)
+    if optimizer is not None and states is not None:
+        optimizer.load_state_dict(states)
+
+
+def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: list[str]) -> None:
+    """Add to `problems` what keeps the tensor `key` from being loaded into one like `wanted`."""
+    problem = reader.problem(key) if key in reader.entries else f"{key} is missing"
+    shown = None if problem is not None else reader.shown(key)
+    if problem is not None:
+        pass
+    elif shown is None:
+        problem = f"{key} is not a tensor"
+    elif shown.shape != wanted.shape:
+        problem = f"{key} has shape {tuple(shown.shape)} instead of {tuple(wanted.shape)}"
+    elif wanted.is_floating_point() and not shown.is_floating_point():
+        problem = f"{key} is of dtype {str(shown.dtype).removeprefix('torch.')}, which is not what is trained"
+    if problem is not None:
+        problems.append(problem)
+
+
+def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: DistributedReader) -> None:
+    def read(place: Place, target: torch.Tensor) -> None:
+        reader.read_into(keys[place.parameter], target)
+
+    state = _offload(model)
+    if state is not None:
+        state.flush()
+        for unit in state.units:
+            state.streamer.let_go(unit)
+        state.fill(read, None)
+        for place in state.places:
+            # A graph made before would compute with other weights than it saw.
+            place.version += 1
+    for parameter, key in keys.items():
+        if place_of(parameter) is None:
+            reader.read_into(key, parameter.detach())
+
+
+def _state_dict(
+    reader: DistributedReader,
+    optimizer: OffloadedOptimizer,
+    names: dict[nn.Parameter, list[str]],
+    problems: list[str],
+) -> dict[str, Any]:
+    """Return what `optimizer.load_state_dict` takes, whose states are read when it takes them."""
+    saved_groups = _saved_groups(reader, problems)
+    if not saved_groups:
+        return {}
+    by_name: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key in reader.entries:
+        if key.startswith(STATES):
+            fqn, _, name = key.removeprefix(STATES).rpartition(".")
+            by_name[fqn][name] = key
+    state: dict[int, UnreadStates] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        options: dict[str, Any] = {}
+        numbers = range(len(state), len(state) + len(group["params"]))
+        for number, parameter in zip(numbers, group["params"], strict=True):
+            first = _name_in_model(names, parameter)
+            found = ((name, saved) for saved in saved_groups for name in names[parameter] if name in saved["params"])
+            fqn, saved = next(found, (first, {}))
+            if not saved:
+                problems.append(f"{fqn} is in none of the parameter groups")
+            elif options and options is not saved:
+                problems.append(f"{fqn} is in another parameter group than {names[group['params'][0]][0]}")
+            options = options or saved
+            taken = {name: value for name, value in options.items() if name not in optimizer._own_options}
+            rule = optimizer._rule(group | taken, parameter)
+            state[number] = _unread(reader, parameter, rule, fqn, by_name[fqn], problems)
+        groups.append(options | {"params": list(numbers)})
+    return {"state": state, "param_groups": groups}
+
+
+def _saved_groups(reader: DistributedReader, problems: list[str]) -> list[dict[str, Any]]:
+    """Read the options of all groups; `params` are names."""
+    groups: list[dict[str, Any]] = []
+    for number in count():
+        prefix = f"optim.param_groups.{number}."
+        keys = [key for key in reader.entries if key.startswith(prefix)]
+        if prefix + "params" not in keys:
+            break
+        wrong = [problem for problem in map(reader.problem, keys) if problem is not None]
+        problems.extend(wrong)
+        group = {} if wrong else {key.removeprefix(prefix): reader.read(key) for key in keys}
+        if isinstance(group.get("params"), list):
+            groups.append(group)
+        elif not wrong:
+            problems.append(f"{prefix}params is no list of names")
+    if not groups and not problems:
+        problems.append("optim.param_groups is missing")
+    return groups
+
+
+def _unread(
+    reader: DistributedReader,
+    parameter: nn.Parameter,
+    rule: Rule,
+    fqn: str,
+    keys: dict[str, str],
+    problems: list[str],
+) -> UnreadStates:
+    """Return the saved states of a parameter; without any it begins anew, as one that never had a gradient."""
+    known = len(problems)
+    wanted = [plane for plane in rule.planes if plane.name in keys]
+    for plane in wanted:
+        _check(reader, keys[plane.name], _shown(parameter, shown_dtype(plane)), problems)
+    for plane in rule.planes:
+        # Other trainers have no masters like ours; the weight becomes its own then.
+        if keys and plane.name not in keys and not plane.name.startswith("master"):
+            problems.append(f"{STATES}{fqn}.{plane.name} is missing")
+    shown: dict[str, Any] = {}
+    if "step" in keys:
+        problem = reader.problem(keys["step"])
+        if problem is None:
+            like = reader.shown(keys["step"])
+            shown["step"] = reader.read(keys["step"]) if like is None or like.numel() == 1 else None
+            problem = None if _is_count(shown["step"]) else f"{keys['step']} is no number of steps"
+        if problem is not None:
+            problems.append(problem)
+    if len(problems) == known:
+        shown |= {plane.name: reader.shown(keys[plane.name]) for plane in wanted}
+    return UnreadStates(shown, lambda name: reader.read(keys[name]))
+
+
+def _is_count(step: Any) -> bool:
+    try:
+        return 0 <= int(step) == float(step)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False

@@ -1,0 +1,1 @@
+"""The CUDA source and its launcher. Nothing here knows of a model."""

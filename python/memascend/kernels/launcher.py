@@ -1,0 +1,185 @@
+"""The overflow check on CUDA devices: compiles the kernels and launches them on torch's current stream."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_log = logging.getLogger("memascend")
+SOURCE = Path(__file__).with_name("overflow.cu")
+OPTIONS = ("--std=c++17",)
+KERNELS = ("find", "sum", "unscale", "unscale_sum", "total", "block_sums")
+#: As in the source: elements of a chunk, threads of a block, lanes of a partial sum.
+CHUNK, THREADS, LANES = 65_536, 256, 32
+#: Blocks per multiprocessor: more than are resident at once, so that none runs dry at the end.
+BLOCKS_PER_PROCESSOR = 16
+#: Numbers of the dtypes in a row.
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: Device memory of a row: address, elements, first chunk, dtype.
+ROW = 4
+#: CUDA's handle of the legacy default stream.
+LEGACY_STREAM = 1
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "checking CUDA tensors needs CuPy: pip install 'memascend[cuda]' "
+            "(or cupy-cuda12x, if that is the CUDA of your torch)"
+        ) from error
+    return cupy
+
+
+@cache
+def has_cupy() -> bool:
+    """Whether the kernels can be used: CuPy is installed, finds NVRTC, and its CUDA is not too new for the driver."""
+    try:
+        cupy = _cupy()
+        cupy.cuda.nvrtc.getVersion()
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
+        return False
+
+
+@cache
+def compiles(device: int) -> bool:
+    """Whether the kernels can be used on a device; why not, if CuPy is there, goes to the log."""
+    if not has_cupy():
+        return False
+    try:
+        _functions(device)
+    except Exception as error:  # whatever NVRTC and the driver say of a device that is too new, or too old
+        first = str(error).strip().partition("\n")[0]
+        _log.warning("gradients are checked by the CPU: CuPy cannot compile for cuda:%d: %s", device, first)
+        return False
+    return True
+
+
+class _Stream:
+    """A stream of torch's, by the protocol by which CuPy takes over others' streams."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the protocol's version and the stream's handle."""
+        # torch's 0 is the legacy default stream. CuPy's is that of the thread, if
+        # CUPY_CUDA_PER_THREAD_DEFAULT_STREAM says so, and would not come after what torch has launched.
+        return 0, self.stream.cuda_stream or LEGACY_STREAM
+
+
+@contextmanager
+def _launching_on(device: torch.device, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    """Give the kernels of a device, which are launched on `stream` meanwhile."""
+    cupy = _cupy()
+    functions = _functions(device.index)
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_Stream(stream)):
+        yield functions
+
+
+@cache
+def _functions(device: int) -> dict[str, Any]:
+    """Compile the kernels for a device, once."""
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+        return {name: module.get_function(f"overflow_{name}") for name in KERNELS}
+
+
+def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int]], int]:
+    """Return the table of tensors that are not empty, and how many chunks they have."""
+    table, chunks = [], 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        if numel:
+            table.append((tensor.data_ptr(), numel, chunks, DTYPES[tensor.dtype]))
+            chunks += -(-numel // CHUNK)
+    return table, chunks
+
+
+def check(
+    device: torch.device, tensors: Sequence[torch.Tensor], norm: bool, unscale: float | torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch a check of dense tensors of one device on its current stream, and wait for nothing.
+
+    Returns tensors of the device: 1.0 or 0.0 (float32) for found or not, and the sum of squares (float64) if `norm`.
+    """
+    _cupy()  # says so if it is missing, before anything else
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device)
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device) if norm else None
+        table, chunks = rows(tensors)
+        if not table:
+            return flag, total
+        # torch keeps pinned memory until the copies from it are done, and reuses device memory in the stream's order:
+        # both may be dropped here.
+        pinned = torch.empty((len(table), ROW), dtype=torch.int64, pin_memory=True)
+        pinned.numpy()[:] = table
+        on_device = pinned.to(device, non_blocking=True)
+        arguments = [on_device.data_ptr(), len(table), chunks, flag.data_ptr()]
+        slots = factor = None
+        if norm:
+            slots = torch.empty(chunks, dtype=torch.float64, device=device)
+            arguments.append(slots.data_ptr())
+        if unscale is not None:
+            factor = _factor(unscale, device)
+            arguments.append(factor.data_ptr())
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        name = "_".join(["unscale"] * (unscale is not None) + ["sum"] * norm) or "find"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        grid = min(chunks, processors * BLOCKS_PER_PROCESSOR)
+        # CuPy passes Python's integers in 64 bits, and so the kernels take all of theirs.
+        with _launching_on(device, stream) as functions:
+            functions[name]((grid,), (THREADS,), tuple(arguments))
+            if norm:
+                functions["total"]((1,), (THREADS,), (slots.data_ptr(), chunks, flag.data_ptr(), total.data_ptr()))
+    return flag, total
+
+
+def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> None:
+    """Launch the measuring of a gradient on torch's current stream, and wait for nothing.
+
+    Each sum is, to the bit, what the CPU's kernels make of the block (`_memascend.gradient_stats`).
+
+    Args:
+        tensor: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of any shape. Nothing is launched for
+            an empty one.
+        sums: float64 of that device, contiguous, shape (blocks of 65,536 elements in `tensor`, the last one maybe
+            shorter,): the sum of squares of each, infinite or NaN where an element is.
+        flag: int32 of that device, shape (1,): becomes 1 when an element is infinite or NaN. The caller has cleared it.
+
+    Raises:
+        ImportError: CuPy is not installed; ask `has_cupy` before.
+    """
+    numel, device = tensor.numel(), tensor.device
+    blocks = -(-numel // CHUNK)
+    assert tensor.is_contiguous() and sums.is_contiguous()
+    assert (sums.dtype, sums.shape, sums.device) == (torch.float64, (blocks,), device)
+    assert (flag.dtype, flag.shape, flag.device) == (torch.int32, (1,), device)
+    if not blocks:
+        return
+    stream = torch.cuda.current_stream(device)
+    for used in (tensor, sums, flag):
+        used.record_stream(stream)
+    arguments = (tensor.data_ptr(), numel, DTYPES[tensor.dtype], sums.data_ptr(), flag.data_ptr())
+    with _launching_on(device, stream) as functions:
+        functions["block_sums"]((blocks,), (LANES,), arguments)
+
+
+def _factor(unscale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(unscale, torch.Tensor) and unscale.device.type == "cuda":
+        return unscale.detach().to(device, torch.float32, non_blocking=True)
+    # Filled by a kernel, so that nothing is copied from memory that is not pinned.
+    return torch.full((), float(unscale), dtype=torch.float32, device=device)

@@ -1,0 +1,1 @@
+"""How a model's parameters are divided into units and laid out in bytes."""

@@ -1,0 +1,1 @@
+"""What this machine has and leaves: drives, GPU rates, pinned memory, limits."""

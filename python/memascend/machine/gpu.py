@@ -1,0 +1,207 @@
+"""What a machine can do beside its drives: measured by `memascend bench --gpu`, used by `memascend plan --gpu`.
+
+No rate is assumed: what was neither measured nor given is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import HostMemoryError, MemascendError
+from memascend.machine import drives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from memascend.machine.drives import Place
+
+#: Bytes of a copy between host and device, and the least where the system pins less (WSL2).
+COPY_BYTES, COPY_BYTES_MIN = 256 << 20, 16 << 20
+#: Rows and columns of the square matrices that are multiplied.
+MATRIX_ORDER = 8192
+#: Copies or products between two looks at the clock.
+BATCH = 8
+#: Bytes of each of the two arrays that a copy in host memory goes between: more than any cache holds.
+HOST_BYTES = 512 << 20
+#: What each rate is of, and the option that gives it.
+NAMES = {
+    "flops": ("the GPU's arithmetic", "--flops"),
+    "h2d": ("copies to the GPU", "--pcie"),
+    "d2h": ("copies from the GPU", "--pcie"),
+    "dram": ("host memory", "--dram"),
+    "ssd": ("the drives", "--ssd"),
+}
+
+
+class UnmeasuredError(MemascendError, ValueError):
+    """A rate that a prediction needs was neither measured nor given."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Operations or bytes per second, and where the number comes from."""
+
+    per_second: float
+    source: str
+
+
+# ---- measured -----------------------------------------------------------------------------------------------
+
+
+def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Measure the CUDA device that PyTorch uses by default, and host memory; each rate for `seconds`.
+
+    Returns:
+        `gpu` (its name), `memory_bytes`; bytes per second `h2d` and `d2h` (pinned memory, 256 MiB at a time, one
+        direction at a time) and `dram` (see `measure_host_memory`); `flops`: floating-point operations per second of a
+        product of square matrices of 8,192 rows in `bfloat16` and `float32`, as PyTorch is set up to compute them.
+
+    Raises:
+        DeviceError: there is no CUDA device that can be used.
+        HostMemoryError: the system pins no memory.
+    """
+    from memascend.residency.cuda import open_device
+
+    opened = open_device("cuda")
+    assert opened is not None
+    device = opened.torch_device
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "memory_bytes": opened.memory()[1]}
+    for name, what in (("h2d", "to"), ("d2h", "from")):
+        progress(f"copies {what} the GPU")
+        found[name] = _copy_rate(device, seconds, name)
+    found["flops"] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        progress(f"products of {name} matrices")
+        found["flops"][name] = _product_rate(device, seconds, dtype)
+    progress("host memory")
+    found["dram"] = measure_host_memory(seconds=seconds)
+    return found
+
+
+def _copy_rate(device: torch.device, seconds: float, direction: str) -> float:
+    source = _pinned()
+    target = torch.empty_like(source, device=device)
+    if direction == "d2h":
+        source, target = target, source
+    copies = _per_second(lambda: target.copy_(source, non_blocking=True), seconds, partial(_finish, device))
+    return source.nbytes * copies
+
+
+def _product_rate(device: torch.device, seconds: float, dtype: torch.dtype) -> float:
+    left, right, product = (torch.randn(MATRIX_ORDER, MATRIX_ORDER, device=device).to(dtype) for _ in range(3))
+    products = _per_second(lambda: torch.mm(left, right, out=product), seconds, partial(_finish, device))
+    return 2 * MATRIX_ORDER**3 * products
+
+
+def _finish(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+
+
+def measure_host_memory(*, size: int = HOST_BYTES, seconds: float = 1.0) -> float:
+    """Bytes per second, read and written together, of copies of `size` bytes by PyTorch's threads.
+
+    The Copy of McCalpin's STREAM: what a processor reads of a line before it writes to it is not counted.
+    """
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    return 2 * size * _per_second(lambda: target.copy_(source), seconds)
+
+
+def _per_second(work: Callable[[], Any], seconds: float, finish: Callable[[], None] = lambda: None) -> float:
+    """How often a second `work` is done when it is begun again and again; `finish` waits for what was begun."""
+    work()
+    finish()
+    began, done = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds or not done:
+        for _ in range(BATCH):
+            work()
+        finish()
+        done += BATCH
+    return done / passed
+
+
+def _pinned() -> torch.Tensor:
+    nbytes = COPY_BYTES
+    while True:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            nbytes //= 2
+            if nbytes < COPY_BYTES_MIN:
+                raise HostMemoryError(
+                    f"the system pins not even {2 * nbytes} bytes of host memory, so that copies cannot be measured: "
+                    f"raise the limit on locked memory (`ulimit -l`; under WSL2 `memory` in .wslconfig): {error}"
+                ) from error
+
+
+# ---- remembered ---------------------------------------------------------------------------------------------
+
+
+def remembered_in() -> Path:
+    """Return the file in which the last measurement of a GPU is remembered."""
+    return drives.cache_directory() / "gpu.json"
+
+
+def remember(measured: dict[str, Any]) -> Path:
+    """Keep what `measure_gpu` found in place of what was kept, and return the file it is kept in."""
+    return drives.save(remembered_in(), {**measured, "measured": drives.now()})
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        found = json.loads(remembered_in().read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: nobody's home
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Place] = ()) -> dict[str, Rate]:
+    """Return the rates that a step passes through, by the keys of `NAMES`.
+
+    What is given comes first, then what was measured; host memory is measured here and now if it was not. The drives
+    are those of `stores`, or the only one that was measured.
+
+    Args:
+        dtype: "bfloat16" or "float32", that of the products.
+        given: rates by the keys of `NAMES`; None where there is none.
+        stores: where the store is going to be.
+
+    Raises:
+        UnmeasuredError: a rate is not known; the message says what to run.
+    """
+    rates = {name: Rate(value, "given") for name, value in given.items() if value is not None}
+    measured = _remembered()
+    source = f"{measured.get('gpu')}, {str(measured.get('measured'))[:10]}"
+    for name in ("flops", "h2d", "d2h", "dram"):
+        value = measured.get(name)
+        if name == "flops":
+            value = value.get(dtype) if isinstance(value, dict) else None
+        if name not in rates and isinstance(value, int | float) and value > 0:
+            rates[name] = Rate(float(value), source)
+    if "ssd" not in rates:
+        known = drives.measured_rates(stores)
+        if known is not None:
+            rates["ssd"] = Rate(sum(known.values()), f"{', '.join(known)}: reads and writes mixed")
+    # Last: measuring takes a second, which is not for somebody who is going to be refused.
+    missing = [name for name in NAMES if name not in rates and name != "dram"]
+    if missing:
+        what = ", ".join(NAMES[name][0] for name in missing)
+        options = ", ".join(dict.fromkeys(NAMES[name][1] for name in missing))
+        gpu = "" if missing == ["ssd"] else "--gpu "
+        where = (" ".join(os.fspath(place) for place in stores) or "DIR") if "ssd" in missing else ""
+        several = " and name the drives with --store" if "ssd" in missing and not stores else ""
+        raise UnmeasuredError(
+            f"not known: the rates of {what}. Run `{f'memascend bench {gpu}{where}'.strip()}` on the machine that is "
+            f"going to compute{several}, or give {options}"
+        )
+    if "dram" not in rates:
+        rates["dram"] = Rate(measure_host_memory(), "measured just now")
+    return rates

@@ -1,0 +1,277 @@
+"""Is there an infinity or a NaN in the gradients? One pass, no temporaries, with the norm and unscaling if wanted."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memascend import _memascend
+from memascend.offloading.session import finish_gradient, shown_places
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from memascend.layout.units import Place
+
+__all__ = ["Overflow", "check"]
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class Overflow:
+    """What a check found. What was found on CUDA devices is fetched, and waited for, when it is first asked for."""
+
+    def __init__(
+        self,
+        found_inf: bool,
+        sum_squares: float | None,
+        on_devices: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
+    ) -> None:
+        """Take the results for CPU tensors, and (found, sum of squares) as tensors for each device."""
+        self._found = found_inf
+        self._sum_squares = sum_squares
+        self._on_devices = list(on_devices)
+        self._fetched: tuple[bool, float | None] | None = None
+
+    def _fetch(self) -> tuple[bool, float | None]:
+        if self._fetched is None:
+            found, total = self._found, self._sum_squares
+            for flag, part in self._on_devices:
+                found = bool(flag.item()) or found
+                if total is not None:
+                    assert part is not None
+                    total += part.item()
+            self._fetched = found, math.nan if found and total is not None else total
+        return self._fetched
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether an element is infinite or NaN (was, before it was unscaled)."""
+        return self._fetch()[0]
+
+    @property
+    def found_inf_tensor(self) -> torch.Tensor:
+        """The same as a 0-dim float32 tensor, 1.0 or 0.0, as torch's gradient scalers want it; nothing is waited for.
+
+        On the first CUDA device of the list, or on the CPU if there is none.
+        """
+        host = float(self._found)
+        if not self._on_devices:
+            return torch.tensor(host)
+        first = self._on_devices[0][0]
+        flags = [flag.to(first.device, non_blocking=True) for flag, _ in self._on_devices]
+        return torch.stack(flags).amax().clamp(min=host)
+
+    @property
+    def sum_squares(self) -> float:
+        """The sum of the squares, in fp64; of the unscaled values, if they were. NaN when `found_inf`.
+
+        Raises:
+            ValueError: the check was made without `norm=True`.
+        """
+        total = self._fetch()[1]
+        if total is None:
+            raise ValueError("the squares were not summed: use check(..., norm=True)")
+        return total
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm: the square root of `sum_squares`."""
+        return math.sqrt(self.sum_squares)
+
+    def __bool__(self) -> bool:
+        """Whether something was found."""
+        return self.found_inf
+
+    def __repr__(self) -> str:
+        """Show what is known without waiting for a device."""
+        if self._on_devices and self._fetched is None:
+            return "Overflow(on its way)"
+        found, total = self._fetch()
+        return f"Overflow(found_inf={found}" + (")" if total is None else f", norm={math.sqrt(total)})")
+
+
+def check(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    *,
+    norm: bool = False,
+    unscale: float | torch.Tensor | None = None,
+    threads: int | None = None,
+) -> Overflow:
+    """Look for infinities and NaNs in float32, float16 and bfloat16 tensors, in one pass, without temporaries.
+
+    The first one found ends the check. CPU tensors are checked here and now; for CUDA tensors one kernel is launched on
+    each device's current stream, and nothing waits for it before the result is asked for. They need CuPy.
+
+    Of gradients that an offloaded model keeps (`parameter.grad` of its parameters) the recorded results are taken: they
+    were checked and summed as they were made. They cannot be unscaled here.
+
+    Tensors that are dense in any order of dimensions are read where they are. Others (slices of columns, expanded ones)
+    are copied, and written back if unscaled.
+
+    Args:
+        tensors: one, or any number of them, of any shape, mixed in dtype and device; empty ones too.
+        norm: sum the squares in the same pass, in fp64 and in a fixed order: the result depends neither on the number
+            of threads nor on the run. On the CPU it is that of `memascend.AdamW.clip_grad_norm_`.
+        unscale: multiply all elements by this in place: 1 / scale, torch's `inv_scale`. A number or a tensor of one
+            element; a CUDA one is not waited for, unless there are CPU tensors to unscale. As in torch's gradient
+            scaler, the product is taken in fp32 and rounded to the dtype, what counts as found is what was there
+            before, and everything is unscaled, whatever is found. The norm is that of the products. Autograd is told
+            of the change (graphs that saved a tensor will refuse it) but does not record it.
+        threads: for CPU tensors (default: `torch.get_num_threads()`).
+
+    Raises:
+        ValueError: a tensor of another dtype, layout or device; weights that are not in memory; to unscale what
+            memascend keeps, tensors that share memory, or expanded ones. It names the tensor's index, and nothing was
+            changed.
+        ImportError: there are CUDA tensors and no CuPy.
+    """
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if isinstance(unscale, torch.Tensor) and unscale.numel() != 1:
+        raise ValueError(f"unscale must be a number or have one element, not the shape {tuple(unscale.shape)}")
+    threads = torch.get_num_threads() if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
+    kept = _kept(listed)
+    for index, tensor in enumerate(listed):
+        _refuse(index, tensor, kept.get(index), unscale is not None)
+    if unscale is not None:
+        _refuse_overlaps(listed)
+    on_cuda: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    on_cpu: list[tuple[int, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, tensor in enumerate(listed):
+        if index in kept:
+            continue
+        # Neither the copies nor what is written into them are autograd's.
+        dense = tensor.detach()
+        if not _is_dense(dense):
+            dense = dense.contiguous()
+            copies.append((tensor, dense))
+        if dense.device.type == "cuda":
+            on_cuda[dense.device].append(dense)
+        else:
+            on_cpu.append((index, dense))
+
+    on_devices = []
+    if on_cuda:
+        from memascend.kernels import launcher as cuda
+
+        # Before the CPU's part, so that the devices work meanwhile.
+        on_devices = [cuda.check(device, part, norm, unscale) for device, part in on_cuda.items()]
+    factor = None if unscale is None or not on_cpu else float(unscale)
+    described = [(_NAMES[dense.dtype], dense.numel(), dense.data_ptr()) for _, dense in on_cpu]
+    found, sums, _ = _memascend.check_overflow(described, norm, factor, threads)
+    if unscale is not None:
+        _tell_autograd(listed, copies)
+    for place in kept.values():
+        finish_gradient(place)
+    found = found or any(place.non_finite for place in kept.values())
+    total = None
+    if norm:
+        # In the order of the list, as the optimizer adds them.
+        by_index = dict(zip((index for index, _ in on_cpu), sums, strict=True))
+        by_index |= {index: place.sum_squares for index, place in kept.items()}
+        total = sum((by_index[index] for index in sorted(by_index)), start=0.0)
+    return Overflow(found, math.nan if norm and found else total, on_devices)
+
+
+def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
+    """Find those that stand for gradients kept by an offloaded model; refuse those that stand for absent weights."""
+    shown: dict[int, tuple[Place, bool]] | None = None
+    found: dict[int, Place] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
+            continue
+        # Both are one NaN, expanded. Filled with something else, as by zero_(), they are what they show.
+        if is_traceable_wrapper_subclass(tensor) or not tensor.numel() or tensor.dtype not in _NAMES:
+            continue
+        if tensor.untyped_storage().nbytes() != tensor.itemsize:
+            continue
+        if shown is None:
+            shown = shown_places()
+        if tensor.data_ptr() not in shown:
+            continue
+        place, is_gradient = shown[tensor.data_ptr()]
+        if not place.untouched(is_gradient):
+            continue
+        if not is_gradient:
+            raise ValueError(f"tensors[{index}] is the parameter {place.name}, whose weights are not in memory now")
+        if place.parameter.grad is not place.marker:
+            raise ValueError(f"tensors[{index}] is a gradient of {place.name} that was discarded since")
+        if tensor.shape != place.shape:
+            raise ValueError(
+                f"tensors[{index}] is a part of {place.name}'s gradient, which memascend keeps: pass it whole"
+            )
+        found[index] = place
+    return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cpu", "cuda")
+
+
+def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool) -> None:
+    def refuse(what: str) -> None:
+        raise ValueError(f"tensors[{index}] {what}")
+
+    if not isinstance(tensor, torch.Tensor):
+        refuse(f"is a {type(tensor).__name__}, not a tensor")
+    if is_traceable_wrapper_subclass(tensor):
+        refuse(f"is a {type(tensor).__name__}: pass the tensors that it is made of")
+    if tensor.layout is not torch.strided:
+        refuse(f"has the layout {tensor.layout}: only dense tensors are checked; of a sparse one pass its values()")
+    if tensor.dtype not in _NAMES:
+        name = str(tensor.dtype).removeprefix("torch.")
+        refuse(f"has dtype {name}: only float32, float16 and bfloat16 are checked")
+    if not _has_memory(tensor):
+        refuse(f"is on {tensor.device}: only CPU and CUDA tensors are checked")
+    if unscale and place is not None:
+        refuse(f"is the gradient of {place.name}, which memascend keeps: it cannot be unscaled in place")
+    repeated = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if unscale and tensor.numel() and repeated:
+        refuse("is expanded: its elements share memory and cannot be unscaled in place")
+
+
+def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors whose ranges of memory meet: what lies in two would be unscaled twice, or by two threads."""
+    ranges = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            ranges.append((str(tensor.device), start, start + (last + 1) * tensor.itemsize, index))
+    ranges.sort()
+    for (device, _, end, index), (next_device, start, _, next_index) in pairwise(ranges):
+        if device == next_device and start < end:
+            first, second = sorted((index, next_index))
+            raise ValueError(f"tensors[{second}] shares memory with tensors[{first}]: both cannot be unscaled in place")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one piece of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
+
+
+def _tell_autograd(tensors: Sequence[torch.Tensor], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write copies back; the others were changed behind autograd's back."""
+    with torch.no_grad():
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+    copied = {id(tensor) for tensor, _ in copies}
+    for tensor in tensors:
+        if id(tensor) not in copied and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

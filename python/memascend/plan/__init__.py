@@ -1,0 +1,1 @@
+"""Plans of host and device memory, and estimates of what PyTorch takes beside them."""

@@ -1,0 +1,357 @@
+"""The host memory plan: every consumer on a line, summed and checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import BudgetError
+from memascend.layout.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
+from memascend.machine.limits import available_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.layout.units import StoreTensor, Unit
+
+#: Elements of a chunk of the update pipeline, at least and at most; a multiple of 65,536, over which gradient
+#: statistics are summed.
+CHUNK_ELEMENTS_MIN = 65_536
+CHUNK_ELEMENTS_MAX = 262_144
+#: Bytes that an element of an update takes beside its weight: two fp32 moments, the gradient and, for bf16 weights, the
+#: low half of the master. Rules that keep more (AMSGrad) move in smaller pieces.
+UPDATE_BYTES_PER_ELEMENT = 12
+#: With fp16 weights, whose master is whole.
+UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
+#: Bytes and number of the windows through which weights are read from files outside of the store: `FileReader` in Rust.
+WINDOW_BYTES = 1 << 20
+WINDOWS = 4
+#: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
+UPDATE_SLOTS = 8
+#: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
+STAGING_CHUNKS = 16
+STATES_STAGING_CHUNKS = 4
+#: Chunks shrink until pipeline and staging together take no more than this share of a budget. Small chunks cost time:
+#: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B parameters.
+TRANSFER_SHARE = 1 / 6
+#: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
+REPEATED_BUFFERS_MIN = 2
+REPEATED_BUFFERS = 3
+#: What Python, autograd and Rust keep beside the arena, as benches/plan_accuracy.py measures it.
+BOOKKEEPING_BYTES = 4 * 2**20
+BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
+BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Turn "8GiB", "500 MB" or a number of bytes into bytes.
+
+    Raises ValueError with the accepted forms.
+    """
+    if isinstance(text, int):
+        value = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"{text!r} is not a size: write bytes, or a number with MB, GB, MiB or GiB, as in 8GiB")
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    if value <= 0:
+        raise ValueError(f"a size must be greater than zero, not {text!r}")
+    return value
+
+
+def format_size(nbytes: float) -> str:
+    """Write bytes with a binary unit: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+@dataclass(slots=True)
+class Line:
+    """One consumer of memory: `count` buffers of `nbytes` bytes, and what they are for."""
+
+    consumer: str
+    nbytes: int
+    count: int
+    note: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all buffers, each rounded up to a page."""
+        return round_up(self.nbytes, PAGE_BYTES) * self.count
+
+
+@dataclass(slots=True)
+class Plan:
+    """Host memory of one run, to the byte: everything memascend holds, in the arena and beside it."""
+
+    budget: int
+    units: list[Line] = field(default_factory=list)
+    packs: list[Line] = field(default_factory=list)
+    slots: Line = field(default_factory=lambda: Line("update pipeline", 0, 0))
+    staging: Line = field(default_factory=lambda: Line("staging", 0, 0))
+    #: Buffers of the staging's size that keep data off the SSD.
+    kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
+    bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
+    #: Beside the arena.
+    windows: Line = field(default_factory=lambda: Line("windows into files", WINDOW_BYTES, 0))
+    chunk_elements: int = CHUNK_ELEMENTS_MIN
+    #: One buffer serves all large units.
+    by_turns: bool = False
+    #: The least budget that works, and one with which the next layer is read while one computes, in full-size chunks.
+    smallest_bytes: int = 0
+    overlap_bytes: int = 0
+
+    @property
+    def arena(self) -> list[Line]:
+        """The consumers of the arena."""
+        return [*self.units, *self.packs, self.slots, self.staging, self.kept]
+
+    @property
+    def lines(self) -> list[Line]:
+        """Every consumer."""
+        return [*self.arena, self.windows, self.bookkeeping]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that will be reserved at once."""
+        return sum(line.total for line in self.arena)
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return sum(line.total for line in self.lines)
+
+    def table(self) -> str:
+        """Write the plan with a line per consumer."""
+        return table_of(self.lines)
+
+
+def table_of(lines: Sequence[Line]) -> str:
+    """Write a line per consumer, of those that take anything, and their sum."""
+    lines = [line for line in lines if line.count]
+    width = max((len(line.consumer) for line in lines), default=len("total"))
+    rows = [
+        f"  {line.consumer:<{width}} {line.count:>5} x {format_size(line.nbytes):>10} = "
+        f"{format_size(line.total):>10}  {line.note}".rstrip()
+        for line in lines
+    ]
+    total = format_size(sum(line.total for line in lines))
+    return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {total:>10}"])
+
+
+def make_plan(units: Sequence[Unit], budget: int) -> Plan:
+    """Size the pool for `units`: what is needed first, then what a spare byte saves most with.
+
+    Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
+    """
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    plan = Plan(budget)
+    packed: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.packed and tensor.trained:
+            nbytes = round_up(tensor.numel * tensor.dtype.itemsize, PAGE_BYTES)
+            packed[nbytes] = packed.get(nbytes, 0) + 1
+    plan.packs = [
+        Line("gradients of small tensors", nbytes, count, "until the update")
+        for nbytes, count in sorted(packed.items())
+    ]
+    _add_bookkeeping(plan, units)
+    if any(place.source is not None for tensor in tensors for place in tensor.places):
+        plan.windows.count, plan.windows.note = WINDOWS, "frozen weights read where they are"
+
+    classes, by_turns = classes_apart(units), classes_by_turns(units)
+    apart, together = (sum(each.line.total for each in made) for made in (classes, by_turns))
+    least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
+    plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
+    plan.smallest_bytes = least + min(apart, together)
+    if together < apart and budget < least + apart:
+        plan.by_turns, classes = True, by_turns
+    plan.units = [each.line for each in classes]
+    _fit_transfers(plan, tensors, STAGING_CHUNKS)
+
+    # A third buffer per repeated size lets the next prefetch start before the last user is gone.
+    spare = budget - plan.total
+    for each in classes:
+        if each.repeated and each.members >= REPEATED_BUFFERS > each.line.count and each.line.nbytes <= spare:
+            spare -= each.line.total // each.line.count
+            each.line.count += 1
+    # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one read, so it
+    # comes second.
+    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if tensor.trained and not tensor.packed)
+    plan.kept.count = min(wanted, spare // plan.kept.nbytes)
+    spare -= plan.kept.total
+    for each in classes:
+        size = max(round_up(each.line.nbytes, PAGE_BYTES), 1)
+        extra = min(each.members - each.line.count, spare // size)
+        each.line.count += extra
+        spare -= extra * size
+        each.line.note = why(each)
+    return plan
+
+
+@dataclass(slots=True)
+class BufferClass:
+    """The buffers of some units' weights."""
+
+    line: Line
+    members: int
+    repeated: bool = False
+
+
+def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
+    """Return one class per size, those of the repeated layers with enough buffers to prefetch into."""
+    sizes: dict[tuple[bool, int], list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
+    classes = []
+    for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
+        held = sum(unit.held for unit in members)
+        least = min(len(members), held + (REPEATED_BUFFERS_MIN if repeated else 1))
+        classes.append(BufferClass(Line(_weights_of(members), nbytes, least), len(members), repeated))
+    return classes
+
+
+def classes_by_turns(units: Sequence[Unit]) -> list[BufferClass]:
+    """Return the fewest buffers that work: one for all units but those used while others are, and the small ones."""
+    apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
+    # A request goes to the smallest class that holds it: what is no larger than these would take their buffers.
+    alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
+    others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
+    classes = classes_apart(alone)
+    if others:
+        classes.insert(0, BufferClass(Line(_weights_of(others), others[0].nbytes, 1), len(others)))
+    return classes
+
+
+def _weights_of(members: Sequence[Unit]) -> str:
+    if len(members) == 1:
+        return f"weights of {members[0].name}"
+    alike = all(unit.nbytes == members[0].nbytes for unit in members)
+    return f"weights of {members[0].name} and {len(members) - 1} {'like it' if alike else 'others'}"
+
+
+def smallest_plan(units: Sequence[Unit]) -> Plan:
+    """Return the plan with the least budget that works."""
+    try:
+        return make_plan(units, 1)
+    except BudgetError as error:
+        return make_plan(units, error.smallest_bytes)
+
+
+def make_states_plan(unit: Unit, budget: int | None) -> Plan:
+    """Size the buffers that move the optimizer states of parameters in memory; without a budget, what is best.
+
+    Raises BudgetError as `make_plan` does.
+    """
+    plan = Plan(1 << 62 if budget is None else budget)
+    _add_bookkeeping(plan, [unit])
+    # Weights and gradients stay where they are; staging is for `state_dict` alone.
+    plan.smallest_bytes = plan.total + _transfer_bytes(unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
+    _fit_transfers(plan, unit.tensors, STATES_STAGING_CHUNKS)
+    return plan
+
+
+def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
+    parameters = sum(len(tensor.places) for unit in units for tensor in unit.tensors)
+    nbytes = BOOKKEEPING_BYTES + len(units) * BOOKKEEPING_BYTES_PER_UNIT + parameters * BOOKKEEPING_BYTES_PER_PARAMETER
+    plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
+
+
+def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
+    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
+    chunk_elements = min(chunk_elements, _largest_chunk(tensors))
+    return chunk_elements * (_update_bytes(tensors) * _slot_count(tensors) + element * staging)
+
+
+def _slot_count(tensors: Sequence[StoreTensor]) -> int:
+    """Chunks of an update in the pipeline at once; none where everything is frozen."""
+    return UPDATE_SLOTS if any(tensor.trained for tensor in tensors) else 0
+
+
+def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
+    """Bytes of an update slot for each element of a chunk."""
+    if any(tensor.trained and tensor.dtype == torch.float16 for tensor in tensors):
+        return UPDATE_BYTES_PER_FLOAT16_ELEMENT
+    return UPDATE_BYTES_PER_ELEMENT
+
+
+def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
+    """Elements of a chunk that holds the largest trained tensor whole."""
+    return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
+
+
+def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> None:
+    """Size the buffers through which bytes move; raises BudgetError when not even the smallest fit."""
+    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
+    largest = _largest_chunk(tensors)
+
+    def size(chunk_elements: int) -> None:
+        plan.chunk_elements, nbytes = chunk_elements, chunk_elements * element
+        slot = chunk_elements * _update_bytes(tensors)
+        plan.slots = Line("update pipeline", slot, _slot_count(tensors), "moments, masters, gradient of a chunk")
+        plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
+        plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
+
+    for chunk_elements in range(min(largest, CHUNK_ELEMENTS_MAX), CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
+        size(chunk_elements)
+        if plan.total <= plan.budget and plan.slots.total + plan.staging.total <= plan.budget * TRANSFER_SHARE:
+            return
+    size(CHUNK_ELEMENTS_MIN)
+    if plan.total > plan.budget:
+        raise _too_small(plan, element)
+
+
+def why(kind: BufferClass) -> str:
+    """Say what the buffers of a class are for."""
+    count, members = kind.line.count, kind.members
+    if count >= members:
+        return "always there"
+    if count == 1:
+        return "by turns: nothing is read ahead"
+    named = {2: "in use, next", 3: "in use, next, previous"}
+    return named.get(count, f"{count} of {members} cached") if kind.repeated else f"{count} of {members}, by turns"
+
+
+def _too_small(plan: Plan, element: int) -> BudgetError:
+    smallest = plan.smallest_bytes
+    overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
+    knobs = []
+    if plan.units and element > 2:
+        knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
+    if plan.units:
+        largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
+        knobs.append(f"a model whose {largest} is smaller: the largest piece is in memory whole")
+    lowered = f"\nWhat would lower it: {'; '.join(knobs)}" if knobs else ""
+    return BudgetError(
+        f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
+        f"{format_size(smallest)} ({smallest} bytes){overlap}, asked for by\n{plan.table()}"
+        f"{lowered}",
+        smallest,
+    )
+
+
+def check_available(plan: Plan) -> None:
+    """Raise BudgetError if this process cannot have what `plan` takes: before the kernel kills it for trying."""
+    available, why = available_memory()
+    if plan.total <= available:
+        return
+    remedy = (
+        f"lower host_memory to that (the least is {format_size(plan.smallest_bytes)}), or make room"
+        if plan.smallest_bytes <= available
+        else f"make room: the least that works is {format_size(plan.smallest_bytes)}"
+    )
+    raise BudgetError(
+        f"the plan takes {format_size(plan.total)} of host memory, but this process can have only "
+        f"{format_size(available)} more ({why}): {remedy}",
+        plan.smallest_bytes,
+    )

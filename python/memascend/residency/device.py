@@ -1,0 +1,262 @@
+"""Residency on a device: which units are in its buffers, which are on their way through host memory.
+
+A unit goes SSD -> host buffer -> device buffer. What the last pass used predicts both hops. The host never waits for
+the device here: a copy into a buffer comes, on the device, after the last use of what was there, and computing comes
+after the copy. It does wait for the SSD, and for host buffers whose copies are not done: that is what keeps it from
+running ahead further than there are buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict, deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from memascend.common.timeline import span
+from memascend.errors import MemascendError
+from memascend.layout.units import PAGE_BYTES, round_up
+from memascend.offloading.activations import forget_recomputed
+from memascend.plan.host import format_size
+from memascend.residency.cuda import DevicePool
+from memascend.residency.host import NEVER, PREFETCH_UNITS, Streamer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from memascend._memascend import CudaEvent, LeaseBuffer, Runtime
+    from memascend.common.timeline import Timeline
+    from memascend.layout.units import Unit
+    from memascend.plan.device import DevicePlan
+    from memascend.plan.host import Plan
+    from memascend.residency.cuda import Buffer, ComputeDevice
+    from memascend.residency.host import Residency
+
+#: Units copied to the device ahead of the one in use, when buffers allow.
+DEVICE_AHEAD = 2
+
+
+class _Upload(NamedTuple):
+    """A copy to the device, and what it comes after there."""
+
+    after: CudaEvent
+    arrived: CudaEvent
+
+    def wait(self, timeline: Timeline) -> None:
+        """Wait for it; what is computed before it is not counted as copying."""
+        self.after.wait()
+        with timeline.waiting("h2d"):
+            self.arrived.wait()
+
+
+class DeviceStreamer(Streamer):
+    """Brings units to the device before they are used; a buffer keeps its unit until it is needed for another."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        units: Sequence[Unit],
+        plan: Plan,
+        timeline: Timeline,
+        device: ComputeDevice,
+        device_plan: DevicePlan,
+    ) -> None:
+        """Stream `units` through the host buffers of `plan` and the device buffers of `device_plan`."""
+        super().__init__(runtime, units, plan, timeline)
+        self.device = device
+        self.pool = DevicePool(device, device_plan)
+        sizes = sorted(self.pool.buffers)
+        self._device_size = {
+            unit: next(size for size in sizes if size >= round_up(unit.nbytes, PAGE_BYTES)) for unit in units
+        }
+        #: Where the units are that the device has.
+        self._on_device: dict[Unit, Buffer] = {}
+        #: The latest copy of each unit out of its host buffer.
+        self._uploads: dict[Unit, _Upload] = {}
+        #: Copies out of host buffers that nobody holds any more and that come back when these are done, by their size.
+        self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
+        self._to_host = False
+
+    # ---- use --------------------------------------------------------------------------------------------
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes (uint8) in host memory, and prefetch what comes next to there."""
+        with self._host_only():
+            return self.storage(unit)
+
+    def apply_updates(self) -> None:
+        """Apply every deferred update now and wait until it is on the store's drives."""
+        with self._host_only():
+            super().apply_updates()
+
+    @contextmanager
+    def _host_only(self) -> Iterator[None]:
+        before, self._to_host = self._to_host, True
+        try:
+            yield
+        finally:
+            self._to_host = before
+
+    def _bring(self, unit: Unit) -> torch.Tensor:
+        if self._to_host:
+            return super()._bring(unit)
+        buffer = self._on_device.get(unit)
+        if buffer is None:
+            self._hosted(unit)
+            buffer = self._buffer(unit)
+            self._upload(unit, buffer)
+        assert buffer.arrived is not None
+        self.device.wait(buffer.arrived)
+        return self.pool.use(buffer)
+
+    # ---- device buffers ---------------------------------------------------------------------------------
+
+    def _upload(self, unit: Unit, buffer: Buffer) -> None:
+        """Have the device copy a unit, which is in host memory, into a buffer that is out of use."""
+        lease = self.residencies[unit].lease
+        assert lease is not None and self.device.link is not None
+        self._forget(buffer)
+        assert buffer.last_use is not None
+        with span(f"upload {unit.name}"):
+            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, [buffer.last_use])
+        buffer.unit = unit
+        self._on_device[unit] = buffer
+        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
+        self.by_address[buffer.address] = unit
+
+    def _forget(self, buffer: Buffer) -> None:
+        """Have a buffer's contents count for nothing."""
+        if buffer.unit is not None:
+            del self._on_device[buffer.unit]
+            buffer.unit = None
+
+    def _buffer(self, unit: Unit) -> Buffer:
+        """Return a device buffer for a unit that is needed now."""
+        for attempt in range(2):
+            buffer = self._spare_buffer(unit, -1)
+            if buffer is not None:
+                return buffer
+            if attempt == 0:
+                # Dead reference cycles and an abandoned backward pass hold views of buffers.
+                forget_recomputed()
+                gc.collect()
+        size = self._device_size
+        alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
+        raise MemascendError(
+            f"no device buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still "
+            f"alive (in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, "
+            "or raise device_memory"
+        )
+
+    def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
+        """Return the buffer whose unit is used farthest away, beyond `sooner_than`, of those that are out of use."""
+        best, farthest = None, sooner_than
+        for buffer in self.pool.buffers[self._device_size[unit]]:
+            if buffer.users:
+                continue
+            if buffer.unit is None:
+                return buffer
+            use = self._next_use(buffer.unit)
+            if use > farthest:
+                best, farthest = buffer, use
+        return best
+
+    def _prefetch(self) -> None:
+        if self._to_host:
+            super()._prefetch()
+            return
+        expected = self._expected[self._grad]
+        on_the_way, in_order = 0, True
+        for index in range(self._position, min(len(expected), self._position + DEVICE_AHEAD + PREFETCH_UNITS)):
+            unit = expected[index]
+            if unit in self._on_device:
+                continue
+            residency = self.residencies[unit]
+            if in_order and index < self._position + DEVICE_AHEAD and self._is_hosted(residency):
+                if residency.ticket is not None:
+                    self._settle(residency)
+                buffer = self._spare_buffer(unit, index)
+                if buffer is not None:
+                    self._upload(unit, buffer)
+                    continue
+            # What comes later is copied later: buffers are for what comes first.
+            in_order = False
+            if on_the_way == PREFETCH_UNITS:
+                return
+            if residency.storage is None and not self._fetch_ahead(unit, index):
+                return
+            on_the_way += 1
+
+    def _is_hosted(self, residency: Residency) -> bool:
+        return residency.storage is not None and (residency.ticket is None or residency.ticket.is_ready())
+
+    # ---- host buffers -----------------------------------------------------------------------------------
+
+    def _busy(self, residency: Residency) -> bool:
+        # Once it was copied, what is computed with is on the device.
+        return super()._busy(residency) and (self._to_host or residency.unit not in self._on_device)
+
+    def _next_fetch(self, unit: Unit) -> int:
+        use = self._next_use(unit)
+        # What the device has is not needed here before the device lets go of it, if at all.
+        return use if unit not in self._on_device else use + NEVER
+
+    def _drop(self, residency: Residency) -> None:
+        super()._drop(residency)
+        upload = self._uploads.pop(residency.unit, None)
+        if upload is not None and not upload.arrived.is_done():
+            self._returning[self._buffer_size[residency.unit]].append(upload)
+
+    def _lease(self, unit: Unit) -> LeaseBuffer:
+        returning = self._returning[self._buffer_size[unit]]
+        while True:
+            lease = self.runtime.lease_unit(unit.nbytes)
+            if lease is not None:
+                return lease
+            if returning:
+                # The host is as far ahead of the device as there are buffers.
+                returning.popleft().wait(self.timeline)
+                continue
+            victim = self._victim(unit, sooner_than=-1)
+            if victim is None:
+                return super()._lease(unit)
+            self._drop(victim)
+            self._wait_written(victim.unit)
+
+    def _fetch_ahead(self, unit: Unit, index: int) -> bool:
+        returning = self._returning[self._buffer_size[unit]]
+        while returning and returning[0].arrived.is_done():
+            returning.popleft()
+        if not returning:
+            return super()._fetch_ahead(unit, index)
+        # A buffer is on its way back: no other unit has to go.
+        lease = self.runtime.lease_unit(unit.nbytes)
+        if lease is None:
+            return False
+        self._fetch(unit, lease)
+        return True
+
+    def let_go(self, unit: Unit) -> None:
+        """Drop a unit that is about to change, on the device too."""
+        super().let_go(unit)
+        buffer = self._on_device.get(unit)
+        if buffer is not None:
+            self._forget(buffer)
+
+    def release_all(self) -> None:
+        """Let go of every buffer that nobody uses, on the way to closing."""
+        super().release_all()
+        self.pool.closed = True
+
+    def attach(self) -> None:
+        """Reserve the device's buffers."""
+        self.pool.reserve()
+
+    def free(self) -> None:
+        """Give the device's memory back, when nothing is copied there any more."""
+        super().free()
+        for known in (self._on_device, self._uploads, self._returning):
+            known.clear()
+        self.pool.free()

@@ -1,0 +1,380 @@
+"""Residency: which units are in host memory, which are on their way, and which buffer is given up for the next.
+
+The order in which a model used its units in one pass predicts the next pass. On that prediction rest the
+prefetch and the choice of what to evict (the unit whose next use is farthest away, after Belady 1966).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.common.interrupts import uninterrupted
+from memascend.common.timeline import span
+from memascend.errors import MemascendError
+from memascend.offloading.activations import forget_recomputed
+from memascend.plan.host import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from memascend._memascend import LeaseBuffer, Runtime, Ticket
+    from memascend.common.timeline import Timeline
+    from memascend.layout.units import Unit
+    from memascend.optim.update import Update
+    from memascend.plan.host import Plan
+
+#: Units fetched ahead of the one in use, when buffers allow.
+PREFETCH_UNITS = 2
+NEVER = 1 << 60
+
+
+@dataclass(slots=True, eq=False)
+class Residency:
+    """What is known of one unit's weights in host memory."""
+
+    unit: Unit
+    #: The buffer, held by us, and its bytes; views of them may live longer.
+    lease: LeaseBuffer | None = None
+    storage: torch.Tensor | None = None
+    #: The fetch that fills `storage`, until it has been waited for, and whether it carries updates.
+    ticket: Ticket | None = None
+    updating: bool = False
+    #: Modules that are using the unit now.
+    users: int = 0
+    #: Updates that the next fetch applies.
+    updates: Sequence[Update] = ()
+
+
+class Streamer:
+    """Brings units into host memory before they are used and lets them go after."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], plan: Plan, timeline: Timeline) -> None:
+        """Stream `units` through the buffers of `runtime`, which are those of `plan`."""
+        self.runtime = runtime
+        self.timeline = timeline
+        sizes = sorted({line.nbytes for line in plan.units})
+        self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
+        #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
+        self._buffer_size = {unit: next(size for size in sizes if size >= unit.nbytes) for unit in units}
+        self.residencies = {unit: Residency(unit) for unit in units}
+        #: Units by the address of their storage, for tensors that autograd saves.
+        self.by_address: dict[int, Unit] = {}
+        self.waits = 0
+        self.depth = 0
+        #: Units used outside their module's forward, let go at the end of the pass.
+        self._loose: list[Unit] = []
+        order = list(units)
+        self._expected: dict[bool, list[Unit]] = {True: order + order[::-1], False: order}
+        self._grad = True
+        self._trace: list[Unit] = []
+        self._position = 0
+        self._next_uses: dict[Unit, deque[int]] = {}
+
+    # ---- passes -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_pass(self, grad: bool) -> Iterator[None]:
+        """One call of the whole model; with `grad` its backward pass belongs to it."""
+        if self.depth == 0:
+            self._begin(grad)
+        with self.scope():
+            yield
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """A stretch of computation in which parameters used outside their modules are fetched too."""
+        self.depth += 1
+        loose, self._loose = self._loose, []
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            for unit in self._loose:
+                self.exit(unit)
+            self._loose = loose
+
+    def _begin(self, grad: bool) -> None:
+        if self._trace:
+            self._expected[self._grad] = self._trace
+        self._grad = grad
+        self._trace = []
+        self._position = 0
+        self._index_uses()
+
+    def _index_uses(self) -> None:
+        uses: dict[Unit, deque[int]] = {}
+        for index, unit in enumerate(self._expected[self._grad]):
+            uses.setdefault(unit, deque()).append(index)
+        self._next_uses = uses
+
+    def _next_use(self, unit: Unit) -> int:
+        uses = self._next_uses.get(unit)
+        while uses and uses[0] < self._position:
+            uses.popleft()
+        return uses[0] if uses else NEVER
+
+    def _record(self, unit: Unit) -> None:
+        if self._trace and self._trace[-1] is unit:
+            return
+        self._trace.append(unit)
+        expected = self._expected[self._grad]
+        if self._position < len(expected) and expected[self._position] is unit:
+            self._position += 1
+            return
+        # A different order than last time: catch up with the next place where this unit was expected.
+        use = self._next_use(unit)
+        if use != NEVER:
+            self._position = use + 1
+
+    # ---- use --------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        """Bind the unit's parameters to their values; every call needs an `exit`."""
+        residency = self.residencies[unit]
+        if residency.users == 0:
+            storage = self.storage(unit)
+            for place in unit.places:
+                if place.weight_written() is not None:
+                    raise MemascendError(
+                        f"{place.name} was written to while it was on SSD, where that changes nothing: change weights "
+                        "before memascend.offload"
+                    )
+                place.parameter.data = place.view(storage)
+        residency.users += 1
+
+    def exit(self, unit: Unit) -> None:
+        """End a use. Unused parameters show NaN; their bytes live as long as a tensor refers to them."""
+        residency = self.residencies[unit]
+        residency.users -= 1
+        if residency.users == 0:
+            for place in unit.places:
+                place.hide()
+
+    def enter_loose(self, unit: Unit) -> None:
+        """Bind a unit that is used outside its module, until the current scope ends."""
+        if self.depth and self.residencies[unit].users == 0:
+            self.enter(unit)
+            self._loose.append(unit)
+
+    def storage(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
+        self._record(unit)
+        storage = self._bring(unit)
+        # The prefetch may give up any idle unit, but not the one that is about to be used.
+        residency = self.residencies[unit]
+        residency.users += 1
+        try:
+            self._prefetch()
+        finally:
+            residency.users -= 1
+        return storage
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes (uint8) in host memory, and prefetch what comes next."""
+        return self.storage(unit)
+
+    def _bring(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes, fetched if need be."""
+        return self._hosted(unit)
+
+    def _hosted(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's bytes in host memory, fetched if need be."""
+        residency = self.residencies[unit]
+        if residency.storage is None:
+            self._fetch(unit, self._lease(unit))
+        if residency.ticket is not None:
+            self._settle(residency)
+        assert residency.storage is not None
+        return residency.storage
+
+    def _settle(self, residency: Residency) -> None:
+        ticket, residency.ticket = residency.ticket, None
+        assert ticket is not None
+        self.waits += not ticket.is_ready()
+        try:
+            self._wait(residency, ticket)
+        except BaseException:
+            self._drop(residency)
+            raise
+
+    def _wait(self, residency: Residency, ticket: Ticket) -> None:
+        with self.timeline.waiting("cpu_update" if residency.updating else "ssd_read"):
+            ticket.wait()
+
+    def _wait_written(self, unit: Unit) -> None:
+        with self.timeline.waiting("ssd_write"):
+            self.runtime.wait_unit(unit.index)
+
+    # ---- buffers ----------------------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
+        residency = self.residencies[unit]
+        # An update is either begun, and known to be, or waits: nothing may come between.
+        residency.updating = bool(residency.updates)
+        with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
+            residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates)
+            for update in residency.updates:
+                update.started()
+            residency.updates = ()
+        residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
+        self.by_address[lease.address] = unit
+
+    def _lease(self, unit: Unit) -> LeaseBuffer:
+        """Return a buffer for a unit that is needed now."""
+        for attempt in range(2):
+            while True:
+                lease = self.runtime.lease_unit(unit.nbytes)
+                if lease is not None:
+                    return lease
+                victim = self._victim(unit, sooner_than=-1)
+                if victim is None:
+                    break
+                self._drop(victim)
+                # Write-back under way holds the buffer too.
+                self._wait_written(victim.unit)
+            if attempt == 0:
+                # Units dropped earlier may still be written back, and dead reference cycles hold views of buffers.
+                for residency in self.residencies.values():
+                    if residency.ticket is None:
+                        self._wait_written(residency.unit)
+                forget_recomputed()
+                gc.collect()
+        size = self._buffer_size
+        alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
+        raise MemascendError(
+            f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
+            f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, or "
+            f"raise host_memory{self._remedy}"
+        )
+
+    def _victim(self, unit: Unit, sooner_than: int) -> Residency | None:
+        """Return the idle unit in a buffer of the same size whose next use is farthest away, beyond `sooner_than`."""
+        size = self._buffer_size
+        best, farthest = None, sooner_than
+        for residency in self.residencies.values():
+            if residency.storage is None or self._busy(residency) or size[residency.unit] != size[unit]:
+                continue
+            use = self._next_fetch(residency.unit)
+            if use > farthest:
+                best, farthest = residency, use
+        return best
+
+    def _busy(self, residency: Residency) -> bool:
+        """Whether the bytes in host memory are in use."""
+        return residency.users > 0
+
+    def _next_fetch(self, unit: Unit) -> int:
+        """Return the next use for which the unit is needed in host memory."""
+        return self._next_use(unit)
+
+    def _drop(self, residency: Residency) -> None:
+        try:
+            if residency.ticket is not None:
+                # The fetch may carry updates: it has to end before the unit can be fetched again.
+                ticket, residency.ticket = residency.ticket, None
+                self._wait(residency, ticket)
+        finally:
+            # Views that outlive this keep their address in use, and their place in `by_address` true.
+            residency.lease = residency.storage = None
+
+    def _prefetch(self) -> None:
+        expected = self._expected[self._grad]
+        for index in range(self._position, min(len(expected), self._position + PREFETCH_UNITS)):
+            unit = expected[index]
+            if self.residencies[unit].storage is None and not self._fetch_ahead(unit, index):
+                return
+
+    def _fetch_ahead(self, unit: Unit, index: int) -> bool:
+        """Begin to fetch what use number `index` needs, if that takes no buffer from what is used before."""
+        lease = self.runtime.lease_unit(unit.nbytes)
+        if lease is None:
+            victim = self._victim(unit, sooner_than=index)
+            if victim is None or victim.ticket is not None:
+                return False
+            self._drop(victim)
+            lease = self.runtime.lease_unit(unit.nbytes)
+        if lease is None:
+            return False
+        self._fetch(unit, lease)
+        return True
+
+    # ---- updates ----------------------------------------------------------------------------------------
+
+    def let_go(self, unit: Unit) -> None:
+        """Drop a unit that is about to change, with what a fetch of it may have to tell."""
+        residency = self.residencies[unit]
+        if residency.users:
+            raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
+        self._drop(residency)
+
+    def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
+        """Have the next fetch of `unit`, which was let go, apply `updates`."""
+        residency = self.residencies[unit]
+        waiting = {update.tensor: update for update in residency.updates}
+        for update in updates:
+            known = waiting.setdefault(update.tensor, update)
+            if known is not update:
+                # Another optimizer's part of the same pack: one fetch updates a tensor once.
+                known.segments = sorted(known.segments + update.segments, key=lambda segment: segment.start)
+        residency.updates = list(waiting.values())
+
+    def start_next_pass(self) -> None:
+        """Begin fetching what the next training pass uses first, with the updates just deferred."""
+        if self.depth == 0:
+            self._begin(True)
+            self._prefetch()
+
+    def apply_updates(self) -> None:
+        """Apply every deferred update now and wait until it is on the store's drives."""
+        waiting = [residency.unit for residency in self.residencies.values() if residency.updates]
+        if waiting:
+            # Predicting exactly these makes the ordinary prefetch a pipeline over them.
+            trained, self._expected[False] = self._expected[False], waiting
+            self._begin(False)
+            try:
+                for unit in waiting:
+                    self.read(unit)
+            finally:
+                self._expected[False], self._trace = trained, []
+        for residency in self.residencies.values():
+            if residency.ticket is not None:
+                self._settle(residency)
+            self._wait_written(residency.unit)
+
+    def deferred(self) -> bool:
+        """Whether updates wait for a fetch."""
+        return any(residency.updates for residency in self.residencies.values())
+
+    def tickets(self) -> list[Ticket]:
+        """Return the fetches under way."""
+        return [residency.ticket for residency in self.residencies.values() if residency.ticket is not None]
+
+    def apply_update(self, unit: Unit) -> None:
+        """Apply the deferred update of one unit now: its gradient is about to be replaced."""
+        residency = self.residencies[unit]
+        if residency.updates:
+            self._fetch(unit, self._lease(unit))
+        if residency.ticket is not None:
+            self._settle(residency)
+
+    def attach(self) -> None:
+        """Begin: the model's weights are on the store alone."""
+
+    def free(self) -> None:
+        """Give back what is held beside the runtime, which was closed."""
+        self.by_address.clear()
+
+    def release_all(self) -> None:
+        """Let go of every buffer that nobody uses, on the way to closing."""
+        for residency in self.residencies.values():
+            if not residency.users:
+                # A fetch that failed was one of weights that nobody will ask for any more. What is to be kept was
+                # flushed before, which tells of it.
+                with suppress(MemascendError):
+                    self._drop(residency)

@@ -1,0 +1,1 @@
+"""Runs that are kept: resumed, inspected, verified, exported."""
