@@ -573,7 +573,7 @@ import gc, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-import memascend, memascend.dcp_io
+import memascend, memascend.formats.dcp
 
 LAYERS, WIDTH, ROOM = 24, 512, Path({str(tmp_path)!r})
 torch.set_num_threads(1)

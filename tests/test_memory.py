@@ -221,7 +221,7 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
         return run(words, group)
 
     # What the interpreter and its libraries take, in memory that the kernel cannot take back.
-    script = "import torch, memascend.finetune; from transformers import LlamaForCausalLM;"
+    script = "import torch, memascend.command.finetune; from transformers import LlamaForCausalLM;"
     script += "of = lambda key: int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1]) << 10;"
     script += "print(of('RssAnon'));"
     # And what PyTorch takes beside the gradient of a matrix: one in float32 where the processor has no bfloat16.
