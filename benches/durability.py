@@ -29,7 +29,7 @@ VARIANTS = {
 }
 PLAIN, WHOLE = "in place, no checksums", "every step, checksums"
 STEPS = 3  # of a variant in a round
-RATIO_LIMIT = 1.05  # what issue 7 asks for
+RATIO_LIMIT = 1.05  # of a step with everything over the plain one: the limit of --check
 
 
 class Variant:

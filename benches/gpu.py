@@ -45,7 +45,7 @@ POLICIES = ("recompute", "host", "ssd")
 STORE_BYTES, STATE_BYTES = 6, {"float32": 8, "bfloat16": 4, "8bit": 2}
 #: DeepSpeed's: weight, fp32 master, gradient and moments, where they are kept.
 PEER_BYTES = 18
-# What issue 8 asks for
+# Limits that --check holds the results against
 PLAN_LIMIT, COPY_LIMIT, FLOOR_LIMIT = 0.03, 0.95, 1.15
 PEAK_LIMIT, SSD_TIME_LIMIT = 0.53, 1.03
 #: What starting a process, importing and a context take at least.
@@ -544,7 +544,7 @@ def measured(rows: dict, section: str) -> list[dict]:
 
 
 def checks(rows: dict) -> list[tuple[bool, str]]:
-    """Issue 8's demands, as far as there are numbers for them."""
+    """The limits that --check applies, as far as there are numbers for them."""
     found = []
     for row in measured(rows, "exact"):
         if "losses_equal" in row:
@@ -733,7 +733,7 @@ def arguments() -> argparse.Namespace:
     add("--minutes", type=float, metavar="M", help="end within so many; what does not fit is told")
     add("--timeout", type=float, default=3600, metavar="S", help="seconds for one measurement (default: 3600)")
     add("--out", type=Path, metavar="FILE", help="results (default: benches/results/gpu-<GPU>.json); added to if there")
-    add("--check", action="store_true", help="exit 1 when a demand of issue 8 is not met, or nothing was measured")
+    add("--check", action="store_true", help="exit 1 when a limit is missed, or nothing was measured")
     add("--smoke", action="store_true", help="every section on the CPU with a toy: that the script runs, no result")
     args = parser.parse_args()
     if args.sequence > POSITIONS or any(tokens > args.sequence and tokens % args.sequence for tokens in args.tokens):
