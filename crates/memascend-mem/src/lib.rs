@@ -20,6 +20,7 @@ pub use error::{MemError, Result};
 pub use fork::Origin;
 pub use malloc::return_large_blocks_to_system;
 pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
+pub use sync::{LockExt, WaitExt};
 
 /// The granule of every host buffer and every I/O, in bytes: sizes are rounded up to it and no further.
 pub const PAGE_BYTES: usize = 4096;

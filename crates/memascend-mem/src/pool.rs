@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use crate::sync::{Condvar, LockExt, Mutex, MutexGuard, WaitExt};
 use crate::{HostAllocator, HostBlock, MemError, Origin, Result, round_up_to_page};
 
 /// How long the memory of a pool that nobody has any more waits for the devices that still use it.
@@ -213,7 +213,7 @@ impl Pool {
             }
             let nap = if state.classes[class].fenced.is_empty() { left } else { left.min(FENCE_POLL) };
             state.waiting += 1;
-            (state, _) = self.arena.returned.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
+            state = self.arena.returned.wait_locked_for(state, nap);
             state.waiting -= 1;
             if let Some(lease) = self.take(&mut state, class, bytes)? {
                 state.counters[self.index].waits += 1;
@@ -364,8 +364,7 @@ impl fmt::Debug for Pool {
 
 impl Arena {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // The critical sections do not panic half-way, so a poisoned lock still guards a sound state.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 
@@ -414,7 +413,7 @@ impl Lease {
 
     /// Has the buffer return to its pool, once the lease is dropped, only when `fence` is done too.
     pub fn return_after(&self, fence: Arc<dyn Fence>) {
-        let mut fences = self.fences.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut fences = self.fences.locked();
         // A lease that is kept and copied from again and again gathers no more of them than are still going on.
         fences.retain(|fence| !matches!(fence.is_done(), Ok(true)));
         fences.push(fence);
@@ -433,8 +432,7 @@ impl Drop for Lease {
         if !self.arena.origin.is_here() {
             return;
         }
-        let fences = self.fences.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let fences = std::mem::take(fences);
+        let fences = std::mem::take(self.fences.exclusive());
         let mut state = self.arena.lock();
         state.note_return(self.class, self.requested);
         if fences.is_empty() {

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+
+use memascend_mem::LockExt;
 
 use crate::block::{self, Node};
 use crate::format::{Standing, described};
@@ -180,7 +182,7 @@ impl Device {
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.notes.locked()
     }
 }
 

@@ -1,13 +1,13 @@
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squeue, types};
-use memascend_mem::{Origin, Pool};
+use memascend_mem::{LockExt, Origin, Pool};
 
 use crate::schedule::Schedule;
 use crate::{
@@ -164,7 +164,7 @@ impl Engine for RingEngine {
     }
 
     fn features(&self) -> Vec<String> {
-        self.features.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.features.locked().clone()
     }
 
     fn register(&self, pool: &Pool) {
@@ -340,7 +340,7 @@ impl Driver {
         if submitter.register_ring_fd().is_ok() {
             features.push("registered_ring".into());
         }
-        self.features.lock().unwrap_or_else(PoisonError::into_inner).append(features);
+        self.features.locked().append(features);
         let _ = ready.send(Ok(()));
         self.run(&mut Ring { submitter, sq, cq });
     }
@@ -428,7 +428,7 @@ impl Driver {
         }
         // SAFETY: the arena is mapped, and stays so while `self.arena` holds its pool, which outlives the ring.
         let registered = unsafe { ring.submitter.register_buffers(&vectors) };
-        self.features.lock().unwrap_or_else(PoisonError::into_inner).push(match registered {
+        self.features.locked().push(match registered {
             Ok(()) => {
                 self.arena = Some(Arena { _pool: pool, start, bytes });
                 "registered_buffers".into()

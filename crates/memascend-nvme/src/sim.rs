@@ -2,9 +2,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::io;
 use std::str::FromStr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use memascend_mem::{LockExt, WaitExt};
 
 use crate::block::Blocks;
 use crate::notes::{Medium, Notes};
@@ -125,7 +127,7 @@ impl Power {
     }
 
     fn lock(&self) -> MutexGuard<'_, PowerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 
@@ -265,7 +267,7 @@ impl SimDisk {
     }
 
     fn lock(&self) -> MutexGuard<'_, Disk> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -595,7 +597,7 @@ impl SimEngine {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn pump(&self) {
@@ -607,7 +609,7 @@ impl Shared {
                 return;
             }
             if state.held.is_empty() && state.open {
-                drop(self.changed.wait(state).unwrap_or_else(PoisonError::into_inner));
+                drop(self.changed.wait_locked(state));
                 if self.disk.faults.reorder > 0 {
                     // Let some requests gather, so that there is something to reorder.
                     std::thread::sleep(Duration::from_micros(20));

@@ -1,9 +1,9 @@
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use memascend_mem::Origin;
+use memascend_mem::{LockExt, Origin, WaitExt};
 
 use crate::schedule::{Schedule, Transfer};
 use crate::{Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result, VolumeFile};
@@ -87,7 +87,7 @@ impl ThreadsEngine {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn serve(&self) {
@@ -98,7 +98,7 @@ impl Shared {
                     self.work.notify_all();
                     return;
                 }
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.work.wait_locked(state);
                 continue;
             };
             let transfer = state.schedule.transfer(part);

@@ -5,9 +5,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use memascend_mem::{LeaseSlice, Origin};
+use memascend_mem::{LeaseSlice, LockExt, Origin};
 
 use crate::lock::DirectoryLock;
 use crate::{BLOCK_BYTES, Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
@@ -326,7 +326,7 @@ impl Volume {
     /// Has room for `bytes` bytes from the beginning, with every block allocated, so that no later write can run out of
     /// space. Fails with [`IoError::NoSpace`] before anything is changed when there is not the room.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
-        let mut reserved = self.reserved_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reserved = self.reserved_bytes.locked();
         if bytes <= *reserved {
             return Ok(());
         }
@@ -373,7 +373,7 @@ impl Volume {
 
     /// Bytes reserved so far.
     pub fn reserved_bytes(&self) -> u64 {
-        *self.reserved_bytes.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.reserved_bytes.locked()
     }
 
     /// Bytes that could still be reserved; `u64::MAX` where nobody tells.

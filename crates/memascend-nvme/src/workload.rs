@@ -1,7 +1,7 @@
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use memascend_mem::{LeaseSlice, Pool};
+use memascend_mem::{LeaseSlice, LockExt, Pool, WaitExt};
 
 use crate::counters::Histogram;
 use crate::{Completion, Engine, IoError, Operation, Request, Result};
@@ -77,7 +77,7 @@ impl Workload {
         }
         let mut state = runner.lock();
         while state.running > 0 {
-            state = runner.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = runner.ended.wait_locked(state);
         }
         let seconds = started.elapsed().as_secs_f64();
         match state.error.take() {
@@ -114,7 +114,7 @@ struct State {
 
 impl Runner {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn submit(runner: &Arc<Self>, buffer: LeaseSlice) {
