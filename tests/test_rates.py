@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 
 from memascend.command import main as cli
 from memascend.command.report import gpu_text
+from memascend.errors import UnmeasuredError
 from memascend.machine import drives
 from memascend.machine import gpu as rates
-from memascend.machine.gpu import UnmeasuredError, rates_for
+from memascend.machine.gpu import rates_for
 
 if TYPE_CHECKING:
     from pathlib import Path

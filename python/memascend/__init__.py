@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend import overflow
+from memascend.common.sizes import format_size, parse_size
 from memascend.errors import (
     BudgetError,
     CheckpointError,
@@ -23,7 +24,6 @@ from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.session import find_offload, offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.optim.scaler import GradScaler
-from memascend.plan.host import format_size, parse_size
 from memascend.runs.resume import (
     Resumed,
     can_resume,

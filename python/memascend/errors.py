@@ -60,3 +60,16 @@ class BudgetError(MemascendError, ValueError):
 
 class CheckpointError(MemascendError, ValueError):
     """A model directory or a safetensors file is not what it should be."""
+
+
+class DataError(MemascendError, ValueError):
+    """The data or an option of a command cannot be used for what was asked."""
+
+
+class UnmeasuredError(MemascendError, ValueError):
+    """A rate that a prediction needs was neither measured nor given."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type's name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -21,18 +21,14 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend import CheckpointError, MemascendError
 from memascend.command.report import OutputError, writing
+from memascend.errors import CheckpointError, DataError, first_line
 
 PIECE_BYTES = 64 << 10  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
 SNIFF_BYTES = 8 << 10
 TOKEN_BYTES = 4
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
 BYTE_VOCABULARY = 258
-
-
-class DataError(MemascendError, ValueError):
-    """The data given cannot be trained on."""
 
 
 class Tokenizer(Protocol):
@@ -103,7 +99,7 @@ def load_tokenizer(model_dir: Path, vocab_size: int) -> Tokenizer:
     try:
         return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
-        raise CheckpointError(f"{model_dir}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{model_dir}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def shuffled(index: int, count: int, key: str) -> int:
@@ -237,7 +233,7 @@ class Documents:
         except ValueError as error:
             if not named:
                 return None
-            raise DataError(f"{path}, line {number} is not JSON: {_first_line(error)}") from error
+            raise DataError(f"{path}, line {number} is not JSON: {first_line(error)}") from error
         text = record.get(self.text_field) if isinstance(record, dict) else None
         if isinstance(text, str):
             return text
@@ -357,7 +353,3 @@ def _close(file: Any) -> None:
     """Close a scratch file. What it could not write was told before, and closing would only try it again."""
     with contextlib.suppress(OSError):
         file.close()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

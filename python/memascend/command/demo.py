@@ -23,8 +23,8 @@ from memascend import MemascendError
 from memascend.command.data import Blocks, Documents, Tokenizer
 from memascend.command.finetune import Result, Settings, finetune
 from memascend.command.models import SMOLLM2
+from memascend.common.sizes import format_size
 from memascend.machine.drives import cache_directory
-from memascend.plan.host import format_size
 
 SEED = 0
 LEARNING_RATE = {SMOLLM2: 5e-5, "random": 3e-4}  # a model that knows nothing yet takes larger steps

@@ -20,14 +20,16 @@ import torch
 import memascend
 from memascend import MemascendError
 from memascend.command import report
-from memascend.command.data import Blocks, DataError, Documents, Tokenizer, load_tokenizer
-from memascend.command.models import copy_side_files, limits, load_config, load_in_memory
+from memascend.command.data import Blocks, Documents, Tokenizer, load_tokenizer
+from memascend.command.models import copy_side_files, load_in_memory
 from memascend.command.report import OutputError
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import clear_away, put_in_place, workspace
+from memascend.common.sizes import format_size
+from memascend.errors import DataError
+from memascend.formats.config import limits, load_config
 from memascend.offloading.session import offload_of
 from memascend.optim import NAMED
-from memascend.plan.host import format_size
 from memascend.residency.cuda import open_device
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

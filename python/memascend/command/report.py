@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from memascend.common.sizes import format_size
 from memascend.common.timeline import describe
 from memascend.errors import MemascendError
 from memascend.machine.drives import rate_of
-from memascend.plan.host import format_size
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step
 SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.common.interrupts import uninterrupted
+from memascend.common.sizes import format_size
 from memascend.durable import exact_json as plain
 from memascend.durable.buffers import KeptBuffers
 from memascend.errors import MemascendError, StoreError
-from memascend.plan.host import format_size
 
 if TYPE_CHECKING:
     from memascend._memascend import Commit

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memascend.command.data import DataError
-from memascend.command.models import limits, load_bare_config
+from memascend.common.sizes import format_size
 from memascend.durable.buffers import kept_bytes
 from memascend.durable.generations import parse_durability
-from memascend.errors import BudgetError, CheckpointError
+from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.step_time import step_flops, step_time
+from memascend.formats.config import limits, load_bare_config
 from memascend.formats.hugging_face import empty_model
 from memascend.layout.units import PAGE_BYTES, partition, round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
@@ -31,7 +31,7 @@ from memascend.optim import NAMED
 from memascend.optim.update import rule_for
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
-from memascend.plan.host import format_size, make_plan, smallest_plan
+from memascend.plan.host import make_plan, smallest_plan
 from memascend.residency.host import NEVER, PREFETCH_UNITS
 
 if TYPE_CHECKING:

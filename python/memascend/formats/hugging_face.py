@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
+from memascend.common.sizes import parse_size
 from memascend.durable.generations import source_of
 from memascend.errors import CheckpointError
 from memascend.formats.safetensors import SafetensorsReader, write_safetensors
 from memascend.layout.units import DTYPE_NAMES, Place, Unit, absent_like, partition
 from memascend.offloading.session import Computing, Offload, find_offload, has_adapters, offload_of
-from memascend.plan.host import make_plan, parse_size
+from memascend.plan.host import make_plan
 
 if TYPE_CHECKING:
     import os

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.errors import HostMemoryError, MemascendError
+from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ NAMES = {
     "dram": ("host memory", "--dram"),
     "ssd": ("the drives", "--ssd"),
 }
-
-
-class UnmeasuredError(MemascendError, ValueError):
-    """A rate that a prediction needs was neither measured nor given."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
+from memascend.common.sizes import format_size, parse_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations, source_of
 from memascend.errors import BudgetError, MemascendError, PinnedMemoryError
@@ -29,7 +30,7 @@ from memascend.machine.drives import store_options
 from memascend.offloading.activations import POLICIES, InputStash, Recomputation
 from memascend.offloading.gradients import GradientCapture
 from memascend.plan.device import make_device_plan
-from memascend.plan.host import Plan, check_available, format_size, make_plan, parse_size
+from memascend.plan.host import Plan, check_available, make_plan
 from memascend.residency.cuda import ComputeDevice, explained, open_device
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer

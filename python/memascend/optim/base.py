@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memascend import _memascend
 from memascend._memascend import Rule
 from memascend.common.interrupts import uninterrupted
+from memascend.common.sizes import parse_size
 from memascend.common.timeline import span
 from memascend.durable import exact_json as plain
 from memascend.errors import MemascendError
@@ -31,7 +32,7 @@ from memascend.optim.update import (
     missing_planes,
     rule_for,
 )
-from memascend.plan.host import make_states_plan, parse_size
+from memascend.plan.host import make_states_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import PAGE_BYTES, round_up
 from memascend.plan.estimates import Shape
-from memascend.plan.host import Line, classes_apart, classes_by_turns, format_size, table_of, why
+from memascend.plan.host import Line, classes_apart, classes_by_turns, table_of, why
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
@@ -44,35 +44,6 @@ REPEATED_BUFFERS = 3
 BOOKKEEPING_BYTES = 4 * 2**20
 BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
 BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_size(text: str | int) -> int:
-    """Turn "8GiB", "500 MB" or a number of bytes into bytes.
-
-    Raises ValueError with the accepted forms.
-    """
-    if isinstance(text, int):
-        value = text
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f"{text!r} is not a size: write bytes, or a number with MB, GB, MiB or GiB, as in 8GiB")
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
-    if value <= 0:
-        raise ValueError(f"a size must be greater than zero, not {text!r}")
-    return value
-
-
-def format_size(nbytes: float) -> str:
-    """Write bytes with a binary unit: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
 
 
 @dataclass(slots=True)

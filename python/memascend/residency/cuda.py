@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import cuda_device_count
+from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
-from memascend.plan.host import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

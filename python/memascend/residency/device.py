@@ -13,11 +13,11 @@ from collections import defaultdict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import PAGE_BYTES, round_up
 from memascend.offloading.activations import forget_recomputed
-from memascend.plan.host import format_size
 from memascend.residency.cuda import DevicePool
 from memascend.residency.host import NEVER, PREFETCH_UNITS, Streamer
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.common.interrupts import uninterrupted
+from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.offloading.activations import forget_recomputed
-from memascend.plan.host import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ import torch
 from memascend._memascend import KeptStore
 from memascend.command import report
 from memascend.common.outputs import put_in_place, workspace
-from memascend.plan.host import format_size
+from memascend.common.sizes import format_size
 from memascend.runs.resume import record_of, resume
 
 if TYPE_CHECKING:

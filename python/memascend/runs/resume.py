@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
+from memascend.common.sizes import parse_size
 from memascend.durable import exact_json as plain
 from memascend.durable.generations import FORMAT, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import empty_model, materialise
 from memascend.layout.units import StorePlane, partition
 from memascend.offloading.session import Computing, Offload, find_offload, offload_of, store_paths
-from memascend.plan.host import make_plan, parse_size, smallest_plan
+from memascend.plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
