@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
+use memascend_exec::DeviceEvent;
 use memascend_mem::Cudart;
-use memascend_optim::DeviceEvent;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -35,7 +35,7 @@ impl CudaEvent {
 
 /// One CUDA device and the copies to and from it. Streams are torch's `Stream.cuda_stream`.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct DeviceLink(pub(crate) Arc<memascend_optim::DeviceLink>);
+pub(crate) struct DeviceLink(pub(crate) Arc<memascend_exec::DeviceLink>);
 
 #[pymethods]
 impl DeviceLink {
@@ -100,7 +100,7 @@ impl DeviceLink {
 
 /// A gradient on its way from the device.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Capture(pub(crate) memascend_optim::Capture);
+pub(crate) struct Capture(pub(crate) memascend_exec::Capture);
 
 #[pymethods]
 impl Capture {
@@ -131,8 +131,8 @@ impl Capture {
 /// Bytes put aside for a while; their room is given back when the handle dies and nothing copies them any more.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Stash {
-    pub(crate) stash: memascend_optim::Stash,
-    pub(crate) link: Option<Arc<memascend_optim::DeviceLink>>,
+    pub(crate) stash: memascend_exec::Stash,
+    pub(crate) link: Option<Arc<memascend_exec::DeviceLink>>,
 }
 
 #[pymethods]
@@ -180,7 +180,7 @@ impl Stash {
 
 /// Bytes put aside, on their way back to the device.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Restore(memascend_optim::Restore);
+pub(crate) struct Restore(memascend_exec::Restore);
 
 #[pymethods]
 impl Restore {

@@ -1,8 +1,8 @@
 use std::path::Path;
 
+use memascend_exec::OptimError;
 use memascend_mem::MemError;
 use memascend_nvme::IoError;
-use memascend_optim::OptimError;
 use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -1,7 +1,7 @@
-use memascend_optim::kernels::{
-    self, Algorithm, GradientStats, Moments, PlaneFormat, Weight, stats_bf16, stats_f16, stats_f32,
+use memascend_kernels::{
+    Algorithm, Dtype, GradientStats, HostTensor, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
+    stats_f32,
 };
-use memascend_optim::{Dtype, HostTensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -20,7 +20,7 @@ pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
 /// How a tensor is optimized: what a step computes, how its states are kept, and the weight's dtype and master.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Rule(pub kernels::Rule);
+pub(crate) struct Rule(pub memascend_kernels::Rule);
 
 #[pymethods]
 impl Rule {
@@ -57,7 +57,7 @@ impl Rule {
                 ));
             }
         };
-        Ok(Self(kernels::Rule { algorithm, moments, weight }))
+        Ok(Self(memascend_kernels::Rule { algorithm, moments, weight }))
     }
 
     /// What the rule was made of: `Rule(*rule.arguments) == rule`.
@@ -94,7 +94,7 @@ impl Rule {
 /// One array of states.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Plane(pub kernels::Plane);
+pub(crate) struct Plane(pub memascend_kernels::Plane);
 
 #[pymethods]
 impl Plane {
@@ -143,10 +143,10 @@ impl Plane {
 
 /// The constants of one step of a parameter.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct StepScalars(pub kernels::StepScalars);
+pub(crate) struct StepScalars(pub memascend_kernels::StepScalars);
 
 impl StepScalars {
-    fn with(scalars: kernels::StepScalars, grad_scale: f32, maximize: bool, seed: u64) -> Self {
+    fn with(scalars: memascend_kernels::StepScalars, grad_scale: f32, maximize: bool, seed: u64) -> Self {
         let scalars = scalars.with_grad_scale(grad_scale).with_seed(seed);
         Self(if maximize { scalars.maximizing() } else { scalars })
     }
@@ -169,7 +169,11 @@ impl StepScalars {
         maximize: bool,
         seed: u64,
     ) -> Self {
-        let make = if decoupled { kernels::StepScalars::adamw } else { kernels::StepScalars::adam };
+        let make = if decoupled {
+            memascend_kernels::StepScalars::adamw
+        } else {
+            memascend_kernels::StepScalars::adam
+        };
         Self::with(make(lr, betas, eps, weight_decay, step), grad_scale, maximize, seed)
     }
 
@@ -185,7 +189,12 @@ impl StepScalars {
         maximize: bool,
         seed: u64,
     ) -> Self {
-        Self::with(kernels::StepScalars::lion(lr, betas, weight_decay, step), grad_scale, maximize, seed)
+        Self::with(
+            memascend_kernels::StepScalars::lion(lr, betas, weight_decay, step),
+            grad_scale,
+            maximize,
+            seed,
+        )
     }
 
     /// Step number `step`, the first being 1, of stochastic gradient descent.
@@ -203,7 +212,8 @@ impl StepScalars {
         maximize: bool,
         seed: u64,
     ) -> Self {
-        let scalars = kernels::StepScalars::sgd(lr, momentum, dampening, weight_decay, nesterov, step);
+        let scalars =
+            memascend_kernels::StepScalars::sgd(lr, momentum, dampening, weight_decay, nesterov, step);
         Self::with(scalars, grad_scale, maximize, seed)
     }
 }
@@ -264,7 +274,7 @@ pub(crate) fn step_host(
                 gradient: elements(gradient, numel * element),
             }
         };
-        memascend_optim::step_host(tensor, &scalars, threads);
+        memascend_kernels::step_host(tensor, &scalars, threads);
     });
     Ok(())
 }

@@ -1,4 +1,4 @@
-use memascend_optim::{CheckedTensor, CheckedWork};
+use memascend_kernels::{CheckedTensor, CheckedWork};
 use pyo3::prelude::*;
 
 use crate::host::parse_dtype;
@@ -23,6 +23,6 @@ pub(crate) fn check_overflow(
         .collect::<PyResult<Vec<_>>>()?;
     let work = unscale.map_or(CheckedWork::Look, CheckedWork::Unscale);
     let mut sums = vec![0.0; if norm { tensors.len() } else { 0 }];
-    let outcome = py.detach(|| memascend_optim::check_overflow(&tensors, work, threads, &mut sums));
+    let outcome = py.detach(|| memascend_kernels::check_overflow(&tensors, work, threads, &mut sums));
     Ok((outcome.non_finite, sums, outcome.blocks))
 }

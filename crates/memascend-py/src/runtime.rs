@@ -3,12 +3,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memascend_mem::{Cudart, HostAllocator, LeaseSlice, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{CountersSnapshot, Operation};
-use memascend_optim::{
+use memascend_exec::{
     Address, DeviceLink, Executor, FilePart, GradientId, GradientSource, Gradients, OptimError, Pending,
     Segment, Staging, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
+use memascend_mem::{Cudart, HostAllocator, LeaseSlice, Pool, SizeClass, round_up_to_page};
+use memascend_nvme::{CountersSnapshot, Operation};
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -49,7 +49,7 @@ impl Commit {
 
 /// A fetch under way.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Ticket(Arc<memascend_optim::Ticket>);
+pub(crate) struct Ticket(Arc<memascend_exec::Ticket>);
 
 #[pymethods]
 impl Ticket {
@@ -563,7 +563,7 @@ impl Runtime {
         let parts = self.parts()?;
         let stash = py.detach(|| {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            memascend_optim::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }, spill)
+            memascend_exec::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }, spill)
         });
         let stash = stash.map_err(|error| optim_error(&error))?;
         Ok(Stash { stash, link: parts.link.clone() })

@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // The sums of squares of one gradient's blocks of CHUNK elements, to the bit those of the CPU's kernels
-// (crates/memascend-optim/src/kernels/gradient.rs): element i of a block is added to lane i % LANES, the lanes are added
+// (crates/memascend-kernels/src/gradient.rs): element i of a block is added to lane i % LANES, the lanes are added
 // as a binary tree. Whether the product and the sum are fused makes no difference: the product is exact.
 //
 // One warp has a block, one thread a lane. Elements come 16 bytes to a thread, not as they lie in lanes, and pass through

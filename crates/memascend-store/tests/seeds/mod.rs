@@ -1,4 +1,4 @@
-//! How the tests on simulated drives go through their seeds, here and in memascend-optim.
+//! How the tests on simulated drives go through their seeds, here and in memascend-exec.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

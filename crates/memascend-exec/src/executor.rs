@@ -10,8 +10,8 @@ use memascend_store::{Extent, Rewrite, Store, TensorId};
 
 use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
-use crate::kernels::{GRADIENT_BLOCK, Plane, Rule, StepScalars, step};
-use crate::{Dtype, GradientSource, OptimError, Pending, Result, Underway};
+use crate::{GradientSource, OptimError, Pending, Result, Underway};
+use memascend_kernels::{Dtype, GRADIENT_BLOCK, Plane, Rule, StepScalars, step};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;

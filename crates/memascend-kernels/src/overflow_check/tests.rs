@@ -1,5 +1,5 @@
 use super::*;
-use crate::kernels::{round_bf16, widen_bf16};
+use crate::{round_bf16, widen_bf16};
 
 fn numbers(length: usize, mut state: u32) -> Vec<f32> {
     let mut next = || {

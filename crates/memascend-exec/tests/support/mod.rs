@@ -6,15 +6,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use memascend_exec::{
+    Address, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment, Staging, Ticket,
+    UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
+};
+use memascend_kernels::{
+    Algorithm, Dtype, GRADIENT_BLOCK, HostTensor, Moments, Plane, Rule, StepScalars, Weight, round_bf16,
+    round_f16, step_host,
+};
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{EngineChoice, EngineOptions, Faults, Operation};
-use memascend_optim::kernels::{
-    Algorithm, GRADIENT_BLOCK, Moments, Plane, Rule, StepScalars, Weight, round_bf16, round_f16,
-};
-use memascend_optim::{
-    Address, Dtype, Executor, GradientId, GradientSource, Gradients, HostTensor, OptimError, Pending,
-    Segment, Staging, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor, step_host,
-};
 use memascend_store::{Store, StoreOptions, TensorId};
 
 /// How long anything in a test may take before it counts as hung.
@@ -112,7 +113,7 @@ impl Bench {
     }
 
     /// Writes `bytes` to a new tensor.
-    pub fn put(&self, name: &str, bytes: &[u8]) -> memascend_optim::Result<TensorId> {
+    pub fn put(&self, name: &str, bytes: &[u8]) -> memascend_exec::Result<TensorId> {
         let id = self.store.create_tensor(name, bytes.len() as u64)?;
         let pending = Arc::default();
         self.staging().write(self.store.current(id), bytes, &pending)?;
@@ -121,7 +122,7 @@ impl Bench {
     }
 
     /// Reads the first `bytes` bytes of a tensor.
-    pub fn get(&self, id: TensorId, bytes: usize) -> memascend_optim::Result<Vec<u8>> {
+    pub fn get(&self, id: TensorId, bytes: usize) -> memascend_exec::Result<Vec<u8>> {
         let mut target = vec![0; bytes];
         self.staging().read(self.store.current(id), &mut target)?;
         Ok(target)
@@ -388,16 +389,16 @@ impl Unit {
     }
 
     /// As [`Unit::new`], where writing may fail.
-    pub fn try_new(model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
+    pub fn try_new(model: &Arc<Model>, setup: Setup) -> memascend_exec::Result<Self> {
         Self::put_on(Bench::new(setup.kind, setup.volumes), model, setup)
     }
 
     /// Puts the model's unit on a store.
-    pub fn put_on(bench: Bench, model: &Arc<Model>, setup: Setup) -> memascend_optim::Result<Self> {
+    pub fn put_on(bench: Bench, model: &Arc<Model>, setup: Setup) -> memascend_exec::Result<Self> {
         let put = |(index, part): (usize, Range<usize>)| {
             bench.put(&format!("layer.0.{index}"), &model.start.unit[part])
         };
-        let ids = model.parts().into_iter().enumerate().map(put).collect::<memascend_optim::Result<_>>()?;
+        let ids = model.parts().into_iter().enumerate().map(put).collect::<memascend_exec::Result<_>>()?;
         Ok(Self::on(bench, model, setup, ids))
     }
 
@@ -473,7 +474,7 @@ impl Unit {
     }
 
     /// Captures every gradient of a step.
-    pub fn capture(&self, step: u64) -> memascend_optim::Result<()> {
+    pub fn capture(&self, step: u64) -> memascend_exec::Result<()> {
         for (tensor, shape) in self.model.shapes.iter().enumerate() {
             let gradient = self.model.gradient(tensor, step);
             for (start, numel) in &shape.segments {
@@ -537,27 +538,27 @@ impl Unit {
     }
 
     /// What is on the SSD, once nothing is under way.
-    pub fn on_ssd(&self) -> memascend_optim::Result<State> {
+    pub fn on_ssd(&self) -> memascend_exec::Result<State> {
         self.pending.wait()?;
         self.read_by(|id, bytes| self.bench.get(id, bytes))
     }
 
     /// As [`Unit::on_ssd`], where reading may fail: until it succeeds.
-    pub fn on_ssd_at_last(&self) -> memascend_optim::Result<State> {
+    pub fn on_ssd_at_last(&self) -> memascend_exec::Result<State> {
         self.pending.wait()?;
         self.read_by(|id, bytes| Ok(self.bench.get_at_last(id, bytes)))
     }
 
     fn read_by(
         &self,
-        get: impl Fn(TensorId, usize) -> memascend_optim::Result<Vec<u8>>,
-    ) -> memascend_optim::Result<State> {
+        get: impl Fn(TensorId, usize) -> memascend_exec::Result<Vec<u8>>,
+    ) -> memascend_exec::Result<State> {
         let states = self.tensors.iter().zip(&self.model.shapes).map(|(tensor, shape)| {
             tensor.planes.iter().map(|(plane, id)| get(*id, plane.bytes(shape.numel))).collect()
         });
-        let states = states.collect::<memascend_optim::Result<_>>()?;
+        let states = states.collect::<memascend_exec::Result<_>>()?;
         let weights = self.weights.iter().map(|part| get(part.tensor, part.bytes));
-        Ok(State { unit: weights.collect::<memascend_optim::Result<Vec<_>>>()?.concat(), states })
+        Ok(State { unit: weights.collect::<memascend_exec::Result<Vec<_>>>()?.concat(), states })
     }
 
     /// Bytes still leased from the pools.
@@ -566,7 +567,7 @@ impl Unit {
     }
 
     /// Trains `steps` steps; returns what is on the SSD.
-    pub fn train(&self, steps: u64) -> memascend_optim::Result<State> {
+    pub fn train(&self, steps: u64) -> memascend_exec::Result<State> {
         for step in 1..=steps {
             self.capture(step)?;
             let lease = self.lease();

@@ -1,11 +1,11 @@
-//! `cargo bench -p memascend-optim`: optimizer steps on 64 Mi elements, on one thread and on two, beside plain passes over memory.
+//! `cargo bench -p memascend-kernels`: optimizer steps on 64 Mi elements, on one thread and on two, beside plain passes over memory.
 //! Bytes per second count what a step reads and what it writes.
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use memascend_optim::kernels::{
+use memascend_kernels::{
     Algorithm, GRADIENT_BLOCK, GradientStats, Moments, Rule, StepScalars, Weight, add_bf16, add_f16,
     copy_bf16, copy_f16, step,
 };

@@ -54,14 +54,14 @@ macro_rules! kernel {
     ) => {
         $(#[$doc])*
         pub fn $name($($arg: $ty),+) {
-            $with($crate::kernels::Isa::best(), $($arg),+);
+            $with($crate::Isa::best(), $($arg),+);
         }
 
         #[doc = concat!("[`", stringify!($name), "`] on a chosen instruction set: the same bits.")]
         ///
         /// # Panics
         #[doc = concat!("As [`", stringify!($name), "`], and when this machine lacks `isa`.")]
-        pub fn $with(isa: $crate::kernels::Isa, $($arg: $ty),+) {
+        pub fn $with(isa: $crate::Isa, $($arg: $ty),+) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
             fn avx512($($arg: $ty),+) {
@@ -77,10 +77,10 @@ macro_rules! kernel {
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the assertion above found every feature the function is compiled for.
-                $crate::kernels::Isa::Avx512 => unsafe { avx512($($arg),+) },
+                $crate::Isa::Avx512 => unsafe { avx512($($arg),+) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the assertion above found every feature the function is compiled for.
-                $crate::kernels::Isa::Avx2 => unsafe { avx2($($arg),+) },
+                $crate::Isa::Avx2 => unsafe { avx2($($arg),+) },
                 _ => $body($($arg),+),
             }
         }
@@ -96,14 +96,14 @@ macro_rules! half_kernel {
     ) => {
         $(#[$doc])*
         pub fn $name($($arg: $ty),+) {
-            $with($crate::kernels::Isa::best(), $($arg),+);
+            $with($crate::Isa::best(), $($arg),+);
         }
 
         #[doc = concat!("[`", stringify!($name), "`] on a chosen instruction set: the same bits.")]
         ///
         /// # Panics
         /// When this machine lacks `isa`.
-        pub fn $with(isa: $crate::kernels::Isa, $($arg: $ty),+) {
+        pub fn $with(isa: $crate::Isa, $($arg: $ty),+) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
             fn avx512($($arg: $ty),+) {
@@ -119,10 +119,10 @@ macro_rules! half_kernel {
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the assertion above and the condition found every feature the function is compiled for.
-                $crate::kernels::Isa::Avx512 if is_x86_feature_detected!("f16c") => unsafe { avx512($($arg),+) },
+                $crate::Isa::Avx512 if is_x86_feature_detected!("f16c") => unsafe { avx512($($arg),+) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the assertion above and the condition found every feature the function is compiled for.
-                $crate::kernels::Isa::Avx2 if is_x86_feature_detected!("f16c") => unsafe { avx2($($arg),+) },
+                $crate::Isa::Avx2 if is_x86_feature_detected!("f16c") => unsafe { avx2($($arg),+) },
                 _ => $body($($arg),+),
             }
         }

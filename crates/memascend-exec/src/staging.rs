@@ -6,8 +6,8 @@ use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
-use crate::kernels::{GRADIENT_BLOCK, Plane};
 use crate::{OptimError, Pending, Result};
+use memascend_kernels::{GRADIENT_BLOCK, Plane};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;

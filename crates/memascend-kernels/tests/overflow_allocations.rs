@@ -5,7 +5,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memascend_optim::{CheckedTensor, CheckedWork, Dtype, check_overflow};
+use memascend_kernels::{CheckedTensor, CheckedWork, Dtype, check_overflow};
 
 struct Counting;
 

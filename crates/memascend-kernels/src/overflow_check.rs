@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::Dtype;
-use crate::kernels::{
+use crate::{
     GRADIENT_BLOCK, GradientStats, check_bf16, check_f16, check_f32, stats_f16, stats_f32, sum_bf16,
     unscale_bf16, unscale_f16, unscale_f32,
 };

@@ -1,4 +1,4 @@
-//! Arithmetic on slices: no I/O, no allocation, no threads.
+//! Arithmetic on slices: no I/O and no store. Only [`step_host`] and [`check_overflow`] divide their work among threads.
 //!
 //! Every kernel is written once, as a plain body that LLVM vectorises, and compiled once per
 //! instruction set ([`Isa`]). The bodies fuse only by `mul_add`, which rounds once everywhere, give every reduction a fixed order
@@ -9,20 +9,25 @@
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a gradient, with its
 //!   sum of squares and its overflow check, in one pass;
-//! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or with unscaling.
+//! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or with unscaling;
+//! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host memory.
 
 mod adamw;
 mod bf16;
 mod dispatch;
+mod dtype;
 mod format;
 mod fp16;
 mod gradient;
 mod overflow;
+mod overflow_check;
 mod rules;
 mod split;
+mod step_host;
 
 pub use bf16::{round_bf16, widen_bf16};
 pub use dispatch::Isa;
+pub use dtype::Dtype;
 pub use fp16::{round_f16, widen_f16};
 pub use gradient::{
     GRADIENT_BLOCK, GradientStats, add_bf16, add_bf16_with, add_f16, add_f16_with, add_f32, add_f32_with,
@@ -34,8 +39,10 @@ pub use overflow::{
     stats_f16_with, sum_bf16, sum_bf16_with, unscale_bf16, unscale_bf16_with, unscale_f16, unscale_f16_with,
     unscale_f32, unscale_f32_with,
 };
+pub use overflow_check::{CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};
 pub use rules::{Algorithm, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_with};
 pub use split::{join, join_bits, join_slice, join_slice_with, split, split_slice, split_slice_with};
+pub use step_host::{HostTensor, step_host};
 
 #[cfg(test)]
 mod testing;

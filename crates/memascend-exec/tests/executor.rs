@@ -5,19 +5,18 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_nvme::Faults;
-use memascend_optim::kernels::{Algorithm, Moments, Rule, Weight};
-use memascend_optim::{
-    Address, Executor, GradientSource, HostTensor, OptimError, Segment, Staging, UpdatePlane, UpdateTensor,
-    step_host,
+use memascend_exec::{
+    Address, Executor, GradientSource, OptimError, Segment, Staging, UpdatePlane, UpdateTensor,
 };
+use memascend_kernels::{Algorithm, HostTensor, Moments, Rule, Weight, step_host};
+use memascend_nvme::Faults;
 use proptest::prelude::*;
 use support::{
     Bench, Kind, Model, Random, SLOT_BYTES_PER_ELEMENT, Setup, Shape, Unit, adamw, by_address, dtype_of,
     every_rule, names_a_tensor, pool, scalars_of, within_patience,
 };
 
-const BLOCK: usize = memascend_optim::kernels::GRADIENT_BLOCK;
+const BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
 
 /// Both dtypes; several chunks and a tail; exactly one chunk; packs with holes, one across a chunk's end.
 fn mixed_shapes() -> Vec<Shape> {

@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
 use super::{Copies, DeviceEvent, Outcome, Promise};
-use crate::kernels::GradientStats;
 use crate::{GradientId, Gradients, Result};
+use memascend_kernels::GradientStats;
 
 /// A gradient on its way from the device.
 pub struct Capture(pub(super) Arc<Outcome<GradientStats>>);

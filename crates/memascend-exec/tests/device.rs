@@ -10,12 +10,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fake::Fake;
-use memascend_mem::{CudaAllocator, Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
-use memascend_optim::kernels::{GRADIENT_BLOCK, GradientStats, stats_bf16, stats_f16, stats_f32};
-use memascend_optim::{
-    Capture, DeviceEvent, DeviceLink, Dtype, GradientId, Gradients, OptimError, Pending, Restore, Staging,
-    Stash,
+use memascend_exec::{
+    Capture, DeviceEvent, DeviceLink, GradientId, Gradients, OptimError, Pending, Restore, Staging, Stash,
 };
+use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats, stats_bf16, stats_f16, stats_f32};
+use memascend_mem::{CudaAllocator, Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use support::{Bench, Kind, Random, within_patience};
 
 const BLOCK: usize = GRADIENT_BLOCK;
@@ -103,7 +102,7 @@ impl Rig {
         source: &[u8],
         accumulate: bool,
         sums: Option<&Sums>,
-    ) -> memascend_optim::Result<Capture> {
+    ) -> memascend_exec::Result<Capture> {
         let (ready, numel) = (self.computed(source), source.len() / dtype.bytes());
         let sums = sums.map(|sums| (sums.bytes.as_ptr().addr(), sums.count));
         let source = source.as_ptr().addr();
@@ -208,7 +207,7 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
 }
 
 /// What an [`OptimError::Device`] says.
-fn device_failure<T>(result: memascend_optim::Result<T>) -> String {
+fn device_failure<T>(result: memascend_exec::Result<T>) -> String {
     match result {
         Err(OptimError::Device(error)) => error.to_string(),
         Err(other) => panic!("another error: {other}"),

@@ -1,4 +1,4 @@
-use crate::kernels::{GRADIENT_BLOCK, Rule, StepScalars, step};
+use crate::{GRADIENT_BLOCK, Rule, StepScalars, step};
 
 /// A tensor in host memory to be updated in place. Lengths in bytes follow from the rule.
 pub struct HostTensor<'a> {

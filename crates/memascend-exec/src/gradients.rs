@@ -4,11 +4,11 @@ use memascend_mem::{Lease, LeaseSlice};
 use memascend_store::Extent;
 
 use crate::device::{Copies, Source};
-use crate::kernels::{
-    GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32, stats_bf16,
-    stats_f16, stats_f32,
+use crate::{Pending, Result, Staging, Underway};
+use memascend_kernels::{
+    Dtype, GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
+    stats_bf16, stats_f16, stats_f32,
 };
-use crate::{Dtype, Pending, Result, Staging, Underway};
 
 /// Names a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::{CudaEvent, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
 
-use crate::kernels::GradientStats;
 use crate::{OptimError, Result, Staging};
+use memascend_kernels::GradientStats;
 
 /// Pieces on their way from the device at once: one arriving, the next queued behind it, one being dealt with, and one
 /// more for a thread that wakes up late.

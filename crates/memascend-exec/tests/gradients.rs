@@ -5,12 +5,12 @@ mod support;
 
 use std::sync::Arc;
 
+use memascend_exec::{GradientId, Gradients, Pending, Result, Staging};
+use memascend_kernels::{
+    Dtype, GRADIENT_BLOCK, GradientStats, round_f16, stats_bf16, stats_f16, stats_f32, widen_f16,
+};
 use memascend_mem::{LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::Faults;
-use memascend_optim::kernels::{
-    GRADIENT_BLOCK, GradientStats, round_f16, stats_bf16, stats_f16, stats_f32, widen_f16,
-};
-use memascend_optim::{Dtype, GradientId, Gradients, Pending, Result, Staging};
 use proptest::prelude::*;
 use support::{Bench, Kind, Random, pool, within_patience};
 
