@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import fake_cuda
 import pytest
 import torch
+from simulated_device import SimulatedDevice
 
 import memascend
 
@@ -44,6 +48,41 @@ def offloaded(store: Path) -> Iterator[Callable[..., nn.Module]]:
     yield offload
     for model in models:
         memascend.close(model)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_cuda.build(tmp_path_factory.mktemp("cudart"))
+
+
+@pytest.fixture
+def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Fake:
+    """A CUDA runtime of this test's own, whose streams are queues."""
+    own = tmp_path / "cudart"
+    own.mkdir()
+    monkeypatch.setenv(fake_cuda.VARIABLE, str(shutil.copy(library, own)))
+    # Inputs of every layer, however small.
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
+    fake = fake_cuda.Fake()
+    fake.set("lazy", 1)
+    return fake
+
+
+@pytest.fixture
+def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Module]]:
+    """Offload a model to a simulated device, with ample budgets by default; in the end nothing is left there."""
+    models: list[nn.Module] = []
+
+    def offload(model: nn.Module, **options: Any) -> nn.Module:
+        models.append(model)
+        usual = {"store": store, "host_memory": "256MiB", "device": SimulatedDevice(), "device_memory": "1GiB"}
+        return memascend.offload(model, **usual | options)
+
+    yield offload
+    for model in models:
+        memascend.close(model)
+    gc.collect()  # what an exception that a test has caught refers to
+    fake.assert_clean()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

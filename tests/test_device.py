@@ -23,60 +23,16 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import memascend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 #: What is put aside where, the seed by which streams come first, and how many questions a copy survives.
 RUNS = [("recompute", 0, 7), ("host", 1, 0), ("host", 2, 7), ("ssd", 3, 0), ("ssd", 4, 7)]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cuda.build(tmp_path_factory.mktemp("cudart"))
-
-
-@pytest.fixture
-def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Fake:
-    """A CUDA runtime of this test's own, whose streams are queues."""
-    own = tmp_path / "cudart"
-    own.mkdir()
-    monkeypatch.setenv(fake_cuda.VARIABLE, str(shutil.copy(library, own)))
-    # Inputs of every layer, however small.
-    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
-    fake = fake_cuda.Fake()
-    fake.set("lazy", 1)
-    return fake
-
-
-@pytest.fixture
-def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Module]]:
-    """Offload a model to a simulated device, with ample budgets by default; in the end nothing is left there."""
-    models: list[nn.Module] = []
-
-    def offload(model: nn.Module, **options: Any) -> nn.Module:
-        models.append(model)
-        usual = {"store": store, "host_memory": "256MiB", "device": SimulatedDevice(), "device_memory": "1GiB"}
-        return memascend.offload(model, **usual | options)
-
-    yield offload
-    for model in models:
-        memascend.close(model)
-    gc.collect()  # what an exception that a test has caught refers to
-    fake.assert_clean()
-
-
 @cache
 def reference(architecture: str, **options: Any) -> tiny.Trace:
     return tiny.train(tiny.build(architecture), architecture, **options)
-
-
-def smallest_device_budget(model: nn.Module, **options: Any) -> int:
-    from memascend.layout.units import partition
-    from memascend.plan.device import make_device_plan
-
-    with pytest.raises(memascend.BudgetError) as refused:
-        make_device_plan(partition(model), 1, **options)
-    return refused.value.smallest_bytes
 
 
 # ---- exactness ----------------------------------------------------------------------------------------------
@@ -113,7 +69,7 @@ def test_the_smallest_budgets(
     fresh = tiny.build("llama")
     budgets = {
         "host_memory": tiny.smallest_budget(fresh),
-        "device_memory": smallest_device_budget(fresh, activations=activations if recompute else "keep"),
+        "device_memory": tiny.smallest_device_budget(fresh, activations=activations if recompute else "keep"),
     }
     model = on_device(fresh, recompute=recompute, activations=activations, **budgets)
     with Accesses(fake):
@@ -201,7 +157,7 @@ def run_apart(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **se
         store=folder / "store",
         host_memory=tiny.smallest_budget(fresh),
         device=SimulatedDevice(),
-        device_memory=smallest_device_budget(fresh, activations="ssd"),
+        device_memory=tiny.smallest_device_budget(fresh, activations="ssd"),
         activations="ssd",
     )
     try:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
-from test_device import fake, library, on_device, smallest_device_budget  # noqa: F401 (fixtures)
-from test_forecast import build, saved, steps
+from traffic import build, saved, steps
 from transformers import LlamaConfig
 
 import memascend
@@ -42,14 +41,14 @@ SEQUENCES, LENGTH = 1, 64
 )
 def test_copies_and_traffic_are_those_of_a_real_run(
     tmp_path: Path,
-    on_device: Callable[..., nn.Module],  # noqa: F811
+    on_device: Callable[..., nn.Module],
     spare: int,
     accumulate: int,
     activations: str,
 ) -> None:
     model, tokens = build(SMALL), SEQUENCES * LENGTH
     known: dict[str, Any] = {"tokens": tokens, "config": SMALL, "activations": activations}
-    device_memory = smallest_device_budget(model, **known) + spare
+    device_memory = tiny.smallest_device_budget(model, **known) + spare
     host_memory = tiny.smallest_budget(model) + (4 << 20)
     on_device(
         model,

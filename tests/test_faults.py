@@ -24,6 +24,7 @@ import lab
 import pytest
 import tiny
 import torch
+from commands import command, in_memory, listing, refused, the_error, training, words_of
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -58,83 +59,6 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., lab.Mounted]]:
             return cleanup.enter_context(lab.mounted(kind, size, tmp_path / f"{kind} drive", **options))
 
         yield mount
-
-
-def words_of(model_dir: Path, out: Path, store: Path, **changed: Any) -> list[str]:
-    """Arguments of a small run; `changed` replaces a flag's value."""
-    flags = {
-        "data": model_dir.parent / "text.txt",
-        "store": store,
-        "out": out,
-        "host_memory": "64MiB",
-        "steps": 2,
-        "seq_len": 32,
-    } | changed
-    words = ["finetune", str(model_dir)]
-    for name, value in flags.items():
-        words += ["--" + name.replace("_", "-"), str(value)]
-    return words
-
-
-def in_memory(words: list[str]) -> list[str]:
-    """The same run without a store."""
-    words = words.copy()
-    for flag in ("--store", "--host-memory"):
-        del words[words.index(flag) : words.index(flag) + 2]
-    return [*words, "--in-memory"]
-
-
-def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
-    """The command line, in its process; `before` changes the process first."""
-    from memascend.command import main as cli
-
-    if before is not None:
-        before()
-    sys.argv = ["memascend", *words]
-    # As the installed command does; run() looks at the arguments of the process.
-    cli.run()
-
-
-def listing(room: Path) -> dict[str, bytes | None]:
-    """Every path under `room` with what it holds; what the lab itself keeps there aside."""
-    return {
-        str(path.relative_to(room)): path.read_bytes() if path.is_file() else None
-        for path in sorted(room.rglob("*"))
-        if not path.name.startswith((".stdout-", ".stderr-")) and path.name != "lost+found"
-    }
-
-
-def the_error(ended: lab.Ended, *codes: int) -> str:
-    """The one line in which a command said what was wrong."""
-    assert ended.code in codes, f"{ended.code}: {ended.err}"
-    assert "Traceback" not in ended.err + ended.out, ended.err
-    assert "panicked" not in ended.err, ended.err
-    told = [line for line in ended.err.splitlines() if line.startswith("memascend: error: ")]
-    assert len(told) == 1, ended.err
-    assert ended.err.splitlines()[-1] == told[0], f"the error must come last: {ended.err}"
-    return told[0]
-
-
-def refused(tmp_path: Path, words: list[str], before: Callable[[], None] | None = None) -> str:
-    """What a run says that must not begin; it has to leave nothing."""
-    seen = listing(tmp_path)
-    with lab.Child(tmp_path, command, words, before) as child:
-        told = the_error(child.wait(), 2)
-    assert listing(tmp_path) == seen
-    return told
-
-
-@contextlib.contextmanager
-def training(tmp_path: Path, words: list[str]) -> Iterator[lab.Child]:
-    """A run of the command in the middle of its training."""
-    metrics = tmp_path / "metrics.jsonl"
-    with lab.Child(tmp_path, command, [*words, "--metrics", str(metrics), "--steps", "1000000"]) as child:
-        end = time.monotonic() + 60
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
-            assert child.alive(), child.told()
-            assert time.monotonic() < end, f"the run did not begin: {child.told()}"
-            time.sleep(0.01)
-        yield child
 
 
 def smallest(model_dir: Path) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import smallest_budget
 from torch.utils.flop_counter import FlopCounterMode
+from traffic import build, saved, steps
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -66,16 +67,6 @@ EXPERTS = Qwen3MoeConfig(
     max_position_embeddings=256,
 )
 MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
-
-
-def build(config, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-
-
-def saved(config, folder):
-    config.save_pretrained(folder)
-    return folder
 
 
 def plan(capfd, path, *more):
@@ -138,30 +129,6 @@ def test_a_directory_is_planned_like_its_config(tmp_path, capfd):
 
 
 # ---- against real runs ----------------------------------------------------------------------------------------
-
-
-def settle(state):
-    """Wait until nothing moves: a window between two such moments holds whole steps."""
-    for residency in state.streamer.residencies.values():
-        if residency.ticket is not None:
-            residency.ticket.wait()
-    for unit in state.units:
-        state.runtime.wait_unit(unit.index)
-
-
-def steps(model, optimizer, count, accumulate, batch, tokens, vocabulary):
-    state = memascend.offload_of(model)
-    before = []
-    for step in range(count):
-        for micro in range(accumulate):
-            generator = torch.Generator().manual_seed(100 * step + micro)
-            ids = torch.randint(3, vocabulary, (batch, tokens), generator=generator)
-            (model(input_ids=ids, labels=ids).loss / accumulate).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        settle(state)
-        before.append(memascend.stats(model))
-    return before
 
 
 @pytest.mark.parametrize("name", MODELS)

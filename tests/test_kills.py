@@ -17,8 +17,8 @@ import lab
 import pytest
 import tiny
 import torch
+from commands import command, words_of
 from safetensors.torch import load_file
-from test_faults import command, words_of
 
 from memascend._memascend import KeptStore
 

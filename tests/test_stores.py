@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lab
 import pytest
 import torch
-from test_generations import LEAST, Run, build, go_on, same
+from durable_run import LEAST, Run, build, go_on, same
 from transformers import AutoModelForCausalLM
 
 import memascend

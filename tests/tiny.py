@@ -325,3 +325,15 @@ def overlapping_budget(model: nn.Module) -> int:
     from memascend.plan.host import make_plan
 
     return make_plan(partition(model), 1 << 40).overlap_bytes
+
+
+def smallest_device_budget(model: nn.Module, **options: Any) -> int:
+    """Return the least device_memory that holds `model`, as BudgetError says it."""
+    from memascend.layout.units import partition
+    from memascend.plan.device import make_device_plan
+
+    try:
+        make_device_plan(partition(model), 1, **options)
+    except memascend.BudgetError as error:
+        return error.smallest_bytes
+    raise AssertionError("a budget of one byte was accepted")
