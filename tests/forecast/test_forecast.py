@@ -30,7 +30,7 @@ from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
 from memascend.plan.host import Line
 
-CONFIGS = sorted((Path(__file__).parents[1] / "benches" / "configs").glob("*.json"))
+CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
     "gpt2-xl": 1_557_611_200,
     "llama-3.1-8b": 8_030_261_248,

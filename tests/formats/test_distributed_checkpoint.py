@@ -607,7 +607,7 @@ try:
 except RuntimeError:
     sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 7, done.stderr
 
 

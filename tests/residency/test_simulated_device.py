@@ -102,7 +102,7 @@ def alone(script: str, cudart: Path) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {fake_cuda.VARIABLE: str(cudart)},
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

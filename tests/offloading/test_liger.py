@@ -95,8 +95,9 @@ def test_liger_kernel(store: Path) -> None:
     # Without a GPU its kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
     if importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("needs liger-kernel")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, __file__, str(store)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("same\n")
 

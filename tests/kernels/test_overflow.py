@@ -34,7 +34,7 @@ SIZES = (0, 1, 2, 3, 7, 31, 33, 1023, 2048, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLO
 #: Factors of which every product is exact, or rounded, or underflows.
 FACTORS = (1.0, 2.0**-16, 1 / 3, 3.5)
 MIB = 2**20
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> torch.Tensor:

@@ -21,7 +21,7 @@ from memascend.plan.device import MARGIN_SHARE, make_device_plan
 from memascend.plan.estimates import Shape
 
 GIB = 1 << 30
-CONFIGS = Path(__file__).parents[1] / "benches" / "configs"
+CONFIGS = Path(__file__).parents[2] / "benches" / "configs"
 SHAPE = LlamaConfig(
     vocab_size=4096,
     hidden_size=512,

@@ -62,7 +62,7 @@ def alone(script: str, cudart: str | Path | None, *words: object) -> str:
         capture_output=True,
         text=True,
         env=environment,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -264,7 +264,7 @@ except memascend.BudgetError as error:
     assert "ulimit -v" in str(error), error
     sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 7, done.stderr
     assert not (tmp_path / "store").exists()
 

@@ -309,7 +309,7 @@ def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[1] / "benches" / "pinned.py"
+    script = Path(__file__).resolve().parents[2] / "benches" / "pinned.py"
     command = [sys.executable, str(script), "--gib", "0.06", "--copy-gib", "0.06", "--repeats", "1"]
     done = subprocess.run([*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
