@@ -4,7 +4,7 @@
 //! ([`Pool::try_lease`] returns `None`), never an allocation behind the caller's back.
 
 mod allocator;
-mod cudart;
+mod cuda;
 mod error;
 mod fork;
 mod malloc;
@@ -15,7 +15,9 @@ pub use allocator::{
     CudaAllocator, HostAllocator, HostBlock, LockedAllocator, PageableAllocator, RegisteredAllocator,
     allocator,
 };
-pub use cudart::{CudaEvent, CudaStream, Cudart};
+pub use cuda::event::CudaEvent;
+pub use cuda::library::Cudart;
+pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};
 pub use fork::Origin;
 pub use malloc::return_large_blocks_to_system;

@@ -4,9 +4,9 @@
 use std::io;
 use std::sync::Mutex;
 
-use crate::block::Blocks;
-use crate::notes::{FoundNote, Medium, Notes};
-use crate::superblock::Superblock;
+use crate::block_device::node::Blocks;
+use crate::block_device::notes::{FoundNote, Medium, Notes};
+use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, DeviceId};
 
 const CRC_AT: usize = BLOCK_BYTES - 4;

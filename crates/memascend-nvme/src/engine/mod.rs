@@ -1,3 +1,12 @@
+//! Engines: what moves bytes between leases and a volume, and the one order of transfers that all of them follow.
+
+pub(crate) mod counters;
+pub(crate) mod ring;
+pub(crate) mod schedule;
+pub(crate) mod sim;
+pub(crate) mod threads;
+pub(crate) mod workload;
+
 use std::fmt;
 use std::sync::Arc;
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{slice, thread};
 
-use crate::superblock::DEVICE_BYTES_MIN;
+use crate::block_device::superblock::DEVICE_BYTES_MIN;
 use crate::{BLOCK_BYTES, DeviceError, DeviceResult};
 
 /// Requests of `linux/fs.h` that the libc crate does not name. They are `_IO(0x12, n)`, which has the bits of

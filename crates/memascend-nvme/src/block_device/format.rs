@@ -1,60 +1,16 @@
 //! Makes a raw device memascend's, and refuses whatever somebody could miss afterwards.
 
-use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::block::{self, Blocks, Node};
-use crate::device_error::list;
-use crate::notes::Notes;
-use crate::signatures::Blkid;
-use crate::superblock::{MIB, NotSuperblock, Superblock};
-use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult, Signature};
-
-/// What was on a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Content {
-    /// Partitions that the kernel knows, by name.
-    Partitions(Vec<String>),
-    /// Something that libblkid knows.
-    Signature(Signature),
-    /// A memascend store.
-    Store {
-        /// The device's UUID.
-        id: DeviceId,
-        /// Length of the note that a kept store leaves.
-        note_bytes: Option<u64>,
-    },
-    /// A memascend superblock that nobody can read any more.
-    DamagedStore,
-    /// A store of a later version.
-    NewerStore {
-        /// The format's version.
-        version: u32,
-    },
-}
-
-impl fmt::Display for Content {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Partitions(names) => write!(out, "partitions {}", names.join(", ")),
-            Self::Signature(signature) => signature.fmt(out),
-            Self::Store { id, note_bytes: Some(bytes) } => {
-                write!(out, "a kept memascend store (UUID {id}, with a note of {bytes} bytes)")
-            }
-            Self::Store { id, note_bytes: None } => {
-                write!(out, "a memascend store (UUID {id}) that is not kept")
-            }
-            Self::DamagedStore => out.write_str("a damaged memascend superblock"),
-            Self::NewerStore { version } => {
-                write!(out, "a store of a newer memascend (format version {version})")
-            }
-        }
-    }
-}
+use crate::block_device::error::list;
+use crate::block_device::node::{self, Blocks, Node};
+use crate::block_device::notes::Notes;
+use crate::block_device::signatures::Blkid;
+use crate::block_device::superblock::{MIB, NotSuperblock, Superblock};
+use crate::{BLOCK_BYTES, Content, DeviceError, DeviceId, DeviceResult};
 
 /// A device that was formatted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,9 +40,9 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Format
     }
     // Not O_DIRECT: libblkid reads through this file too, and a second one could not be had.
     let file = node.claim(0)?;
-    let device_bytes = block::sufficient_bytes(&file, path)?;
-    let logical_block_bytes = block::logical_block_bytes(&file, path)?;
-    block::forget_cached(&file);
+    let device_bytes = node::sufficient_bytes(&file, path)?;
+    let logical_block_bytes = node::logical_block_bytes(&file, path)?;
+    node::forget_cached(&file);
     let failed = |action| move |source| DeviceError::io(action, path, source);
 
     let id = DeviceId::random().map_err(failed("choose a UUID for"))?;
@@ -100,7 +56,7 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Format
     };
     if !partitions.is_empty() {
         // A partition that is open is noticed here, while everything is still there.
-        block::reread_partitions(&file, &node)?;
+        node::reread_partitions(&file, &node)?;
     }
 
     empty(&file, &superblock).map_err(failed("overwrite"))?;
@@ -114,7 +70,7 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Format
         .and_then(|()| file.sync_all())
         .map_err(failed("write the superblock of"))?;
     if !partitions.is_empty() {
-        block::reread_partitions(&file, &node)?;
+        node::reread_partitions(&file, &node)?;
     }
     Ok(Formatted { path: path.to_owned(), id, data_bytes: superblock.data_bytes, destroyed: found })
 }

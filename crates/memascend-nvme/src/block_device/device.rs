@@ -8,11 +8,11 @@ use std::sync::{Mutex, MutexGuard};
 
 use memascend_mem::LockExt;
 
-use crate::block::{self, Node};
-use crate::format::{Standing, described};
-use crate::notes::{FoundNote, Notes};
-use crate::signatures::Blkid;
-use crate::superblock::{Superblock, VERSION};
+use crate::block_device::format::{Standing, described};
+use crate::block_device::node::{self, Node};
+use crate::block_device::notes::{FoundNote, Notes};
+use crate::block_device::signatures::Blkid;
+use crate::block_device::superblock::{Superblock, VERSION};
 use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult};
 
 /// What a path begins with that names a device by its UUID.
@@ -56,11 +56,11 @@ impl Device {
         let path = node.path.clone();
         let failed = |source| DeviceError::io("read", &node.path, source);
         let file = node.claim(libc::O_DIRECT)?;
-        let logical_block_bytes = block::logical_block_bytes(&file, &path)?;
-        let device_bytes = block::sufficient_bytes(&file, &path)?;
+        let logical_block_bytes = node::logical_block_bytes(&file, &path)?;
+        let device_bytes = node::sufficient_bytes(&file, &path)?;
         // libblkid cannot read with O_DIRECT.
         let cached = node.open(libc::O_RDONLY).map_err(failed)?;
-        block::forget_cached(&cached);
+        node::forget_cached(&cached);
         let superblock = match Standing::read(&file, device_bytes).map_err(failed)? {
             Standing::Whole(superblock) => superblock,
             Standing::FirstBlockLost(superblock) => {
@@ -208,7 +208,7 @@ pub fn find_device(id: DeviceId) -> DeviceResult<PathBuf> {
     let mut lost = None;
     let mut looked_at = 0;
     let mut denied = Vec::new();
-    for node in block::all_devices() {
+    for node in node::all_devices() {
         match standing_of(&node) {
             Ok(standing) => {
                 looked_at += 1;
@@ -247,7 +247,7 @@ pub fn find_device(id: DeviceId) -> DeviceResult<PathBuf> {
 fn standing_of(node: &Node) -> io::Result<Standing> {
     // O_NONBLOCK: a drive without a medium is not waited for.
     let file = node.open(libc::O_RDONLY | libc::O_DIRECT | libc::O_NONBLOCK)?;
-    let bytes = block::size_bytes(&file, &node.path).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
+    let bytes = node::size_bytes(&file, &node.path).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
     if bytes < BLOCK_BYTES as u64 { Ok(Standing::Foreign) } else { Standing::read(&file, bytes) }
 }
 

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use memascend_mem::{LockExt, WaitExt};
 
-use crate::block::Blocks;
-use crate::notes::{Medium, Notes};
-use crate::schedule::{Ended, Schedule};
+use crate::block_device::node::Blocks;
+use crate::block_device::notes::{Medium, Notes};
+use crate::engine::schedule::{Ended, Schedule};
 use crate::{
     BLOCK_BYTES, Counters, CountersSnapshot, DeviceId, Engine, FoundNote, Geometry, IoError, NoteKeeper,
     Operation, Request, Result, VolumeFile,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use memascend_mem::{LockExt, Origin, WaitExt};
 
-use crate::schedule::{Schedule, Transfer};
+use crate::engine::schedule::{Schedule, Transfer};
 use crate::{Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result, VolumeFile};
 
 /// preadv2 and pwritev2 on a few threads, for systems that refuse io_uring.

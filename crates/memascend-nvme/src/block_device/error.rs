@@ -1,8 +1,9 @@
+//! Errors of raw block devices.
+
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::format::Content;
-use crate::{DeviceId, Signature};
+use crate::{Content, DeviceId, Signature};
 
 /// Errors of raw devices. Every message names the device and what to do.
 #[derive(Debug, thiserror::Error)]

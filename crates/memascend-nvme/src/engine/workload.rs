@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use memascend_mem::{LeaseSlice, LockExt, Pool, WaitExt};
 
-use crate::counters::Histogram;
+use crate::engine::counters::Histogram;
 use crate::{Completion, Engine, IoError, Operation, Request, Result};
 
 /// Requests of one size at a constant depth, to see what a volume can do.

@@ -9,7 +9,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::{env, fmt, fs, mem};
 
-use crate::{Fence, MemError, Origin, Result};
+use crate::{MemError, Result};
 
 /// The variable that names the library to use, before any other is looked for.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
@@ -19,26 +19,18 @@ const SUPPORTED_MAJORS: [c_int; 2] = [12, 13];
 /// Page-locked for every CUDA context, whichever device it is of: `cudaHostAllocPortable`,
 /// `cudaHostRegisterPortable`.
 const PORTABLE: c_uint = 1;
-/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event costs the least.
-const EVENT_FLAGS: c_uint = 1 | 2;
-/// `cudaStreamNonBlocking`: the default stream, which libraries use without being asked to, is not waited for.
-const STREAM_FLAGS: c_uint = 1;
-/// `cudaMemcpyHostToDevice`, `cudaMemcpyDeviceToHost`.
-const TO_DEVICE: c_int = 1;
-const TO_HOST: c_int = 2;
-
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
 const INSUFFICIENT_DRIVER: c_int = 35;
 const NO_DEVICE: c_int = 100;
-const NOT_READY: c_int = 600;
+pub(super) const NOT_READY: c_int = 600;
 const ALREADY_REGISTERED: c_int = 712;
 const NOT_REGISTERED: c_int = 713;
 const NOT_SUPPORTED: c_int = 801;
 
 /// The functions, with the signatures of `cuda_runtime_api.h`; `cudaError_t` is a C `int`, streams and events are
 /// pointers.
-struct Functions {
+pub(super) struct Functions {
     runtime_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     driver_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_device_count: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -49,25 +41,26 @@ struct Functions {
     get_error_name: unsafe extern "C" fn(c_int) -> *const c_char,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     get_last_error: unsafe extern "C" fn() -> c_int,
-    event_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
-    event_record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
-    event_query: unsafe extern "C" fn(*mut c_void) -> c_int,
-    event_synchronize: unsafe extern "C" fn(*mut c_void) -> c_int,
-    event_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
+    pub(super) event_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
+    pub(super) event_record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
+    pub(super) event_query: unsafe extern "C" fn(*mut c_void) -> c_int,
+    pub(super) event_synchronize: unsafe extern "C" fn(*mut c_void) -> c_int,
+    pub(super) event_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
     set_device: unsafe extern "C" fn(c_int) -> c_int,
     get_device: unsafe extern "C" fn(*mut c_int) -> c_int,
     mem_get_info: unsafe extern "C" fn(*mut usize, *mut usize) -> c_int,
-    stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
-    stream_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
-    stream_wait_event: unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int,
-    memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int,
+    pub(super) stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
+    pub(super) stream_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
+    pub(super) stream_wait_event: unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int,
+    pub(super) memcpy_async:
+        unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int,
 }
 
 /// A CUDA runtime library that was loaded, is of a supported version and sees a device. It is never unloaded.
 pub struct Cudart {
     library: String,
     version: c_int,
-    functions: Functions,
+    pub(super) functions: Functions,
 }
 
 impl fmt::Debug for Cudart {
@@ -276,7 +269,7 @@ impl Cudart {
         })
     }
 
-    fn check(&self, call: &'static str, code: c_int) -> Result<()> {
+    pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
@@ -303,7 +296,7 @@ impl Cudart {
 
     /// CUDA keeps the last error of a thread, and whoever asks next, PyTorch for one, would take it for its own.
     /// An error that broke the context stays all the same.
-    fn forget_error(&self) {
+    pub(super) fn forget_error(&self) {
         // SAFETY: the function takes nothing and returns an int.
         unsafe { (self.functions.get_last_error)() };
     }
@@ -320,180 +313,6 @@ impl Cudart {
             return "no driver is loaded".to_owned();
         }
         format!("the driver supports CUDA up to {}", version_text(version))
-    }
-}
-
-/// A point in a CUDA stream: done when everything put into the stream before it is done. Destroyed when dropped.
-#[derive(Debug)]
-pub struct CudaEvent {
-    cudart: Arc<Cudart>,
-    event: NonNull<c_void>,
-    origin: Origin,
-}
-
-// SAFETY: CUDA's functions on events may be called from any thread; the event is owned until drop.
-unsafe impl Send for CudaEvent {}
-// SAFETY: a shared reference only queries and waits, which CUDA allows from several threads at once.
-unsafe impl Sync for CudaEvent {}
-
-impl CudaEvent {
-    /// Records an event into `stream`; a null pointer is the default stream.
-    ///
-    /// # Safety
-    /// `stream` is null or a live `cudaStream_t` of the device that is current in the calling thread. It may be
-    /// destroyed once this has returned.
-    pub unsafe fn record(cudart: &Arc<Cudart>, stream: *mut c_void) -> Result<Self> {
-        const CREATE: &str = "cudaEventCreateWithFlags";
-        let mut event = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let code = unsafe { (cudart.functions.event_create_with_flags)(&mut event, EVENT_FLAGS) };
-        cudart.check(CREATE, code)?;
-        let event = NonNull::new(event).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
-        let event = Self { cudart: Arc::clone(cudart), event, origin: Origin::here() };
-        // SAFETY: the event is live, and the stream is by the caller's promise.
-        let code = unsafe { (cudart.functions.event_record)(event.event.as_ptr(), stream) };
-        cudart.check("cudaEventRecord", code)?;
-        Ok(event)
-    }
-
-    /// Has what is put into `stream` from now on come after the event; nobody waits here.
-    ///
-    /// # Safety
-    /// `stream` is null, the default stream of the calling thread's device, or a live `cudaStream_t`.
-    pub unsafe fn precede(&self, stream: *mut c_void) -> Result<()> {
-        // SAFETY: the event is live, and the stream is by the caller's promise.
-        let code = unsafe { (self.cudart.functions.stream_wait_event)(stream, self.event.as_ptr(), 0) };
-        self.cudart.check("cudaStreamWaitEvent", code)
-    }
-
-    /// Whether the stream has reached the event. Does not wait.
-    ///
-    /// # Errors
-    /// Whatever went wrong in the stream before the event.
-    pub fn is_done(&self) -> Result<bool> {
-        // SAFETY: the event is live.
-        let code = unsafe { (self.cudart.functions.event_query)(self.event.as_ptr()) };
-        if code == NOT_READY {
-            self.cudart.forget_error();
-            return Ok(false);
-        }
-        self.cudart.check("cudaEventQuery", code)?;
-        Ok(true)
-    }
-
-    /// Waits until the stream has reached the event; the thread sleeps meanwhile.
-    ///
-    /// # Errors
-    /// Whatever went wrong in the stream before the event.
-    pub fn wait(&self) -> Result<()> {
-        // SAFETY: the event is live.
-        let code = unsafe { (self.cudart.functions.event_synchronize)(self.event.as_ptr()) };
-        self.cudart.check("cudaEventSynchronize", code)
-    }
-}
-
-impl Fence for CudaEvent {
-    fn is_done(&self) -> Result<bool> {
-        Self::is_done(self)
-    }
-}
-
-impl Drop for CudaEvent {
-    fn drop(&mut self) {
-        // CUDA does not survive a fork, and the event is the parent's.
-        if !self.origin.is_here() {
-            return;
-        }
-        // SAFETY: the event is live and never used again. CUDA keeps what it needs of one that is not done.
-        let code = unsafe { (self.cudart.functions.event_destroy)(self.event.as_ptr()) };
-        // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
-        let _ = self.cudart.check("cudaEventDestroy", code);
-    }
-}
-
-/// A stream of copies, carried out one after another beside all other streams. Destroyed when dropped; what was put
-/// into it is done all the same.
-#[derive(Debug)]
-pub struct CudaStream {
-    cudart: Arc<Cudart>,
-    stream: NonNull<c_void>,
-    origin: Origin,
-}
-
-// SAFETY: CUDA's functions on streams may be called from any thread; the stream is owned until drop.
-unsafe impl Send for CudaStream {}
-// SAFETY: CUDA allows several threads to put work into a stream.
-unsafe impl Sync for CudaStream {}
-
-impl CudaStream {
-    /// A stream of the calling thread's device.
-    pub fn new(cudart: &Arc<Cudart>) -> Result<Self> {
-        const CREATE: &str = "cudaStreamCreateWithFlags";
-        let mut stream = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let code = unsafe { (cudart.functions.stream_create_with_flags)(&mut stream, STREAM_FLAGS) };
-        cudart.check(CREATE, code)?;
-        let stream = NonNull::new(stream).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
-        Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
-    }
-
-    /// An event that is done when all that was put into the stream so far is. The stream's device is that of the calling
-    /// thread.
-    pub fn record(&self) -> Result<CudaEvent> {
-        // SAFETY: the stream is live.
-        unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
-    }
-
-    /// Has what is put into the stream from now on come after `event`; nobody waits here.
-    pub fn wait(&self, event: &CudaEvent) -> Result<()> {
-        // SAFETY: the stream is live.
-        unsafe { event.precede(self.stream.as_ptr()) }
-    }
-
-    /// Puts a copy of `bytes` bytes to device address `target` into the stream.
-    ///
-    /// # Safety
-    /// Both ranges are live until the copy is done; `source` is not written meanwhile.
-    pub unsafe fn copy_to_device(&self, target: usize, source: NonNull<u8>, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy(target as *mut c_void, source.as_ptr().cast(), bytes, TO_DEVICE) }
-    }
-
-    /// Puts a copy of `bytes` bytes at device address `source` into the stream.
-    ///
-    /// # Safety
-    /// Both ranges are live until the copy is done; nobody else reads or writes `target` meanwhile.
-    pub unsafe fn copy_to_host(&self, target: NonNull<u8>, source: usize, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy(target.as_ptr().cast(), source as *const c_void, bytes, TO_HOST) }
-    }
-
-    /// # Safety
-    /// As the callers.
-    unsafe fn copy(
-        &self,
-        target: *mut c_void,
-        source: *const c_void,
-        bytes: usize,
-        kind: c_int,
-    ) -> Result<()> {
-        // SAFETY: the stream is live, and the ranges are by the caller's promise.
-        let code = unsafe {
-            (self.cudart.functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
-        };
-        self.cudart.check("cudaMemcpyAsync", code)
-    }
-}
-
-impl Drop for CudaStream {
-    fn drop(&mut self) {
-        // As with events.
-        if !self.origin.is_here() {
-            return;
-        }
-        // SAFETY: the stream is live and never used again. CUDA keeps what it needs of one with work in it.
-        let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
-        let _ = self.cudart.check("cudaStreamDestroy", code);
     }
 }
 

@@ -1,3 +1,8 @@
+//! Volumes: where a store's bytes lie, a directory with a preallocated file or a raw block device.
+
+pub(crate) mod geometry;
+mod lock;
+
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
@@ -9,7 +14,7 @@ use std::sync::{Arc, Mutex};
 
 use memascend_mem::{LeaseSlice, LockExt, Origin};
 
-use crate::lock::DirectoryLock;
+use crate::volume::lock::DirectoryLock;
 use crate::{BLOCK_BYTES, Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
 
 /// The open file or device of a volume, shared with the engine that transfers on it.
@@ -49,7 +54,7 @@ impl VolumeFile {
 
     /// Whether its drive can be polled for completions.
     pub(crate) fn polls(&self) -> bool {
-        crate::geometry::has_poll_queues(&self.file)
+        crate::volume::geometry::has_poll_queues(&self.file)
     }
 
     /// Waits until everything written is on the medium.

@@ -9,7 +9,7 @@ use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squeue, types};
 use memascend_mem::{LockExt, Origin, Pool};
 
-use crate::schedule::Schedule;
+use crate::engine::schedule::Schedule;
 use crate::{
     Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
 };
@@ -480,7 +480,7 @@ impl Driver {
         ring.sq.sync();
     }
 
-    fn entry(&self, transfer: &crate::schedule::Transfer) -> squeue::Entry {
+    fn entry(&self, transfer: &crate::engine::schedule::Transfer) -> squeue::Entry {
         let length = u32::try_from(transfer.bytes).expect("a part is small");
         let offset = self.file.position(transfer.offset);
         let buffer =

@@ -8,9 +8,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::{env, fmt, mem};
+use std::{env, mem};
 
-use crate::{DeviceError, DeviceResult};
+use crate::{DeviceError, DeviceResult, Signature};
 
 /// The variable that names the library to use instead of the system's.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
@@ -27,32 +27,6 @@ const NOTHING: c_int = 1;
 const AMBIVALENT: c_int = -2;
 /// More signatures than any device has: ZFS writes 4 times 128 of them.
 const SIGNATURES_MAX: usize = 1024;
-
-/// A filesystem, RAID, LVM, swap or partition table on a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Signature {
-    /// Name of the kind, as `blkid` and `wipefs` show it: `ext4`, `linux_raid_member`, `gpt`.
-    pub kind: String,
-    /// The label, if there is one.
-    pub label: Option<String>,
-    /// The UUID, if there is one.
-    pub uuid: Option<String>,
-    /// What sort of thing the kind is: `a filesystem`, `a partition table`.
-    pub sort: &'static str,
-}
-
-impl fmt::Display for Signature {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} ({}", self.sort, self.kind)?;
-        if let Some(label) = &self.label {
-            write!(out, ", label {label:?}")?;
-        }
-        if let Some(uuid) = &self.uuid {
-            write!(out, ", UUID {uuid}")?;
-        }
-        out.write_str(")")
-    }
-}
 
 /// The functions, with the signatures of `blkid.h`; a `blkid_probe` is a pointer, a `blkid_loff_t` an `int64_t`.
 struct Functions {

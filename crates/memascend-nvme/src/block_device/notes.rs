@@ -16,8 +16,8 @@
 use std::fs::File;
 use std::io;
 
-use crate::block::Blocks;
-use crate::superblock::Superblock;
+use crate::block_device::node::Blocks;
+use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, DeviceId, Result};
 
 const MAGIC: &[u8; 16] = b"memascend-note\0\0";
@@ -267,7 +267,7 @@ mod tests {
     /// uses. `MEMASCEND_FLIPS` is how many places are tried, or `all`.
     #[test]
     fn a_flipped_bit_is_noticed_or_in_bytes_that_nobody_uses() {
-        use crate::format::Standing;
+        use crate::block_device::format::Standing;
         let (file, _) = area();
         let superblock = Superblock::plan(DeviceId::random().unwrap(), DEVICE_BYTES, 512);
         let notes = Notes::of(&superblock);

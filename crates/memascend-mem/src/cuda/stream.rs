@@ -1,0 +1,99 @@
+//! Streams: copies between host and device memory, one after another.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use crate::{CudaEvent, Cudart, MemError, Origin, Result};
+
+/// `cudaStreamNonBlocking`: the default stream, which libraries use without being asked to, is not waited for.
+const STREAM_FLAGS: c_uint = 1;
+/// `cudaMemcpyHostToDevice`, `cudaMemcpyDeviceToHost`.
+const TO_DEVICE: c_int = 1;
+const TO_HOST: c_int = 2;
+
+/// A stream of copies, carried out one after another beside all other streams. Destroyed when dropped; what was put
+/// into it is done all the same.
+#[derive(Debug)]
+pub struct CudaStream {
+    cudart: Arc<Cudart>,
+    stream: NonNull<c_void>,
+    origin: Origin,
+}
+
+// SAFETY: CUDA's functions on streams may be called from any thread; the stream is owned until drop.
+unsafe impl Send for CudaStream {}
+// SAFETY: CUDA allows several threads to put work into a stream.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    /// A stream of the calling thread's device.
+    pub fn new(cudart: &Arc<Cudart>) -> Result<Self> {
+        const CREATE: &str = "cudaStreamCreateWithFlags";
+        let mut stream = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let code = unsafe { (cudart.functions.stream_create_with_flags)(&mut stream, STREAM_FLAGS) };
+        cudart.check(CREATE, code)?;
+        let stream = NonNull::new(stream).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
+        Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
+    }
+
+    /// An event that is done when all that was put into the stream so far is. The stream's device is that of the calling
+    /// thread.
+    pub fn record(&self) -> Result<CudaEvent> {
+        // SAFETY: the stream is live.
+        unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
+    }
+
+    /// Has what is put into the stream from now on come after `event`; nobody waits here.
+    pub fn wait(&self, event: &CudaEvent) -> Result<()> {
+        // SAFETY: the stream is live.
+        unsafe { event.precede(self.stream.as_ptr()) }
+    }
+
+    /// Puts a copy of `bytes` bytes to device address `target` into the stream.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done; `source` is not written meanwhile.
+    pub unsafe fn copy_to_device(&self, target: usize, source: NonNull<u8>, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(target as *mut c_void, source.as_ptr().cast(), bytes, TO_DEVICE) }
+    }
+
+    /// Puts a copy of `bytes` bytes at device address `source` into the stream.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done; nobody else reads or writes `target` meanwhile.
+    pub unsafe fn copy_to_host(&self, target: NonNull<u8>, source: usize, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(target.as_ptr().cast(), source as *const c_void, bytes, TO_HOST) }
+    }
+
+    /// # Safety
+    /// As the callers.
+    unsafe fn copy(
+        &self,
+        target: *mut c_void,
+        source: *const c_void,
+        bytes: usize,
+        kind: c_int,
+    ) -> Result<()> {
+        // SAFETY: the stream is live, and the ranges are by the caller's promise.
+        let code = unsafe {
+            (self.cudart.functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
+        };
+        self.cudart.check("cudaMemcpyAsync", code)
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        // As with events.
+        if !self.origin.is_here() {
+            return;
+        }
+        // SAFETY: the stream is live and never used again. CUDA keeps what it needs of one with work in it.
+        let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
+        let _ = self.cudart.check("cudaStreamDestroy", code);
+    }
+}
