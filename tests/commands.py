@@ -40,13 +40,13 @@ def in_memory(words: list[str]) -> list[str]:
 
 def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
     """The command line, in its process; `before` changes the process first."""
-    from memascend.command import main as cli
+    from memascend.command import main
 
     if before is not None:
         before()
     sys.argv = ["memascend", *words]
     # As the installed command does; run() looks at the arguments of the process.
-    cli.run()
+    main.run()
 
 
 def listing(room: Path) -> dict[str, bytes | None]:

@@ -1,4 +1,4 @@
-"""The exceptions of memascend. All derive from MemascendError; most also from the builtin they refine."""
+"""The exceptions of memascend: all but Abandoned derive from MemascendError, most also from the builtin they refine."""
 
 from os import PathLike, fspath
 
@@ -10,9 +10,9 @@ class MemascendError(RuntimeError):
 class StoreError(MemascendError, OSError):
     """The store's drive, directory or files failed.
 
-    `errno` is set where the system gave one, and what is known of the rest: `filename` (the file, directory or device),
-    `operation` ("read" or "write"), `offset` and `length` (bytes) of a transfer, and `hint`, what to do about it ("" if
-    nothing is known).
+    `errno` is set where the system gave one. Other attributes are None where they are unknown: `filename` (the file,
+    directory or device), `operation` ("read" or "write"), `offset` and `length` (bytes) of a transfer. `hint` says what
+    to do ("" if no remedy is known).
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class StoreError(MemascendError, OSError):
         length: int | None = None,
         hint: str = "",
     ) -> None:
-        """Keep what is known beside a message that is already complete."""
+        """Take the complete message and the attributes that are known."""
         # Not super(): RuntimeError comes first and would leave `errno` unset.
         OSError.__init__(self, errno, message)
         self.message = message
@@ -33,7 +33,7 @@ class StoreError(MemascendError, OSError):
         self.operation, self.offset, self.length, self.hint = operation, offset, length, hint
 
     def __str__(self) -> str:
-        """Return the message alone: it names the path and says what the system said."""
+        """Return the message alone: it names the path and repeats the system's own text."""
         return self.message
 
 
@@ -53,23 +53,40 @@ class BudgetError(MemascendError, ValueError):
     """A budget of host or device memory cannot hold what the model needs; `smallest_bytes` can."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
-        """Keep the smallest budget that works, in bytes."""
+        """Take the message and the smallest budget that works, in bytes."""
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
 
 class CheckpointError(MemascendError, ValueError):
-    """A model directory or a safetensors file is not what it should be."""
+    """A model directory, a safetensors file or a checkpoint is damaged, incomplete or of another model."""
 
 
 class DataError(MemascendError, ValueError):
-    """The data or an option of a command cannot be used for what was asked."""
+    """The text given cannot be trained on, or an option does not fit the data or the model."""
+
+
+class OutputError(MemascendError, OSError):
+    """The output cannot be written to the path given."""
 
 
 class UnmeasuredError(MemascendError, ValueError):
-    """A rate that a prediction needs was neither measured nor given."""
+    """A forecast needs a rate of this machine that was neither measured nor given."""
+
+
+class NonFiniteError(MemascendError):
+    """The loss or the gradient norm became NaN or infinite."""
+
+
+class Abandoned(KeyboardInterrupt):
+    """The user gave up on the run: unfinished output is removed."""
+
+    def __init__(self, signal_number: int) -> None:
+        """Store the number of the signal, for the exit code."""
+        super().__init__(signal_number)
+        self.signal_number = signal_number
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its type's name where it says nothing."""
+    """Return the first line of an error's message, or the name of its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

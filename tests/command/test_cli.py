@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
-from memascend.command import main as cli
+from memascend.command import main
 
 BUDGET = "256MiB"
 
@@ -157,9 +157,9 @@ def test_bad_input_gets_a_line_and_leaves_nothing(room, capfd, what):
     changed = {name: value.format(room=room) if isinstance(value, str) else value for name, value in changed.items()}
     before = listing(room)
     assert len(before) >= 4
-    code = cli.main(command(room, *more, **changed))
+    code = main.main(command(room, *more, **changed))
     out, err = capfd.readouterr()
-    assert code == cli.BAD_INPUT, err
+    assert code == main.BAD_INPUT, err
     told = [line for line in err.splitlines() if line.startswith("memascend: error: ")]
     assert len(told) == 1, err
     assert says in told[0]
@@ -168,13 +168,13 @@ def test_bad_input_gets_a_line_and_leaves_nothing(room, capfd, what):
 
 
 def test_without_a_command_there_is_one_line_too(capfd):
-    assert cli.main([]) == cli.BAD_INPUT
+    assert main.main([]) == main.BAD_INPUT
     assert capfd.readouterr().err.startswith("memascend: error: ")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["demo", "--help"], ["--version"]])
 def test_help(words, capfd):
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert "memascend" in capfd.readouterr().out
 
 
@@ -182,8 +182,8 @@ def test_help(words, capfd):
 def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
     (room / "model" / "chat_template.jinja").write_text("template")
     settings = {"grad_accum": 2, "warmup_steps": 1, "dtype": dtype, "schedule": "linear"}
-    assert cli.main(command(room, **settings)) == 0, capfd.readouterr().err
-    assert cli.main(command(room, "--in-memory", out=room / "mem", **MEMORY, **settings)) == 0
+    assert main.main(command(room, **settings)) == 0, capfd.readouterr().err
+    assert main.main(command(room, "--in-memory", out=room / "mem", **MEMORY, **settings)) == 0
 
     ssd, memory = (steps_of(room / name / "metrics.jsonl") for name in ("out", "mem"))
     assert len(ssd) == 3
@@ -220,8 +220,8 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
 )
 def test_other_optimizers_give_the_weights_of_the_run_in_memory(room, capfd, chosen):
     flags = ["--no-master"] if chosen.pop("no_master", False) else []
-    assert cli.main(command(room, *flags, **chosen)) == 0, capfd.readouterr().err
-    assert cli.main(command(room, "--in-memory", *flags, out=room / "mem", **MEMORY, **chosen)) == 0
+    assert main.main(command(room, *flags, **chosen)) == 0, capfd.readouterr().err
+    assert main.main(command(room, "--in-memory", *flags, out=room / "mem", **MEMORY, **chosen)) == 0
     ssd, memory = (AutoModelForCausalLM.from_pretrained(room / name).state_dict() for name in ("out", "mem"))
     start = AutoModelForCausalLM.from_pretrained(room / "model", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(ssd[name], memory[name]) for name in memory)
@@ -230,7 +230,7 @@ def test_other_optimizers_give_the_weights_of_the_run_in_memory(room, capfd, cho
 
 def test_metrics_tell_the_run(room):
     metrics = room / "metrics.jsonl"
-    assert cli.main(command(room, metrics=metrics, steps=None, epochs=2)) == 0
+    assert main.main(command(room, metrics=metrics, steps=None, epochs=2)) == 0
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["record"] for record in records] == ["start", *["step"] * (len(records) - 2), "end"]
     start, end = records[0], records[-1]
@@ -248,14 +248,14 @@ def test_a_loss_that_is_not_finite_stops_or_is_skipped(room, capfd, in_memory):
     where = MEMORY if in_memory else {}
     blow_up = {"lr": 1e30, "schedule": "constant", "steps": 4, **where}  # finite at step 1, and then no more
     before = listing(room)
-    assert cli.main(command(room, *more, **blow_up)) == cli.FAILED
+    assert main.main(command(room, *more, **blow_up)) == main.FAILED
     told = capfd.readouterr().err
     assert "error: step 2 of 4: the " in told
     assert ("holds the run after step 1: --resume goes on" in told) == (not in_memory)
     after = listing(room)
     assert {name: after[name] for name in after if not name.startswith("store/")} == before
     more = more or ("--resume",)
-    assert cli.main(command(room, *more, on_nan="skip", **blow_up)) == 0
+    assert main.main(command(room, *more, on_nan="skip", **blow_up)) == 0
     assert "4 of 4 steps, 3 of them skipped" in capfd.readouterr().out
     skipped = [step["skipped"] for step in steps_of(room / "out" / "metrics.jsonl")]
     assert skipped == [False, True, True, True][-len(skipped) :] and len(skipped) >= 3
@@ -267,7 +267,7 @@ def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     before = listing(room)
-    assert cli.main(command(room, on_nan="skip")) == cli.FAILED
+    assert main.main(command(room, on_nan="skip")) == main.FAILED
     assert "all 3 steps were skipped" in capfd.readouterr().err
     assert listing(room) == before
 

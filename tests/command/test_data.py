@@ -12,12 +12,12 @@ from memascend.command.data import (
     PIECE_BYTES,
     Blocks,
     ByteTokenizer,
-    DataError,
     Documents,
     load_tokenizer,
     shuffled,
 )
-from memascend.command.finetune import schedule_factor
+from memascend.command.training import schedule_factor
+from memascend.errors import DataError
 
 
 @pytest.fixture

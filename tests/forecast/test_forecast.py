@@ -21,7 +21,7 @@ from transformers import (
 
 import memascend
 from memascend import BudgetError
-from memascend.command import main as cli
+from memascend.command import main
 from memascend.forecast import zero_infinity
 from memascend.forecast.forecast import KINDS, Gpu, Replay, as_text, forecast
 from memascend.forecast.step_time import step_time
@@ -71,7 +71,7 @@ MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
 
 def plan(capfd, path, *more):
     """Run the command with --json; return its exit code and what it printed."""
-    code = cli.main(["plan", str(path), "--json", *map(str, more)])
+    code = main.main(["plan", str(path), "--json", *map(str, more)])
     return code, json.loads(capfd.readouterr().out)
 
 
@@ -330,7 +330,7 @@ GIVEN = ["--flops", "70e12", "--pcie", "25e9", "--dram", "40e9", "--ssd", "3e9"]
 def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
     folder = saved(SMALL, tmp_path)
     words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--activations", "ssd", *GIVEN]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     out = capfd.readouterr().out
     for title in ("Host memory", "Device memory, of 8.0 GiB", "Time of an optimizer step", "Beside it"):
         assert title in out
@@ -355,7 +355,7 @@ def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
 def test_a_gpu_that_is_too_small_is_refused_with_what_helps(tmp_path, capfd):
     folder = saved(SMALL, tmp_path)
     words = ["plan", str(folder), "--gpu", "64MiB", "--seq-len", "256", *GIVEN]
-    assert cli.main(words) == cli.BAD_INPUT
+    assert main.main(words) == main.BAD_INPUT
     err = capfd.readouterr().err
     assert "device_memory" in err
     assert "fewer than 256 tokens" in err
@@ -438,7 +438,7 @@ def test_traffic_is_the_38_bytes_that_were_measured():
 
 def test_the_tables_show_every_part(tmp_path, capfd):
     saved(SMALL, tmp_path)
-    assert cli.main(["plan", str(tmp_path), "--host-memory", "256MiB", "--seq-len", "64", "--grad-accum", "2"]) == 0
+    assert main.main(["plan", str(tmp_path), "--host-memory", "256MiB", "--seq-len", "64", "--grad-accum", "2"]) == 0
     out = capfd.readouterr().out
     for title in ("LlamaForCausalLM, ", "Host memory", "SSD space", "SSD traffic", "On top", "Beside it"):
         assert title in out
@@ -479,7 +479,7 @@ WRONG = ["missing", "no config", "not JSON", "no model_type", "unknown", "encode
 @pytest.mark.parametrize("what", WRONG)
 def test_bad_input_gets_one_message(tmp_path, capfd, what):
     words, says = prepare(tmp_path, what)
-    assert cli.main(["plan", *map(str, words)]) == cli.BAD_INPUT
+    assert main.main(["plan", *map(str, words)]) == main.BAD_INPUT
     out, err = capfd.readouterr()
     assert out == ""
     assert [says in line for line in err.splitlines() if line.startswith("memascend: error: ")] == [True], err
@@ -489,7 +489,7 @@ def test_bad_input_gets_one_message(tmp_path, capfd, what):
 @pytest.mark.parametrize("what", WRONG)
 def test_bad_input_is_one_json_object(tmp_path, capfd, what):
     words, says = prepare(tmp_path, what)
-    assert cli.main(["plan", *map(str, words), "--json"]) == cli.BAD_INPUT
+    assert main.main(["plan", *map(str, words), "--json"]) == main.BAD_INPUT
     out, err = capfd.readouterr()
     told = json.loads(out)
     assert says in told["error"]
@@ -503,5 +503,5 @@ def test_bad_input_is_one_json_object(tmp_path, capfd, what):
 
 @pytest.mark.parametrize("words", [["--seq-len", "1"], ["--dtype", "float16"], ["--host-memory", "much"]])
 def test_usage_errors_name_the_word(tmp_path, capfd, words):
-    assert cli.main(["plan", str(tmp_path), *words]) == cli.BAD_INPUT
+    assert main.main(["plan", str(tmp_path), *words]) == main.BAD_INPUT
     assert words[1] in capfd.readouterr().err

@@ -20,7 +20,7 @@ import torch
 
 import memascend
 from memascend import _memascend
-from memascend.kernels import launcher as cuda
+from memascend.kernels import launcher
 from memascend.optim.overflow import check
 
 if TYPE_CHECKING:
@@ -368,27 +368,27 @@ def test_the_kernels_compile(architecture: int) -> None:
             nvrtc.getVersion()
         except Exception as error:
             pytest.skip(f"NVRTC cannot be loaded: {error}")
-    program = nvrtc.createProgram(cuda.SOURCE.read_text(), cuda.SOURCE.name, (), ())
+    program = nvrtc.createProgram(launcher.SOURCE.read_text(), launcher.SOURCE.name, (), ())
     try:
-        options = (*cuda.OPTIONS, f"--gpu-architecture=sm_{architecture}")
+        options = (*launcher.OPTIONS, f"--gpu-architecture=sm_{architecture}")
         nvrtc.compileProgram(program, options)
         assert nvrtc.getProgramLog(program).strip("\0\n ") == ""
         binary = nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
     assert binary[:4] == b"\x7fELF"
-    for name in cuda.KERNELS:
+    for name in launcher.KERNELS:
         assert f"overflow_{name}".encode() in binary
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"memascend\[cuda\]"):
-        cuda.check(torch.device("cuda", 0), [], False, None)
-    cuda.has_cupy.cache_clear()
-    assert not cuda.has_cupy()
+        launcher.check(torch.device("cuda", 0), [], False, None)
+    launcher.has_cupy.cache_clear()
+    assert not launcher.has_cupy()
     monkeypatch.undo()
-    cuda.has_cupy.cache_clear()
+    launcher.has_cupy.cache_clear()
 
 
 def test_cupy_is_given_torchs_stream() -> None:
@@ -399,7 +399,7 @@ def test_cupy_is_given_torchs_stream() -> None:
             self.cuda_stream = handle
 
     for handle, expected in ((0x7F00, 0x7F00), (0, cupy.cuda.runtime.streamLegacy)):
-        stream = cupy.cuda.Stream.from_external(cuda._Stream(Torchs(handle)))
+        stream = cupy.cuda.Stream.from_external(launcher._Stream(Torchs(handle)))
         assert stream.ptr == expected
     # What the kernels' parameters are, as wide as CuPy passes them.
     from cupy._core._scalar import CScalar
@@ -408,7 +408,7 @@ def test_cupy_is_given_torchs_stream() -> None:
 
 
 class Host:
-    """The kernels compiled for the host from the source that ships, and called as `cuda.check` calls them."""
+    """The kernels compiled for the host from the source that ships, and called as `launcher.check` calls them."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -417,8 +417,8 @@ class Host:
     def check(
         self, tensors: list[torch.Tensor], norm: bool = False, unscale: float | None = None, grid: int = 3
     ) -> tuple[bool, float | None]:
-        table, chunks = cuda.rows(tensors)
-        rows = np.array(table, dtype=np.int64).reshape(-1, cuda.ROW)
+        table, chunks = launcher.rows(tensors)
+        rows = np.array(table, dtype=np.int64).reshape(-1, launcher.ROW)
         flag = np.zeros(1, np.float32)
         slots, total = np.full(max(chunks, 1), 1e300), np.zeros(1)
         factor = None if unscale is None else np.array([unscale], np.float32)
@@ -446,7 +446,7 @@ class Host:
         self._library.block_sums(
             ctypes.c_ulonglong(tensor.data_ptr()),
             ctypes.c_ulonglong(tensor.numel()),
-            ctypes.c_ulonglong(cuda.DTYPES[tensor.dtype]),
+            ctypes.c_ulonglong(launcher.DTYPES[tensor.dtype]),
             ctypes.c_void_p(sums.ctypes.data),
             ctypes.c_void_p(flag.ctypes.data),
         )
@@ -457,7 +457,7 @@ class Host:
         """The fp32 bits of values, or fp32 bits rounded to a dtype's."""
         source, target = np.ascontiguousarray(bits, np.uint32), np.empty(bits.size, np.uint32)
         self._library.convert(
-            ctypes.c_ulonglong(cuda.DTYPES[dtype]),
+            ctypes.c_ulonglong(launcher.DTYPES[dtype]),
             ctypes.c_void_p(source.ctypes.data),
             ctypes.c_void_p(target.ctypes.data),
             ctypes.c_size_t(bits.size),
@@ -475,7 +475,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     shim = Path(__file__).with_name("cuda_on_host.cpp")
     # The source reads 16 bytes at a time, and may fuse what is exact in any case.
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas"]
-    source = f'-DSOURCE="{cuda.SOURCE}"'
+    source = f'-DSOURCE="{launcher.SOURCE}"'
     subprocess.run([compiler, *flags, source, str(shim), "-o", str(library)], check=True)
     return Host(library)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import memascend
 from memascend._memascend import KeptStore, Volume, device_uuid, format_device
-from memascend.command import main as cli
+from memascend.command import main
 from memascend.machine import drives
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def device() -> Iterator[lab.LoopDevice]:
 def told(capfd: pytest.CaptureFixture[str], words: list[Any]) -> tuple[int, str, str]:
     """Exit code and output of a command."""
     capfd.readouterr()
-    code = cli.main([str(word) for word in words])
+    code = main.main([str(word) for word in words])
     return code, *capfd.readouterr()
 
 
@@ -489,4 +489,4 @@ def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
 
 def _measure_for_long(_pipe: Any, place: Path) -> None:
     sys.argv = ["memascend", "bench", str(place), "--size", "16MiB", "--seconds", "1"]
-    cli.run()
+    main.run()

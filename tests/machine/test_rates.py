@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from memascend.command import main as cli
-from memascend.command.report import gpu_text
+from memascend.command import main
+from memascend.command.tables import gpu_text
 from memascend.errors import UnmeasuredError
-from memascend.machine import drives
-from memascend.machine import gpu as rates
+from memascend.machine import drives, gpu
 from memascend.machine.gpu import rates_for
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ GPU = {
     "flops": {"bfloat16": 70e12, "float32": 30e12},
     "dram": 40e9,
 }
-NOTHING = dict.fromkeys(rates.NAMES)
+NOTHING = dict.fromkeys(gpu.NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -58,36 +57,36 @@ def test_work_is_counted_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         now += 2.0
         finished += 1
 
-    monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now)
     # Eight pieces of work and what they are waited for take 4 seconds; the first piece is not counted.
-    assert rates._per_second(work, 7.0, finish) == 2.0
+    assert gpu._per_second(work, 7.0, finish) == 2.0
     assert finished == 1 + 2
 
 
 def test_host_memory_is_measured() -> None:
     # Nothing copies less than 100 MB or more than 10 TB a second.
-    assert 1e8 < rates.measure_host_memory(size=16 << 20, seconds=0.05) < 1e13
+    assert 1e8 < gpu.measure_host_memory(size=16 << 20, seconds=0.05) < 1e13
 
 
 def test_without_cuda_bench_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert cli.main(["bench", "--gpu"]) != 0
+    assert main.main(["bench", "--gpu"]) != 0
     out, err = capfd.readouterr()
     assert out == ""
     assert err.splitlines()[-1].startswith("memascend: error: ")
     assert "CUDA" in err or "cuda" in err
-    assert not rates.remembered_in().exists()
+    assert not gpu.remembered_in().exists()
 
 
 def test_something_has_to_be_measured(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench"]) == cli.BAD_INPUT
+    assert main.main(["bench"]) == main.BAD_INPUT
     assert "--gpu" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_remembered(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--gpu", "--seconds", "0.2", "--json"]) == 0
+    assert main.main(["bench", "--gpu", "--seconds", "0.2", "--json"]) == 0
     (found,) = json.loads(capfd.readouterr().out)
     assert found["memory_bytes"] > 1 << 30
     assert 1e9 < found["d2h"] < 1e12
@@ -101,7 +100,7 @@ def test_a_gpu_is_measured_and_remembered(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_is_given_comes_before_what_was_measured() -> None:
-    rates.remember(GPU)
+    gpu.remember(GPU)
     remember_drive("/nvme", 5e9)
     found = rates_for("bfloat16", NOTHING | {"h2d": 1e9})
     assert {name: rate.per_second for name, rate in found.items()} == {
@@ -119,7 +118,7 @@ def test_what_is_given_comes_before_what_was_measured() -> None:
 
 def test_a_store_on_several_drives_has_the_rates_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives, "identity", lambda place: str(place)[:5])
-    rates.remember(GPU)
+    gpu.remember(GPU)
     remember_drive("/one/", 5e9)
     remember_drive("/two/", 3e9)
     assert rates_for("bfloat16", NOTHING, ["/one/x", "/two/x"])["ssd"].per_second == 8e9
@@ -133,7 +132,7 @@ def test_a_store_on_several_drives_has_the_rates_of_all(monkeypatch: pytest.Monk
 
 def test_host_memory_is_measured_in_place_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     given = NOTHING | {"flops": 1e12, "h2d": 1e9, "d2h": 1e9}
-    monkeypatch.setattr(rates, "measure_host_memory", lambda: pytest.fail("measured for somebody who is refused"))
+    monkeypatch.setattr(gpu, "measure_host_memory", lambda: pytest.fail("measured for somebody who is refused"))
     with pytest.raises(UnmeasuredError):
         rates_for("bfloat16", given)
     monkeypatch.undo()
@@ -144,8 +143,8 @@ def test_host_memory_is_measured_in_place_where_nobody_has(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"h2d": "fast"}', '{"h2d": 0, "flops": [1]}'])
 def test_measurements_that_make_no_sense_are_not_used(text: str) -> None:
-    rates.remembered_in().parent.mkdir(parents=True)
-    rates.remembered_in().write_text(text)
+    gpu.remembered_in().parent.mkdir(parents=True)
+    gpu.remembered_in().write_text(text)
     with pytest.raises(UnmeasuredError, match="copies to the GPU"):
         rates_for("bfloat16", NOTHING | {"ssd": 1e9})
 
@@ -156,7 +155,7 @@ def test_a_prediction_without_rates_is_refused_with_what_to_run(
     LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
 
     def refusal(*more: str) -> str:
-        assert cli.main(["plan", str(tmp_path), "--gpu", "24GiB", *more]) == cli.BAD_INPUT
+        assert main.main(["plan", str(tmp_path), "--gpu", "24GiB", *more]) == main.BAD_INPUT
         out, err = capfd.readouterr()
         assert out == ""
         assert err.startswith("memascend: error: not known: the rates of ")

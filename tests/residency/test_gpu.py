@@ -19,7 +19,7 @@ import memascend
 from memascend import _memascend
 from memascend._memascend import Runtime
 from memascend.common.timeline import span
-from memascend.kernels import launcher as cuda
+from memascend.kernels import launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,7 +195,7 @@ def stats_of_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_block_sums_are_the_cpus_to_the_bit(dtype: torch.dtype) -> None:
-    assert cuda.has_cupy()
+    assert launcher.has_cupy()
     generator = torch.Generator().manual_seed(1)
     for size in (0, 1, 31, 32, 33, 2049, BLOCK - 1, BLOCK, BLOCK + 1, 300 * BLOCK + 4321):
         wide = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-20, 6, (size,), generator=generator)
@@ -207,7 +207,7 @@ def test_block_sums_are_the_cpus_to_the_bit(dtype: torch.dtype) -> None:
                 device = host.cuda()[offset:]
                 sums = torch.full((-(-size // BLOCK),), 1e300, dtype=torch.float64, device="cuda")
                 flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-                cuda.block_sums(device, sums, flag)
+                launcher.block_sums(device, sums, flag)
                 expected, found = stats_of_blocks(host[offset:])
                 assert torch.equal(sums.cpu().view(torch.int64), expected)
                 assert flag.item() == found == (bad is not None and size > 0)
@@ -218,13 +218,13 @@ def test_block_sums_come_after_what_their_stream_has_to_do(default: bool) -> Non
     gradient = torch.ones(10 * BLOCK, device="cuda")
     sums = torch.zeros(10, dtype=torch.float64, device="cuda")
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    cuda.block_sums(gradient, sums, flag)  # compiled now
+    launcher.block_sums(gradient, sums, flag)  # compiled now
     stream = torch.cuda.default_stream() if default else torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(CYCLES)
         gradient.fill_(2)
-        cuda.block_sums(gradient, sums, flag)
+        launcher.block_sums(gradient, sums, flag)
         assert not stream.query(), "the host waited for the stream"
     stream.synchronize()
     assert sums.tolist() == [4.0 * BLOCK] * 10

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import memascend
 from memascend._memascend import format_device
-from memascend.command import main as cli
+from memascend.command import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def kept(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor], dict[s
 
 
 def told(capfd: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
-    assert cli.main([str(word) for word in words]) == code, capfd.readouterr().err
+    assert main.main([str(word) for word in words]) == code, capfd.readouterr().err
     return capfd.readouterr().out
 
 
@@ -74,7 +74,7 @@ def test_a_store_is_verified(kept: Any, capfd: pytest.CaptureFixture[str]) -> No
     file = store / "memascend.volume"
     whole = file.read_bytes()
     file.write_bytes(bytes(len(whole)))
-    assert cli.main(["verify", str(store)]) == cli.FAILED
+    assert main.main(["verify", str(store)]) == main.FAILED
     out, err = capfd.readouterr()
     assert "damaged: model.embed_tokens.weight, bytes 0 to 1048576: in" in out
     assert str(file) in out
@@ -85,7 +85,7 @@ def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture
     store, _, _ = kept
     reference = Run(build("llama"), "llama").go(4).state()
     assert told(capfd, "checkpoints", store).startswith("checkpoint second: step 2")
-    assert cli.main(["checkpoints", str(store), "--restore", "third"]) == cli.BAD_INPUT
+    assert main.main(["checkpoints", str(store), "--restore", "third"]) == main.BAD_INPUT
     assert "third" in capfd.readouterr().err
     told(capfd, "checkpoints", store, "--restore", "second")
     assert json.loads(told(capfd, "inspect", store, "--json"))["steps"] == 2
@@ -97,7 +97,7 @@ def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture
 
 def test_nothing_is_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for words in (["inspect"], ["verify"], ["checkpoints"], ["export", "--out", str(tmp_path / "out")]):
-        assert cli.main([words[0], str(tmp_path / "no"), *words[1:]]) == cli.BAD_INPUT
+        assert main.main([words[0], str(tmp_path / "no"), *words[1:]]) == main.BAD_INPUT
         assert str(tmp_path / "no") in capfd.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_a_store_is_exported(kept: Any, tmp_path: Path, capfd: pytest.CaptureFix
         memascend.load_distributed(model, optimizer, out)
         for name, value in model.named_parameters():
             assert torch.equal(value, weights[name]), name
-    assert cli.main(["export", str(store), "--out", str(out)]) == cli.BAD_INPUT
+    assert main.main(["export", str(store), "--out", str(out)]) == main.BAD_INPUT
     assert "already exists" in capfd.readouterr().err
     # The store is as it was.
     durable, _, state = go_on(store, "llama")

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend.command.report import OutputError, writing
-from memascend.errors import CheckpointError, DataError, first_line
+from memascend.common.outputs import writing
+from memascend.errors import CheckpointError, DataError, OutputError, first_line
 
 PIECE_BYTES = 64 << 10  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
 SNIFF_BYTES = 8 << 10

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from memascend import MemascendError
 from memascend.command.data import Blocks, Documents, Tokenizer
-from memascend.command.finetune import Result, Settings, finetune
-from memascend.command.models import SMOLLM2
+from memascend.command.demo_models import SMOLLM2
+from memascend.command.finetune import finetune
+from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
+from memascend.errors import MemascendError
 from memascend.machine.drives import cache_directory
 
 SEED = 0
@@ -86,7 +87,7 @@ def _model(kind: str) -> Path:
     model_dir = cache / ("random-llama-100M" if kind == "random" else kind)
     if not model_dir.is_dir():
         _say(f"writing {model_dir} (once) ...")
-        command = [sys.executable, "-m", "memascend.models", "random" if kind == "random" else "smollm2"]
+        command = [sys.executable, "-m", "memascend.command.demo_models", "random" if kind == "random" else "smollm2"]
         done = subprocess.run([*command, str(model_dir)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]

@@ -10,14 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-
-class Abandoned(KeyboardInterrupt):
-    """The user gave up on the run: what is unfinished is removed."""
-
-    def __init__(self, signal_number: int) -> None:
-        """Remember which signal it was, for the exit code."""
-        super().__init__(signal_number)
-        self.signal_number = signal_number
+from memascend.errors import Abandoned
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memascend.command.report import OutputError
+from memascend.errors import MemascendError, OutputError
 
 
 @contextmanager
@@ -52,3 +53,16 @@ def clear_away(out: Path) -> None:
         owner = left.name.removeprefix(f".{out.name}.partial-").partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
             shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def writing(what: str | Path) -> Iterator[None]:
+    """Have an error of the system name `what` was being written: of an open file it names nothing."""
+    try:
+        yield
+    except MemascendError:  # it says what it is about; some are errors of the system too
+        raise
+    except OSError as error:
+        where = f": {error.filename}" if error.filename and str(error.filename) != str(what) else ""
+        hint = " (this process may write no larger files: see `ulimit -f`)" if error.errno == errno.EFBIG else ""
+        raise OutputError(f"cannot write {what}: {error.strerror or error}{where}{hint}") from error

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import KeptStore
-from memascend.command import report
-from memascend.common.outputs import put_in_place, workspace
+from memascend.common.outputs import put_in_place, workspace, writing
+from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.runs.resume import record_of, resume
 
@@ -92,12 +92,12 @@ def checkpoints_text(found: dict[str, Any]) -> str:
 def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
     """Read everything that a store holds; return how many bytes, and a line for each place that is damaged."""
     kept = KeptStore(list(paths))
-    bar: report.Progress | None = None
+    bar: Progress | None = None
     read_bytes = 0
 
     def progress(done: int, total: int) -> None:
         nonlocal bar, read_bytes
-        bar = bar or report.Progress("verifying", total, unit="B")
+        bar = bar or Progress("verifying", total, unit="B")
         bar.update(done)
         read_bytes = done
 
@@ -146,7 +146,7 @@ def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, 
         state = memascend.offload_of(resumed.model)
         try:
             finished = work / "finished"
-            with report.writing(out):
+            with writing(out):
                 if layout == "distributed":
                     optimizer = resumed.optimizer if resumed.optimizers else None
                     memascend.save_distributed(resumed.model, optimizer, finished)

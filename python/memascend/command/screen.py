@@ -1,0 +1,31 @@
+"""What the command lets the library and transformers show on the screen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def show_plans() -> None:
+    """Have the host memory plan printed before anything is reserved."""
+    logger = logging.getLogger("memascend")
+    if not logger.handlers:
+        logger.addHandler(_ToStderr())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the standard error of the moment, not to that of the handler's creation."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def quiet_libraries() -> None:
+    """Have transformers print neither warnings nor progress bars: the screen is for this command's own lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

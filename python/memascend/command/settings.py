@@ -1,0 +1,91 @@
+"""The settings of one fine-tuning run, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One fine-tuning run. The defaults are the command line's."""
+
+    model_dir: Path
+    data: Sequence[Path]
+    out: Path
+    store: Sequence[Path] = ()
+    host_memory: int | None = None  # bytes
+    device: str | None = None  # that of CUDA to compute on; None is the CPU
+    device_memory: int | None = None  # bytes
+    in_memory: bool = False
+    steps: int | None = None  # optimizer steps; without it, `epochs` passes over the data
+    epochs: int = 1
+    batch_size: int = 1
+    seq_len: int = 512
+    grad_accum: int = 1
+    lr: float = 2e-5
+    warmup_steps: int = 0
+    schedule: str = "cosine"
+    max_grad_norm: float = 1.0  # 0 turns clipping off
+    weight_decay: float = 0.01
+    seed: int = 0
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    states: str = "float32"
+    master: bool = True
+    on_nan: str = "stop"
+    durability: str = "auto"
+    resume: bool = False
+    keep_store: bool = False
+    recompute: bool = True
+    activations: str | None = None
+    metrics: Path | None = None
+    text_field: str = "text"
+
+    @property
+    def computing(self) -> dict[str, Any]:
+        """Where and how the model computes, as `memascend.offload` takes it."""
+        names = ("device", "device_memory", "recompute", "activations")
+        return {name: getattr(self, name) for name in names} | {"batch_tokens": self.batch_size * self.seq_len}
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that it goes on with, to come to the same end."""
+        names = (
+            *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
+            *("seed", "dtype", "optimizer", "states", "master", "text_field", "steps", "epochs"),
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings as JSON can hold them."""
+        record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        record["data"] = [str(path) for path in self.data[:16]]
+        record["data_paths"] = len(self.data)
+        record["store"] = [str(path) for path in self.store]
+        return record
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    steps: int = 0
+    steps_planned: int = 0
+    steps_skipped: int = 0
+    steps_before: int = 0  # of the run that was resumed
+    losses: list[float] = field(default_factory=list)  # the first and the latest
+    seconds: float = 0.0
+    signal_number: int | None = None  # set when the user ended the run early
+    baseline_rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    ssd_bytes_read: int = 0
+    ssd_bytes_written: int = 0
+    parameters: int = 0
+
+    @property
+    def peak_above_baseline_bytes(self) -> int:
+        """Peak memory of the run itself, without what importing torch and transformers takes."""
+        return max(0, self.peak_rss_bytes - self.baseline_rss_bytes)

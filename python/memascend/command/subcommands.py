@@ -1,0 +1,241 @@
+"""What each subcommand of `memascend` does with its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from memascend._memascend import format_device
+from memascend.command.demo import demo
+from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
+from memascend.command.finetune import finetune
+from memascend.command.screen import quiet_libraries, show_plans
+from memascend.command.settings import Result, Settings
+from memascend.command.tables import bench_tail, bench_text, gpu_text
+from memascend.common.interrupts import Interrupts
+from memascend.common.sizes import format_size
+from memascend.errors import BudgetError, DataError
+from memascend.forecast.forecast import Gpu, as_text, forecast
+from memascend.machine import drives, gpu
+from memascend.offloading.session import Computing
+from memascend.runs import inspect
+
+
+def _finetune(chosen: argparse.Namespace) -> int:
+    values = {name: value for name, value in vars(chosen).items() if name != "command"}
+    values["recompute"] = not values.pop("no_recompute")
+    values["master"] = not values.pop("no_master")
+    settings = Settings(**values)
+    problem = _conflict(settings)
+    if problem is not None:
+        tell(f"error: {problem}")
+        return BAD_INPUT
+    quiet_libraries()
+    show_plans()
+    result = finetune(settings)
+    print(_summary(settings, result))
+    if settings.keep_store and settings.store:
+        print(f"kept the store in {', '.join(map(str, settings.store))}")
+    if result.signal_number is not None:
+        tell(f"interrupted: {settings.out} holds the model after step {result.steps}")
+        return SIGNALLED + result.signal_number
+    return 0
+
+
+def _conflict(settings: Settings) -> str | None:
+    """What keeps the options from being used together, or None."""
+    if not settings.in_memory:
+        needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
+        missing = [flag for flag, value in needed if not value]
+        if missing:
+            return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
+        try:
+            Computing.of(**settings.computing)
+        except ValueError as error:  # options that do not go together, or a device that is not there
+            return str(error)
+        return None
+    if settings.store or settings.host_memory:
+        return "--in-memory uses no store and no budget: leave out --store and --host-memory"
+    if settings.resume:
+        return "--resume goes on with the run in a store: without --store there is none"
+    if settings.device_memory or settings.activations:
+        return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
+    return None
+
+
+def _summary(settings: Settings, result: Result) -> str:
+    """One line on a run that has ended."""
+    steps = f"{result.steps} of {result.steps_planned} steps"
+    if result.steps_skipped:
+        steps += f", {result.steps_skipped} of them skipped"
+    return (
+        f"wrote {settings.out}: {steps}, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}, "
+        f"{result.seconds:.1f} s, peak host memory {format_size(result.peak_above_baseline_bytes)} "
+        f"above {format_size(result.baseline_rss_bytes)} of imports"
+    )
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    quiet_libraries()
+    show_plans()
+    return demo(
+        from_scratch=chosen.random,
+        host_memory=chosen.host_memory,
+        steps=chosen.steps,
+        seq_len=chosen.seq_len,
+        store=chosen.store,
+        out=chosen.out,
+        compare=not chosen.no_compare,
+    )
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    quiet_libraries()
+    try:
+        prediction = forecast(
+            chosen.model,
+            seq_len=chosen.seq_len,
+            batch_size=chosen.batch_size,
+            grad_accum=chosen.grad_accum,
+            dtype=chosen.dtype,
+            budget=chosen.host_memory,
+            optimizer=chosen.optimizer,
+            states=chosen.states,
+            master=not chosen.no_master,
+            durability=chosen.durability,
+            gpu=_gpu(chosen),
+        )
+    except Exception as error:
+        if not chosen.json:
+            raise
+        code, message = explain(error)
+        failure: dict[str, Any] = {"error": message}
+        if isinstance(error, BudgetError):
+            failure["smallest_bytes"] = error.smallest_bytes
+        print(json.dumps(failure))
+        return code
+    print(json.dumps(prediction, indent=2) if chosen.json else as_text(prediction))
+    return 0
+
+
+def _gpu(chosen: argparse.Namespace) -> Gpu | None:
+    """The GPU to plan for, or None; its rates are known, or an error says what to run."""
+    if chosen.gpu is None:
+        flags = [name for name in ("flops", "pcie", "dram", "ssd") if getattr(chosen, name) is not None]
+        if flags or chosen.fused_loss:
+            raise DataError(f"--{flags[0] if flags else 'fused-loss'} is about a GPU: give --gpu too")
+        return None
+    given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
+    rates = gpu.rates_for(chosen.dtype, given, chosen.store)
+    return Gpu(chosen.gpu, rates, activations=chosen.activations, fused_loss=chosen.fused_loss)
+
+
+def _inspect(chosen: argparse.Namespace) -> int:
+    contents = inspect.inspect(chosen.store, tbw=chosen.tbw)
+    print(json.dumps(contents, indent=2) if chosen.json else inspect.as_text(contents, tensors=chosen.tensors))
+    return 0
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    read_bytes, damages = inspect.verify(chosen.store)
+    for damage in damages:
+        print(damage)
+    if damages:
+        tell(f"error: {len(damages)} places are not as they were written")
+        return FAILED
+    print(f"verified {format_size(read_bytes)}: everything is as it was written")
+    return 0
+
+
+def _checkpoints(chosen: argparse.Namespace) -> int:
+    inspect.change_checkpoints(chosen.store, delete=chosen.delete, restore=chosen.restore)
+    print(inspect.checkpoints_text(inspect.inspect(chosen.store)))
+    return 0
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    quiet_libraries()
+    steps = inspect.export(
+        chosen.store,
+        chosen.out,
+        layout=chosen.format,
+        dtype=chosen.dtype,
+        host_memory=chosen.host_memory,
+    )
+    print(f"wrote {chosen.out}: the model after step {steps}")
+    return 0
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    if not chosen.places and not chosen.gpu:
+        tell("error: nothing to measure: name directories or devices, or give --gpu (see memascend bench --help)")
+        return BAD_INPUT
+    measurements: list[dict[str, Any]] = []
+    of_gpu: list[dict[str, Any]] = []
+    file = None
+    if chosen.gpu:
+        measured = gpu.measure_gpu(seconds=chosen.seconds, progress=lambda what: tell(f"GPU: {what} ..."))
+        of_gpu.append(measured)
+        if not chosen.json:
+            print(gpu_text(measured), flush=True)
+        file = _remembered(chosen, partial(gpu.remember, measured))
+    with Interrupts():  # SIGTERM too leaves nothing behind
+        for location in chosen.places:
+            measured = _measure_drive(chosen, location)
+            measurements.append(measured)
+            if not chosen.json:
+                print(bench_text(measured), flush=True)
+            file = _remembered(chosen, partial(drives.remember, [measured])) or file
+    if chosen.json:
+        print(json.dumps([*measurements, *of_gpu], indent=2))
+    else:
+        print(bench_tail(measurements, file))
+    return 0
+
+
+def _measure_drive(chosen: argparse.Namespace, location: Path) -> dict[str, Any]:
+    return drives.measure(
+        location,
+        size=chosen.size,
+        seconds=chosen.seconds,
+        engine=chosen.engine,
+        progress=lambda what: tell(f"{location}: {what} ..."),
+    )
+
+
+def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Path | None:
+    """The file in which a measurement is remembered, or None where it is not."""
+    if chosen.no_remember:
+        return None
+    try:
+        return remember()
+    except (OSError, RuntimeError) as error:
+        tell(f"note: the measurement cannot be remembered: {error}")
+        return None
+
+
+def _format(chosen: argparse.Namespace) -> int:
+    uuid, data_bytes, destroyed = format_device(chosen.device, chosen.destroy)
+    for content in destroyed:
+        print(f"destroyed: {content}")
+    print(f"formatted {chosen.device}: UUID={uuid}, {data_bytes / 1e9:.1f} GB for data")
+    print(f"use it with --store {chosen.device}, or --store UUID={uuid}, which stays right when the name changes")
+    return 0
+
+
+#: Each takes the arguments and returns the exit code.
+SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "finetune": _finetune,
+    "plan": _plan,
+    "inspect": _inspect,
+    "verify": _verify,
+    "checkpoints": _checkpoints,
+    "export": _export,
+    "bench": _bench,
+    "format": _format,
+    "demo": _demo,
+}

@@ -1,0 +1,223 @@
+"""The training loop of the command line: the ordinary PyTorch loop, with a record of every step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+import memascend
+from memascend.command import metrics
+from memascend.command.data import Blocks
+from memascend.command.settings import Result, Settings
+from memascend.command.tables import step_text
+from memascend.common.interrupts import Interrupts
+from memascend.common.progress import Progress
+from memascend.common.sizes import format_size
+from memascend.errors import DataError, NonFiniteError
+from memascend.offloading.session import offload_of
+from memascend.optim import NAMED, OffloadedOptimizer
+
+
+def schedule_factor(name: str, step: int, warmup_steps: int, steps: int) -> float:
+    """What multiplies the learning rate at step 0, 1, ...: a linear warm-up, then constant or down to 0."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if name == "constant":
+        return 1.0
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return max(0.0, 1.0 - done) if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for norms and biases; frozen parameters in neither."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Training:
+    """The loop: gradients of `grad_accum` batches, clipping, a step, a record."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: torch.nn.Module,
+        blocks: Blocks,
+        records: metrics.Metrics,
+        interrupts: Interrupts,
+        result: Result,
+        resumed: memascend.Resumed | None,
+    ) -> None:
+        self.settings, self.model, self.blocks, self.resumed = settings, model, blocks, resumed
+        self.metrics, self.interrupts, self.result = records, interrupts, result
+        per_step = settings.batch_size * settings.grad_accum
+        self.tokens_per_step = per_step * settings.seq_len
+        self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
+        # What tells other data: how much there is, and how it begins.
+        self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
+        result.steps_planned = self.steps
+        result.parameters = sum(p.numel() for p in model.parameters())
+
+    def run(self) -> None:
+        """Train, and leave in the result what came of it. The updates are complete afterwards."""
+        settings = self.settings
+        torch.manual_seed(settings.seed)
+        self.model.train()
+        self.optimizer = self._optimizer()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: schedule_factor(settings.schedule, step, settings.warmup_steps, self.steps),
+        )
+        if not settings.in_memory:
+            memascend.track(self.model, scheduler=self.scheduler, progress=self)
+        self.result.steps_before = self.result.steps
+        stats = self._stats()
+        self.metrics.write(
+            "resume" if self.resumed else "start",
+            settings=settings.as_record(),
+            machine=metrics.machine(),
+            parameters=self.result.parameters,
+            steps=self.steps,
+            tokens=self.blocks.tokens,
+            blocks=len(self.blocks),
+            baseline_rss_bytes=self.result.baseline_rss_bytes,
+            store=stats,
+        )
+        bar = Progress("training", self.steps)
+        try:
+            self._notes(bar, stats)
+            self.interrupts.graceful = True
+            for step in range(self.result.steps + 1, self.steps + 1):
+                self._step(step, bar)
+                if self.interrupts.asked is not None:
+                    break
+        finally:
+            bar.close()
+        self.optimizer.flush()
+        if self.result.steps_skipped == self.result.steps > 0:
+            raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
+        self.result.seconds += self.meter.lap()["seconds"]
+        for name in metrics.SSD_COUNTERS:
+            # Of the training alone: loading and looking at the model before it move bytes too.
+            setattr(self.result, name, self._stats().get(name, 0) - stats.get(name, 0))
+
+    def _optimizer(self) -> OffloadedOptimizer:
+        """The resumed run's optimizer, or a new one."""
+        if self.resumed and self.resumed.optimizers:
+            return self.resumed.optimizer
+        settings = self.settings
+        make, _, options = NAMED[settings.optimizer]
+        storage: dict[str, Any] = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
+        return make(parameter_groups(self.model, settings.weight_decay), lr=settings.lr, **options, **storage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run has come, for the store."""
+        return {
+            "steps": self.result.steps,
+            "steps_skipped": self.result.steps_skipped,
+            "losses": self.result.losses,
+            "seconds": self.result.seconds,
+            "settings": self.settings.decisive,
+            "data": self._data,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, if it is the same run.
+
+        Raises DataError where the data or an option is another.
+        """
+        for name, value in self.settings.decisive.items():
+            if state["settings"].get(name, value) != value:
+                flag, before = "--" + name.replace("_", "-"), state["settings"][name]
+                raise DataError(f"{flag} is {value}, but the run in the store has {before}: --resume needs the same")
+        if state["data"] != self._data:
+            raise DataError("the data is not that of the run in the store: --resume needs the same files")
+        for name in ("steps", "steps_skipped", "losses", "seconds"):
+            setattr(self.result, name, state[name])
+
+    def _waited(self) -> dict[str, float] | None:
+        """Seconds waited by kind since the last call; None for a model in memory, which is not timed."""
+        return None if self.settings.in_memory else offload_of(self.model).timeline.lap()
+
+    def _stats(self) -> dict[str, Any]:
+        return {} if self.settings.in_memory else memascend.stats(self.model)
+
+    def _notes(self, bar: Progress, stats: dict[str, Any]) -> None:
+        """Say once what is about to run, and anything the store had to do differently."""
+        parts = [f"{self.result.parameters / 1e6:,.1f}M parameters in {self.settings.dtype}"]
+        if stats:
+            direct = "direct I/O" if stats["direct_io"] else "buffered I/O"
+            parts.append(f"{stats['engine']}, {direct}")
+            parts.append(f"host memory {format_size(stats['host_bytes_budget'])}")
+            if "device_bytes_budget" in stats:
+                parts.append(f"{self.settings.device} {format_size(stats['device_bytes_budget'])}")
+        parts.append(f"{self.steps} steps of {self.tokens_per_step:,} tokens")
+        if self.resumed:
+            parts.append(f"going on after step {self.result.steps}")
+        bar.note("; ".join(parts))
+        for notice in stats.get("notices", ()):
+            bar.note(f"memascend: note: {notice}")
+        self.meter = metrics.Meter(self._stats)
+        self._waited()
+
+    def _step(self, step: int, bar: Progress) -> None:
+        settings = self.settings
+        lr = self.optimizer.param_groups[0]["lr"]
+        loss = self._accumulate(step - 1)
+        norm = math.nan
+        if math.isfinite(loss):
+            norm = float(self.optimizer.clip_grad_norm_(settings.max_grad_norm or math.inf))
+        skipped = not math.isfinite(norm)
+        if skipped:
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            if settings.on_nan == "stop":
+                raise NonFiniteError(
+                    f"step {step} of {self.steps}: {what}; --out was not written (--on-nan skip goes on)"
+                )
+            bar.note(f"memascend: note: step {step}: {what}; skipped")
+            self.result.steps_skipped += 1
+        else:
+            self.optimizer.step()
+            self.scheduler.step()
+            self.result.losses[1:] = [loss]
+        self.optimizer.zero_grad()
+        # Kept in the store with the step, which is when the next pass begins.
+        self.result.steps = step
+
+        lap, waited = self.meter.lap(), self._waited()
+        self.result.seconds += lap["seconds"]
+        record = {
+            "step": step,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": lr,
+            "skipped": skipped,
+            "tokens": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_step / lap["seconds"],
+            **lap,
+            "waited_seconds": waited,
+            "peak_rss_bytes": metrics.peak_rss_bytes(),
+        }
+        self.metrics.write("step", **record)
+        bar.update(step, step_text({**record, "loss": loss}))
+
+    def _accumulate(self, step: int) -> float:
+        """Forward and backward of one step's batches; the mean loss, or the first one that is not finite."""
+        count = self.settings.grad_accum
+        mean = 0.0
+        for micro in range(count):
+            batch = self.blocks.batch(step * count + micro, self.settings.batch_size)
+            batch = {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
+            loss = self.model(**batch, use_cache=False).loss
+            (loss / count if count > 1 else loss).backward()
+            # Only now: a device would have nothing to do while its answer is waited for.
+            value = loss.item()
+            if not math.isfinite(value):
+                return value
+            mean += value / count
+        return mean
