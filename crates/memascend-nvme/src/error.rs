@@ -1,7 +1,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::{DeviceError, Operation};
+use crate::{BlockDeviceError, Operation};
 
 /// Errors of the I/O engines and volumes.
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +71,7 @@ pub enum IoError {
     },
     /// A raw block device could not be used.
     #[error(transparent)]
-    Device(Box<DeviceError>),
+    Device(Box<BlockDeviceError>),
     /// The volume holds a store that somebody can go on with.
     #[error(
         "{path} holds a store that was kept (keep_store, or a run that was interrupted): go on with it by `memascend.resume` \
@@ -108,8 +108,8 @@ pub enum IoError {
     Closed,
 }
 
-impl From<DeviceError> for IoError {
-    fn from(error: DeviceError) -> Self {
+impl From<BlockDeviceError> for IoError {
+    fn from(error: BlockDeviceError) -> Self {
         Self::Device(Box::new(error))
     }
 }

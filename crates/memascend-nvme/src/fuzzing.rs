@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use crate::block_device::node::Blocks;
 use crate::block_device::notes::{FoundNote, Medium, Notes};
 use crate::block_device::superblock::Superblock;
-use crate::{BLOCK_BYTES, DeviceId};
+use crate::{BLOCK_BYTES, Uuid};
 
 const CRC_AT: usize = BLOCK_BYTES - 4;
 
@@ -69,7 +69,7 @@ impl Medium for Area {
 
 /// Two slots of any content: what is found was there, and the next note is found.
 pub fn notes(data: &[u8]) {
-    let id = DeviceId::from_bytes(*b"0123456789abcdef");
+    let id = Uuid::from_bytes(*b"0123456789abcdef");
     let notes = Notes::at(id, AREA_AT as u64, AREA_BYTES as u64);
     let mut bytes = vec![0; AREA_BYTES];
     let Some((mode, data)) = data.split_first() else { return };

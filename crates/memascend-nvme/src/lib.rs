@@ -15,11 +15,11 @@ mod volume;
 pub mod fuzzing;
 
 pub use block_device::content::{Content, Signature};
-pub use block_device::device::{Device, device_id, find_device};
-pub use block_device::error::{DeviceError, DeviceResult};
+pub use block_device::device::{Device, device_uuid, find_device};
+pub use block_device::error::{BlockDeviceError, BlockDeviceResult};
 pub use block_device::format::{Formatted, format_device};
 pub use block_device::notes::{FoundNote, NoteKeeper};
-pub use block_device::superblock::DeviceId;
+pub use block_device::uuid::{parse_uuid, random_uuid};
 pub use engine::counters::{Counters, CountersSnapshot, DirectionSnapshot};
 pub use engine::ring::RingEngine;
 pub use engine::sim::{Faults, Injected, Power, SimDisk, SimEngine, SimNotePlace};
@@ -30,6 +30,7 @@ pub use engine::{
     open_engine,
 };
 pub use error::{IoError, Result};
+pub use uuid::Uuid;
 pub use volume::geometry::Geometry;
 pub use volume::{Volume, VolumeFile};
 

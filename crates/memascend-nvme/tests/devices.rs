@@ -9,7 +9,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, slice, thread};
 
-use memascend_nvme::{Content, Device, DeviceError, DeviceId, DeviceResult, find_device, format_device};
+use memascend_nvme::{
+    BlockDeviceError, BlockDeviceResult, Content, Device, find_device, format_device, random_uuid,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -122,7 +124,10 @@ impl Loop {
     }
 
     /// The error of an operation that leaves every byte as it was.
-    fn refused<T: std::fmt::Debug>(&self, operation: impl FnOnce() -> DeviceResult<T>) -> DeviceError {
+    fn refused<T: std::fmt::Debug>(
+        &self,
+        operation: impl FnOnce() -> BlockDeviceResult<T>,
+    ) -> BlockDeviceError {
         let before = self.checksum();
         let error = operation().unwrap_err();
         assert_eq!(self.checksum(), before, "bytes changed: {error}");
@@ -130,11 +135,11 @@ impl Loop {
         error
     }
 
-    fn format(&self) -> DeviceResult<memascend_nvme::Formatted> {
+    fn format(&self) -> BlockDeviceResult<memascend_nvme::Formatted> {
         format_device(&self.path, None)
     }
 
-    fn destroy(&self) -> DeviceResult<memascend_nvme::Formatted> {
+    fn destroy(&self) -> BlockDeviceResult<memascend_nvme::Formatted> {
         format_device(&self.path, Some(&self.path))
     }
 }
@@ -159,18 +164,21 @@ impl Drop for Loop {
 /// Refused by name, refused with another device to destroy, destroyed when told so, and nothing is left.
 fn is_refused_and_destroyed(device: &Loop, kind: &str, words: &[&str]) {
     let error = device.refused(|| device.format());
-    let DeviceError::NotEmpty { found, .. } = &error else { panic!("{error}") };
+    let BlockDeviceError::NotEmpty { found, .. } = &error else { panic!("{error}") };
     assert!(found.iter().any(|signature| signature.kind == kind), "{error}");
     for word in words {
         assert!(error.to_string().contains(word), "{word}: {error}");
     }
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::Unformatted { .. }) && error.to_string().contains(kind), "{error}");
+    assert!(
+        matches!(error, BlockDeviceError::Unformatted { .. }) && error.to_string().contains(kind),
+        "{error}"
+    );
 
     let other = Loop::new(16 * MIB);
     let before = other.checksum();
     let error = device.refused(|| format_device(&device.path, Some(&other.path)));
-    assert!(matches!(error, DeviceError::OtherDevice { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::OtherDevice { .. }), "{error}");
     assert_eq!(other.checksum(), before);
 
     let formatted = device.destroy().unwrap();
@@ -320,7 +328,7 @@ fn partitions_are_refused_and_forgotten_when_destroyed() {
     }
     let error = device.refused(|| device.format());
     assert!(
-        matches!(error, DeviceError::Partitioned { .. }) && error.to_string().contains(&partition),
+        matches!(error, BlockDeviceError::Partitioned { .. }) && error.to_string().contains(&partition),
         "{error}"
     );
 
@@ -329,7 +337,9 @@ fn partitions_are_refused_and_forgotten_when_destroyed() {
     device.mount(&partition, directory.path());
     for operation in [Loop::format, Loop::destroy] {
         let error = device.refused(|| operation(&device));
-        let DeviceError::Mounted { device: mounted, mount_point, .. } = &error else { panic!("{error}") };
+        let BlockDeviceError::Mounted { device: mounted, mount_point, .. } = &error else {
+            panic!("{error}")
+        };
         assert_eq!((mounted.as_path(), mount_point.as_path()), (Path::new(&partition), directory.path()));
     }
     run("umount", &[directory.path().to_str().unwrap()]);
@@ -338,7 +348,7 @@ fn partitions_are_refused_and_forgotten_when_destroyed() {
     // Open, though not claimed by anybody.
     let reader = File::open(&partition).unwrap();
     let error = device.refused(|| device.destroy());
-    assert!(matches!(error, DeviceError::Busy { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Busy { .. }), "{error}");
     assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
     drop(reader);
 
@@ -363,10 +373,10 @@ fn a_partition_can_be_formatted_and_its_disk_is_not_mistaken_for_it() {
     let formatted = format_device(&partition, None).unwrap();
     assert_eq!(find_device(formatted.id).unwrap(), partition);
     let error = Device::open(&device.path).unwrap_err();
-    assert!(matches!(error, DeviceError::Unformatted { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Unformatted { .. }), "{error}");
     let opened = Device::open(&partition).unwrap();
     let error = device.refused(|| device.destroy());
-    assert!(matches!(error, DeviceError::Busy { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Busy { .. }), "{error}");
     drop(opened);
 }
 
@@ -384,13 +394,13 @@ fn mounted_filesystems_are_refused_in_any_case() {
         for operation in [Loop::format, Loop::destroy] {
             let error = device.refused(|| operation(&device));
             assert!(
-                matches!(&error, DeviceError::Mounted { mount_point, .. } if mount_point == directory.path()),
+                matches!(&error, BlockDeviceError::Mounted { mount_point, .. } if mount_point == directory.path()),
                 "{error}"
             );
             assert_eq!(error.errno(), Some(libc::EBUSY));
         }
         let error = device.refused(|| Device::open(&device.path));
-        assert!(matches!(error, DeviceError::Mounted { .. }), "{error}");
+        assert!(matches!(error, BlockDeviceError::Mounted { .. }), "{error}");
         drop(device);
     }
 }
@@ -408,7 +418,7 @@ fn swap_in_use_is_refused_in_any_case() {
     for operation in [Loop::format, Loop::destroy] {
         let error = operation(&device).unwrap_err();
         assert!(
-            matches!(error, DeviceError::Swap { .. }) && error.to_string().contains("swapoff"),
+            matches!(error, BlockDeviceError::Swap { .. }) && error.to_string().contains("swapoff"),
             "{error}"
         );
     }
@@ -425,7 +435,7 @@ fn a_device_under_another_is_refused_in_any_case() {
     for operation in [Loop::format, Loop::destroy] {
         let error = device.refused(|| operation(&device));
         assert!(
-            matches!(error, DeviceError::Held { .. }) && error.to_string().contains(above.name()),
+            matches!(error, BlockDeviceError::Held { .. }) && error.to_string().contains(above.name()),
             "{error}"
         );
     }
@@ -444,7 +454,7 @@ fn a_device_that_somebody_claimed_is_refused_in_any_case() {
     for operation in [Loop::format, Loop::destroy] {
         let error = device.refused(|| operation(&device));
         assert!(
-            matches!(error, DeviceError::Busy { .. }) && error.to_string().contains(&own_name),
+            matches!(error, BlockDeviceError::Busy { .. }) && error.to_string().contains(&own_name),
             "{error}"
         );
     }
@@ -454,7 +464,10 @@ fn a_device_that_somebody_claimed_is_refused_in_any_case() {
     // SAFETY: a plain system call on a descriptor that lives.
     assert_eq!(unsafe { libc::flock(locked.as_raw_fd(), libc::LOCK_SH) }, 0);
     let error = device.refused(|| device.destroy());
-    assert!(matches!(error, DeviceError::Busy { .. }) && error.to_string().contains(&own_name), "{error}");
+    assert!(
+        matches!(error, BlockDeviceError::Busy { .. }) && error.to_string().contains(&own_name),
+        "{error}"
+    );
     drop(locked);
     device.format().unwrap();
 }
@@ -468,10 +481,10 @@ fn a_device_opens_once() {
     device.format().unwrap();
     let first = Device::open(&device.path).unwrap();
     for operation in [Loop::format, Loop::destroy] {
-        assert!(matches!(device.refused(|| operation(&device)), DeviceError::Busy { .. }));
+        assert!(matches!(device.refused(|| operation(&device)), BlockDeviceError::Busy { .. }));
     }
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::Busy { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Busy { .. }), "{error}");
     assert_eq!(error.errno(), Some(libc::EBUSY));
     drop(first);
     Device::open(&device.path).unwrap();
@@ -488,21 +501,21 @@ fn what_cannot_be_a_device_is_refused() {
     for path in [directory.path(), &file, Path::new("/dev/null")] {
         for destroy in [None, Some(path)] {
             let error = format_device(path, destroy).unwrap_err();
-            assert!(matches!(error, DeviceError::NotBlockDevice { .. }), "{error}");
+            assert!(matches!(error, BlockDeviceError::NotBlockDevice { .. }), "{error}");
         }
     }
     assert_eq!(fs::read(&file).unwrap(), vec![0; 16 << 20]);
     let error = format_device(&directory.path().join("missing"), None).unwrap_err();
-    assert!(matches!(error, DeviceError::Missing { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Missing { .. }), "{error}");
 
     let small = Loop::new(16 * MIB - 4096);
     for operation in [Loop::format, Loop::destroy] {
-        assert!(matches!(small.refused(|| operation(&small)), DeviceError::TooSmall { .. }));
+        assert!(matches!(small.refused(|| operation(&small)), BlockDeviceError::TooSmall { .. }));
     }
     let read_only = Loop::with(16 * MIB, &["-r"]);
     for operation in [Loop::format, Loop::destroy] {
         let error = read_only.refused(|| operation(&read_only));
-        assert!(matches!(error, DeviceError::ReadOnly { .. }), "{error}");
+        assert!(matches!(error, BlockDeviceError::ReadOnly { .. }), "{error}");
     }
 }
 
@@ -529,10 +542,10 @@ fn a_user_without_permission_is_told_so() {
     })
     .join()
     .unwrap();
-    assert!(matches!(errors[0], DeviceError::Permission { .. }), "{}", errors[0]);
-    assert!(matches!(errors[1], DeviceError::Permission { .. }), "{}", errors[1]);
+    assert!(matches!(errors[0], BlockDeviceError::Permission { .. }), "{}", errors[0]);
+    assert!(matches!(errors[1], BlockDeviceError::Permission { .. }), "{}", errors[1]);
     assert!(
-        matches!(&errors[2], DeviceError::NotFound { denied, .. } if denied.contains(&device.path)),
+        matches!(&errors[2], BlockDeviceError::NotFound { denied, .. } if denied.contains(&device.path)),
         "{}",
         errors[2]
     );
@@ -551,14 +564,14 @@ fn another_store_is_refused() {
 
     Device::open(&device.path).unwrap().write_note(b"manifest").unwrap();
     let error = device.refused(|| device.format());
-    assert!(matches!(error, DeviceError::BelongsToStore { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::BelongsToStore { .. }), "{error}");
     assert!(
         error.to_string().contains("a kept memascend store") && error.to_string().contains("8 bytes"),
         "{error}"
     );
     let other = Loop::new(32 * MIB);
     let error = device.refused(|| format_device(&device.path, Some(&other.path)));
-    assert!(matches!(error, DeviceError::OtherDevice { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::OtherDevice { .. }), "{error}");
 
     // By another name of the same device.
     let directory = tempfile::tempdir().unwrap();
@@ -568,7 +581,7 @@ fn another_store_is_refused() {
     assert_ne!(first.id, second.id);
     assert_eq!(second.destroyed, [Content::Store { id: first.id, note_bytes: Some(8) }]);
     assert_eq!(Device::open(&device.path).unwrap().read_note().unwrap(), None);
-    assert!(matches!(find_device(first.id).unwrap_err(), DeviceError::NotFound { .. }));
+    assert!(matches!(find_device(first.id).unwrap_err(), BlockDeviceError::NotFound { .. }));
 }
 
 /// Memory that O_DIRECT can use.
@@ -601,7 +614,7 @@ fn both_sector_sizes_work() {
         let note = vec![5; 10_001];
         opened.write_note(&note).unwrap();
         let error = opened.write_note(&vec![0; opened.note_limit_bytes() as usize + 1]).unwrap_err();
-        assert!(matches!(error, DeviceError::NoteTooLong { .. }), "{error}");
+        assert!(matches!(error, BlockDeviceError::NoteTooLong { .. }), "{error}");
         drop(opened);
         let opened = Device::open(&device.path).unwrap();
         assert_eq!(opened.read_note().unwrap(), Some(note));
@@ -632,7 +645,7 @@ fn a_renamed_device_is_found_by_its_uuid() {
     drop(device);
     let error = Device::open(&text).unwrap_err();
     assert!(
-        matches!(error, DeviceError::NotFound { .. }) && error.to_string().contains(&id.to_string()),
+        matches!(error, BlockDeviceError::NotFound { .. }) && error.to_string().contains(&id.to_string()),
         "{error}"
     );
 
@@ -647,7 +660,7 @@ fn a_renamed_device_is_found_by_its_uuid() {
     };
     let opened = Device::open(&text).unwrap();
     assert_eq!((opened.path(), opened.id()), (renamed.path.as_path(), id));
-    assert!(matches!(Device::open("UUID=17").unwrap_err(), DeviceError::NotUuid { .. }));
+    assert!(matches!(Device::open("UUID=17").unwrap_err(), BlockDeviceError::NotUuid { .. }));
 }
 
 #[test]
@@ -660,7 +673,7 @@ fn a_clone_is_not_taken_for_its_original() {
     let clone = Loop::new(16 * MIB);
     clone.write(0, &device.read(0, device.bytes() as usize));
     let error = Device::open(format!("UUID={id}")).unwrap_err();
-    assert!(matches!(error, DeviceError::Clone { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Clone { .. }), "{error}");
     assert!(error.to_string().contains(device.name()) && error.to_string().contains(clone.name()), "{error}");
     assert_eq!(Device::open(&device.path).unwrap().id(), id);
     drop(device);
@@ -680,7 +693,7 @@ fn a_lost_first_block_is_restored_as_the_message_says() {
     for path in [device.name().to_owned(), format!("UUID={id}")] {
         let error = device.refused(|| Device::open(&path));
         let message = error.to_string();
-        assert!(matches!(error, DeviceError::FirstBlockLost { .. }), "{message}");
+        assert!(matches!(error, BlockDeviceError::FirstBlockLost { .. }), "{message}");
         assert!(message.contains("the copy") && message.contains("a partition table (dos"), "{message}");
         let error = device.refused(|| device.format());
         assert!(error.to_string().contains(&id.to_string()), "{error}");
@@ -707,7 +720,7 @@ fn a_damaged_or_newer_superblock_is_refused() {
         device.write(offset, &damaged);
     }
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::Damaged { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Damaged { .. }), "{error}");
     let error = device.refused(|| device.format());
     assert!(error.to_string().contains("a damaged memascend superblock"), "{error}");
 
@@ -717,7 +730,7 @@ fn a_damaged_or_newer_superblock_is_refused() {
     newer[4092..].copy_from_slice(&crc.to_le_bytes());
     device.write(0, &newer);
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::NewerVersion { version: 9, supported: 1, .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::NewerVersion { version: 9, supported: 1, .. }), "{error}");
     let error = device.refused(|| device.format());
     assert!(error.to_string().contains("format version 9"), "{error}");
     assert_eq!(device.destroy().unwrap().destroyed, [Content::NewerStore { version: 9 }]);
@@ -741,8 +754,8 @@ fn a_device_that_changed_its_size_is_told_of() {
     drop(opened);
     resize(24 * MIB);
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::Shrunk { .. }), "{error}");
-    assert!(matches!(device.refused(|| device.format()), DeviceError::BelongsToStore { .. }));
+    assert!(matches!(error, BlockDeviceError::Shrunk { .. }), "{error}");
+    assert!(matches!(device.refused(|| device.format()), BlockDeviceError::BelongsToStore { .. }));
 }
 
 #[test]
@@ -759,7 +772,7 @@ fn a_signature_beside_the_superblock_is_noticed() {
     raid[144] = 8;
     device.write(4096, &raid);
     let error = device.refused(|| Device::open(&device.path));
-    assert!(matches!(error, DeviceError::Overwritten { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::Overwritten { .. }), "{error}");
     assert!(error.to_string().contains("linux_raid_member"), "{error}");
 }
 
@@ -771,7 +784,7 @@ fn without_libblkid_only_a_named_device_is_formatted() {
         let before = fs::read(&path).unwrap();
         let error = format_device(&path, None).unwrap_err();
         assert!(fs::read(&path).unwrap() == before, "bytes changed");
-        assert!(matches!(error, DeviceError::NoLibblkid { .. }), "{error}");
+        assert!(matches!(error, BlockDeviceError::NoLibblkid { .. }), "{error}");
         assert!(
             error.to_string().contains("libblkid1") && error.to_string().contains("no-such-library"),
             "{error}"
@@ -806,8 +819,8 @@ fn without_libblkid_only_a_named_device_is_formatted() {
 
 #[test]
 fn an_unknown_uuid_is_not_found() {
-    let id = DeviceId::random().unwrap();
+    let id = random_uuid().unwrap();
     let error = find_device(id).unwrap_err();
-    assert!(matches!(error, DeviceError::NotFound { .. }), "{error}");
+    assert!(matches!(error, BlockDeviceError::NotFound { .. }), "{error}");
     assert!(error.to_string().contains(&id.to_string()), "{error}");
 }

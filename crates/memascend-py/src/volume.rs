@@ -492,7 +492,7 @@ type Damaged = (String, u64, u64, Vec<(PathBuf, u64)>);
 #[pyfunction]
 pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
     let found =
-        py.detach(|| memascend_nvme::device_id(&path)).map_err(|error| io_error(&IoError::from(error)))?;
+        py.detach(|| memascend_nvme::device_uuid(&path)).map_err(|error| io_error(&IoError::from(error)))?;
     Ok(found.map(|id| id.to_string()))
 }
 

@@ -16,6 +16,7 @@ mod commit;
 mod error;
 mod extents;
 mod external;
+mod id;
 mod layout;
 mod manifest;
 mod open;

@@ -10,12 +10,12 @@
 //! It is the same on every volume but for `volume`. Of several the one with the highest sequence number counts.
 
 use std::collections::{BTreeMap, HashSet};
-use std::str::FromStr;
 
-use memascend_nvme::{BLOCK_BYTES, DeviceId};
+use memascend_nvme::BLOCK_BYTES;
 use serde::{Deserialize, Serialize};
 
 use crate::checksums::{Checksums, Encoded, checksum, checksum_of_both};
+use crate::id::StoreId;
 use crate::{Extent, Layout};
 
 /// The format that is written and read.
@@ -94,7 +94,7 @@ impl std::fmt::Display for NotManifest {
 pub(crate) struct Manifest {
     /// Which of the volumes it was found on.
     pub volume: usize,
-    pub id: DeviceId,
+    pub id: StoreId,
     pub layout: Layout,
     pub body: Body,
     /// Those of each version.
@@ -133,7 +133,7 @@ impl Manifest {
         let volume: Volume = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
         let body: Body = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
         let volume = volume.volume;
-        let id = DeviceId::from_str(&body.store).map_err(|_| wrong("the store's UUID"))?;
+        let id = StoreId::parse(&body.store).ok_or_else(|| wrong("the store's UUID"))?;
         let layout = Layout::from_counts(&body.stripes).ok_or_else(|| wrong("the stripes"))?;
         let volumes = body.volumes.len();
         if volume >= volumes || body.stripes.len() != volumes || body.life.len() != volumes {

@@ -4,11 +4,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use memascend_mem::{LeaseSlice, Pool};
 use memascend_nvme::{
-    BLOCK_BYTES, Completion, CountersSnapshot, DeviceId, Engine, EngineOptions, FoundNote, IoError,
-    NoteKeeper, OpenedEngine, Operation, Request, Volume, VolumeFile, open_engine,
+    BLOCK_BYTES, Completion, CountersSnapshot, Engine, EngineOptions, FoundNote, IoError, NoteKeeper,
+    OpenedEngine, Operation, Request, Volume, VolumeFile, open_engine,
 };
 
 use crate::checksums::{sum_pieces, sum_writes};
+use crate::id::StoreId;
 use crate::layout::Piece;
 use crate::table::{Bytes, Table};
 use crate::{Damage, Extent, Layout, Result, Rewrite, StoreError, TensorId};
@@ -50,7 +51,7 @@ impl Default for StoreOptions {
 pub struct Store {
     pub(crate) members: Vec<Member>,
     pub(crate) map: Arc<Map>,
-    pub(crate) id: DeviceId,
+    pub(crate) id: StoreId,
     pub(crate) table: Mutex<Table>,
     /// Whoever writes manifests has this: one at a time.
     pub(crate) writer: Mutex<()>,
@@ -188,7 +189,7 @@ impl Store {
         } else {
             Layout::by_rates(&options.rates)
         };
-        let id = DeviceId::random().map_err(|source| IoError::File {
+        let id = StoreId::random().map_err(|source| IoError::File {
             action: "read random numbers from",
             path: "/dev/urandom".into(),
             source,
@@ -210,7 +211,7 @@ impl Store {
     pub(crate) fn of(
         members: Vec<Member>,
         layout: Layout,
-        id: DeviceId,
+        id: StoreId,
         options: &StoreOptions,
         more_notices: Vec<String>,
     ) -> Result<Self> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::DeviceId;
+use crate::Uuid;
 
 /// What was on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub enum Content {
     /// A memascend store.
     Store {
         /// The device's UUID.
-        id: DeviceId,
+        id: Uuid,
         /// Length of the note that a kept store leaves.
         note_bytes: Option<u64>,
     },

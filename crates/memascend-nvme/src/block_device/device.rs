@@ -13,7 +13,8 @@ use crate::block_device::node::{self, Node};
 use crate::block_device::notes::{FoundNote, Notes};
 use crate::block_device::signatures::Blkid;
 use crate::block_device::superblock::{Superblock, VERSION};
-use crate::{BLOCK_BYTES, DeviceError, DeviceId, DeviceResult};
+use crate::block_device::uuid::parse_uuid;
+use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Uuid};
 
 /// What a path begins with that names a device by its UUID.
 const BY_UUID: &str = "UUID=";
@@ -37,24 +38,24 @@ impl Device {
     ///
     /// # Errors
     /// If the device is not there, in use, not formatted, or not as it was when it was formatted.
-    pub fn open(path: impl AsRef<Path>) -> DeviceResult<Self> {
+    pub fn open(path: impl AsRef<Path>) -> BlockDeviceResult<Self> {
         let path = path.as_ref();
         let Some(uuid) = path.as_os_str().as_bytes().strip_prefix(BY_UUID.as_bytes()) else {
             return Self::open_node(&Node::of(path)?);
         };
-        let id: DeviceId = String::from_utf8_lossy(uuid).parse()?;
+        let id = parse_uuid(&String::from_utf8_lossy(uuid))?;
         let device = Self::open_node(&Node::of(&find_device(id)?)?)?;
         // It may have been formatted again in between.
         if device.id() == id {
             Ok(device)
         } else {
-            Err(DeviceError::NotFound { id, looked_at: 1, denied: Vec::new() })
+            Err(BlockDeviceError::NotFound { id, looked_at: 1, denied: Vec::new() })
         }
     }
 
-    fn open_node(node: &Node) -> DeviceResult<Self> {
+    fn open_node(node: &Node) -> BlockDeviceResult<Self> {
         let path = node.path.clone();
-        let failed = |source| DeviceError::io("read", &node.path, source);
+        let failed = |source| BlockDeviceError::io("read", &node.path, source);
         let file = node.claim(libc::O_DIRECT)?;
         let logical_block_bytes = node::logical_block_bytes(&file, &path)?;
         let device_bytes = node::sufficient_bytes(&file, &path)?;
@@ -68,22 +69,22 @@ impl Device {
                 return Err(first_block_lost(path, &superblock, found));
             }
             Standing::Foreign => {
-                return Err(DeviceError::Unformatted { found: described(&cached, &path), path });
+                return Err(BlockDeviceError::Unformatted { found: described(&cached, &path), path });
             }
-            Standing::Damaged => return Err(DeviceError::Damaged { path }),
+            Standing::Damaged => return Err(BlockDeviceError::Damaged { path }),
             Standing::Newer(version) => {
-                return Err(DeviceError::NewerVersion { path, version, supported: VERSION });
+                return Err(BlockDeviceError::NewerVersion { path, version, supported: VERSION });
             }
         };
         if superblock.device_bytes > device_bytes {
             let formatted_bytes = superblock.device_bytes;
-            return Err(DeviceError::Shrunk { path, bytes: device_bytes, formatted_bytes });
+            return Err(BlockDeviceError::Shrunk { path, bytes: device_bytes, formatted_bytes });
         }
         // Some write their signature behind the first block and leave that as it was. Where libblkid is missing, this
         // is not noticed.
         let found = Blkid::load().map_or(Ok(Vec::new()), |blkid| blkid.signatures(&cached, &path))?;
         if !found.is_empty() {
-            return Err(DeviceError::Overwritten { path, id: superblock.id, found });
+            return Err(BlockDeviceError::Overwritten { path, id: superblock.id, found });
         }
         let notice = (superblock.device_bytes < device_bytes).then(|| {
             format!(
@@ -107,7 +108,7 @@ impl Device {
     }
 
     /// The UUID.
-    pub fn id(&self) -> DeviceId {
+    pub fn id(&self) -> Uuid {
         self.superblock.id
     }
 
@@ -140,7 +141,7 @@ impl Device {
     ///
     /// # Errors
     /// If the device cannot be read.
-    pub fn read_note(&self) -> DeviceResult<Option<Vec<u8>>> {
+    pub fn read_note(&self) -> BlockDeviceResult<Option<Vec<u8>>> {
         Ok(self.find_note()?.note)
     }
 
@@ -148,11 +149,11 @@ impl Device {
     ///
     /// # Errors
     /// If the device cannot be read.
-    pub fn find_note(&self) -> DeviceResult<FoundNote> {
+    pub fn find_note(&self) -> BlockDeviceResult<FoundNote> {
         self.notes()
             .find(&self.file)
             .and_then(|found| self.file.sync_data().map(|()| found))
-            .map_err(|source| DeviceError::io("read the note of", &self.path, source))
+            .map_err(|source| BlockDeviceError::io("read the note of", &self.path, source))
     }
 
     /// Keeps a note instead of the one before, which stays if this one does not arrive whole. Returns once it is on
@@ -160,25 +161,25 @@ impl Device {
     ///
     /// # Errors
     /// If the note is too long or cannot be written.
-    pub fn write_note(&self, note: &[u8]) -> DeviceResult<()> {
+    pub fn write_note(&self, note: &[u8]) -> BlockDeviceResult<()> {
         let notes = self.notes();
         let (bytes, limit_bytes) = (note.len() as u64, notes.limit_bytes());
         if bytes > limit_bytes {
-            return Err(DeviceError::NoteTooLong { path: self.path.clone(), bytes, limit_bytes });
+            return Err(BlockDeviceError::NoteTooLong { path: self.path.clone(), bytes, limit_bytes });
         }
         notes
             .write(&self.file, note)
-            .map_err(|source| DeviceError::io("write the note of", &self.path, source))
+            .map_err(|source| BlockDeviceError::io("write the note of", &self.path, source))
     }
 
     /// Makes the device have no note. Returns once that is on the medium.
     ///
     /// # Errors
     /// If that cannot be written.
-    pub fn clear_note(&self) -> DeviceResult<()> {
+    pub fn clear_note(&self) -> BlockDeviceResult<()> {
         self.notes()
             .clear(&self.file)
-            .map_err(|source| DeviceError::io("clear the note of", &self.path, source))
+            .map_err(|source| BlockDeviceError::io("clear the note of", &self.path, source))
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -190,12 +191,12 @@ impl Device {
 ///
 /// # Errors
 /// If there is nothing at the path, or it cannot be read.
-pub fn device_id(path: &Path) -> DeviceResult<Option<DeviceId>> {
+pub fn device_uuid(path: &Path) -> BlockDeviceResult<Option<Uuid>> {
     let node = match Node::of(path) {
-        Err(DeviceError::NotBlockDevice { .. }) => return Ok(None),
+        Err(BlockDeviceError::NotBlockDevice { .. }) => return Ok(None),
         node => node?,
     };
-    let standing = standing_of(&node).map_err(|source| DeviceError::io("read", path, source))?;
+    let standing = standing_of(&node).map_err(|source| BlockDeviceError::io("read", path, source))?;
     Ok(if let Standing::Whole(superblock) = standing { Some(superblock.id) } else { None })
 }
 
@@ -203,7 +204,7 @@ pub fn device_id(path: &Path) -> DeviceResult<Option<DeviceId>> {
 ///
 /// # Errors
 /// If there is none, or more than one: a clone has the UUID of its original.
-pub fn find_device(id: DeviceId) -> DeviceResult<PathBuf> {
+pub fn find_device(id: Uuid) -> BlockDeviceResult<PathBuf> {
     let mut whole = Vec::new();
     let mut lost = None;
     let mut looked_at = 0;
@@ -232,14 +233,14 @@ pub fn find_device(id: DeviceId) -> DeviceResult<PathBuf> {
     }
     let mut whole = whole.into_iter();
     match (whole.next(), whole.next(), lost) {
-        (Some(first), Some(second), _) => Err(DeviceError::Clone { id, first, second }),
+        (Some(first), Some(second), _) => Err(BlockDeviceError::Clone { id, first, second }),
         (Some(path), None, _) => Ok(path),
         (None, _, Some((node, superblock))) => {
             let found =
                 node.open(libc::O_RDONLY).map(|file| described(&file, &node.path)).unwrap_or_default();
             Err(first_block_lost(node.path, &superblock, found))
         }
-        (None, _, None) => Err(DeviceError::NotFound { id, looked_at, denied }),
+        (None, _, None) => Err(BlockDeviceError::NotFound { id, looked_at, denied }),
     }
 }
 
@@ -251,7 +252,7 @@ fn standing_of(node: &Node) -> io::Result<Standing> {
     if bytes < BLOCK_BYTES as u64 { Ok(Standing::Foreign) } else { Standing::read(&file, bytes) }
 }
 
-fn first_block_lost(path: PathBuf, superblock: &Superblock, found: String) -> DeviceError {
+fn first_block_lost(path: PathBuf, superblock: &Superblock, found: String) -> BlockDeviceError {
     let copy_block = Superblock::copy_offset(superblock.device_bytes) / BLOCK_BYTES as u64;
-    DeviceError::FirstBlockLost { path, id: superblock.id, copy_block, found }
+    BlockDeviceError::FirstBlockLost { path, id: superblock.id, copy_block, found }
 }

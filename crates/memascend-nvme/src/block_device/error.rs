@@ -3,12 +3,12 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::{Content, DeviceId, Signature};
+use crate::{Content, Signature, Uuid};
 
 /// Errors of raw devices. Every message names the device and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum DeviceError {
+pub enum BlockDeviceError {
     /// There is nothing at the path.
     #[error("{path} does not exist; `lsblk` lists the block devices of this machine")]
     Missing {
@@ -218,7 +218,7 @@ pub enum DeviceError {
         /// The device.
         path: PathBuf,
         /// The device's UUID.
-        id: DeviceId,
+        id: Uuid,
         /// Number of the copy's block, in blocks of 4096 bytes.
         copy_block: u64,
         /// What is on it besides, in words.
@@ -234,7 +234,7 @@ pub enum DeviceError {
         /// The device.
         path: PathBuf,
         /// The device's UUID.
-        id: DeviceId,
+        id: Uuid,
         /// What was found.
         found: Vec<Signature>,
     },
@@ -258,7 +258,7 @@ pub enum DeviceError {
     )]
     NotFound {
         /// The UUID looked for.
-        id: DeviceId,
+        id: Uuid,
         /// How many devices were read.
         looked_at: usize,
         /// Devices that this user may not read.
@@ -271,7 +271,7 @@ pub enum DeviceError {
     )]
     Clone {
         /// The UUID.
-        id: DeviceId,
+        id: Uuid,
         /// One device.
         first: PathBuf,
         /// Another.
@@ -309,7 +309,7 @@ pub enum DeviceError {
     },
 }
 
-impl DeviceError {
+impl BlockDeviceError {
     /// The errno behind the error, or the one that fits it.
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -402,4 +402,4 @@ fn hint(source: &io::Error) -> &'static str {
 }
 
 /// Result of an operation on a device.
-pub type DeviceResult<T> = std::result::Result<T, DeviceError>;
+pub type BlockDeviceResult<T> = std::result::Result<T, BlockDeviceError>;

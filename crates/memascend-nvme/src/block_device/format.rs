@@ -10,7 +10,8 @@ use crate::block_device::node::{self, Blocks, Node};
 use crate::block_device::notes::Notes;
 use crate::block_device::signatures::Blkid;
 use crate::block_device::superblock::{MIB, NotSuperblock, Superblock};
-use crate::{BLOCK_BYTES, Content, DeviceError, DeviceId, DeviceResult};
+use crate::random_uuid;
+use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Content, Uuid};
 
 /// A device that was formatted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +19,7 @@ pub struct Formatted {
     /// The device, by the path given.
     pub path: PathBuf,
     /// Its new UUID.
-    pub id: DeviceId,
+    pub id: Uuid,
     /// Bytes that a store can use.
     pub data_bytes: u64,
     /// What was on it and is no more.
@@ -30,22 +31,22 @@ pub struct Formatted {
 /// of that is known.
 ///
 /// # Errors
-/// Each reason to refuse is a variant of [`DeviceError`].
-pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Formatted> {
+/// Each reason to refuse is a variant of [`BlockDeviceError`].
+pub fn format_device(path: &Path, destroy: Option<&Path>) -> BlockDeviceResult<Formatted> {
     let node = Node::of(path)?;
     if let Some(destroy) = destroy
         && Node::of(destroy)?.number != node.number
     {
-        return Err(DeviceError::OtherDevice { path: path.to_owned(), destroy: destroy.to_owned() });
+        return Err(BlockDeviceError::OtherDevice { path: path.to_owned(), destroy: destroy.to_owned() });
     }
     // Not O_DIRECT: libblkid reads through this file too, and a second one could not be had.
     let file = node.claim(0)?;
     let device_bytes = node::sufficient_bytes(&file, path)?;
     let logical_block_bytes = node::logical_block_bytes(&file, path)?;
     node::forget_cached(&file);
-    let failed = |action| move |source| DeviceError::io(action, path, source);
+    let failed = |action| move |source| BlockDeviceError::io(action, path, source);
 
-    let id = DeviceId::random().map_err(failed("choose a UUID for"))?;
+    let id = random_uuid().map_err(failed("choose a UUID for"))?;
     let superblock = Superblock::plan(id, device_bytes, logical_block_bytes);
     let partitions = node.partitions();
     let found = if destroy.is_some() {
@@ -76,22 +77,23 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> DeviceResult<Format
 }
 
 /// Refuses a device that is not empty.
-fn refuse_contents(node: &Node, file: &File, device_bytes: u64) -> DeviceResult<()> {
+fn refuse_contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceResult<()> {
     let path = node.path.clone();
     let partitions = node.partitions();
     if !partitions.is_empty() {
-        return Err(DeviceError::Partitioned { path, partitions });
+        return Err(BlockDeviceError::Partitioned { path, partitions });
     }
     if let Some(content) = store_content(file, &path, device_bytes)? {
-        return Err(DeviceError::BelongsToStore { path, content });
+        return Err(BlockDeviceError::BelongsToStore { path, content });
     }
-    let blkid = Blkid::load().map_err(|reason| DeviceError::NoLibblkid { path: path.clone(), reason })?;
+    let blkid =
+        Blkid::load().map_err(|reason| BlockDeviceError::NoLibblkid { path: path.clone(), reason })?;
     let found = blkid.signatures(file, &path)?;
-    if found.is_empty() { Ok(()) } else { Err(DeviceError::NotEmpty { path, found }) }
+    if found.is_empty() { Ok(()) } else { Err(BlockDeviceError::NotEmpty { path, found }) }
 }
 
 /// Everything known that is on a device. Without libblkid that is less.
-fn contents(node: &Node, file: &File, device_bytes: u64) -> DeviceResult<Vec<Content>> {
+fn contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceResult<Vec<Content>> {
     let mut contents = Vec::new();
     let partitions = node.partitions();
     if !partitions.is_empty() {
@@ -104,8 +106,8 @@ fn contents(node: &Node, file: &File, device_bytes: u64) -> DeviceResult<Vec<Con
     Ok(contents)
 }
 
-fn store_content(file: &File, path: &Path, device_bytes: u64) -> DeviceResult<Option<Content>> {
-    let failed = |source| DeviceError::io("read", path, source);
+fn store_content(file: &File, path: &Path, device_bytes: u64) -> BlockDeviceResult<Option<Content>> {
+    let failed = |source| BlockDeviceError::io("read", path, source);
     Ok(match Standing::read(file, device_bytes).map_err(failed)? {
         Standing::Foreign => None,
         Standing::Whole(superblock) | Standing::FirstBlockLost(superblock) => {
@@ -131,16 +133,20 @@ fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
 }
 
 /// Removes the signatures that lie elsewhere, and makes sure that none is left.
-fn wipe_rest(file: &File, path: &Path) -> DeviceResult<()> {
+fn wipe_rest(file: &File, path: &Path) -> BlockDeviceResult<()> {
     // Without libblkid nobody can look; the user was told, and named the device to be destroyed.
     let Ok(blkid) = Blkid::load() else { return Ok(()) };
     if blkid.signatures(file, path)?.is_empty() {
         return Ok(());
     }
     blkid.wipe(file, path)?;
-    file.sync_all().map_err(|source| DeviceError::io("overwrite", path, source))?;
+    file.sync_all().map_err(|source| BlockDeviceError::io("overwrite", path, source))?;
     let found = blkid.signatures(file, path)?;
-    if found.is_empty() { Ok(()) } else { Err(DeviceError::NotDestroyed { path: path.to_owned(), found }) }
+    if found.is_empty() {
+        Ok(())
+    } else {
+        Err(BlockDeviceError::NotDestroyed { path: path.to_owned(), found })
+    }
 }
 
 /// What the superblocks of a device say.

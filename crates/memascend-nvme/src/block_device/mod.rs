@@ -8,3 +8,4 @@ pub(crate) mod node;
 pub(crate) mod notes;
 pub(crate) mod signatures;
 pub(crate) mod superblock;
+pub(crate) mod uuid;

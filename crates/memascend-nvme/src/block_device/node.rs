@@ -12,7 +12,7 @@ use std::time::Duration;
 use std::{slice, thread};
 
 use crate::block_device::superblock::DEVICE_BYTES_MIN;
-use crate::{BLOCK_BYTES, DeviceError, DeviceResult};
+use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult};
 
 /// Requests of `linux/fs.h` that the libc crate does not name. They are `_IO(0x12, n)`, which has the bits of
 /// "no argument" in another place on a few architectures, as `BLKSSZGET` has.
@@ -35,8 +35,8 @@ pub(crate) struct Node {
 
 impl Node {
     /// The block device at `path`.
-    pub(crate) fn of(path: &Path) -> DeviceResult<Self> {
-        let metadata = fs::metadata(path).map_err(|source| DeviceError::io("look at", path, source))?;
+    pub(crate) fn of(path: &Path) -> BlockDeviceResult<Self> {
+        let metadata = fs::metadata(path).map_err(|source| BlockDeviceError::io("look at", path, source))?;
         let kind = metadata.file_type();
         let (kind, remedy) = if kind.is_block_device() {
             return Ok(Self { path: path.to_owned(), number: metadata.rdev() });
@@ -49,7 +49,7 @@ impl Node {
         } else {
             ("a socket or a pipe", "`lsblk` lists the block devices of this machine")
         };
-        Err(DeviceError::NotBlockDevice { path: path.to_owned(), kind, remedy })
+        Err(BlockDeviceError::NotBlockDevice { path: path.to_owned(), kind, remedy })
     }
 
     /// Opens the device for reading, and for writing if `flags` says so.
@@ -67,12 +67,12 @@ impl Node {
 
     /// Opens the device for reading and writing, for this process alone: O_EXCL keeps filesystems, RAID and other
     /// careful programs out, the lock keeps udev from looking into it (systemd's convention).
-    pub(crate) fn claim(&self, flags: c_int) -> DeviceResult<File> {
-        let failed = |source| DeviceError::io("open", &self.path, source);
+    pub(crate) fn claim(&self, flags: c_int) -> BlockDeviceResult<File> {
+        let failed = |source| BlockDeviceError::io("open", &self.path, source);
         self.refuse_uses()?;
         let reader = self.open(libc::O_RDONLY).map_err(failed)?;
         if int_of(&reader, BLKROGET).map_err(failed)? != 0 {
-            return Err(DeviceError::ReadOnly { path: self.path.clone() });
+            return Err(BlockDeviceError::ReadOnly { path: self.path.clone() });
         }
         drop(reader);
         // For a while: udev locks what was closed for a moment, and the kernel takes an io_uring that held the device apart
@@ -86,7 +86,7 @@ impl Node {
                     }
                     let source = io::Error::last_os_error();
                     if !matches!(source.raw_os_error(), Some(libc::EWOULDBLOCK | libc::EINTR)) {
-                        return Err(DeviceError::io("lock", &self.path, source));
+                        return Err(BlockDeviceError::io("lock", &self.path, source));
                     }
                 }
                 Err(source) if source.raw_os_error() == Some(libc::EBUSY) => {}
@@ -98,10 +98,12 @@ impl Node {
     }
 
     /// Somebody has the device: who, as precisely as can be told.
-    fn busy(&self) -> DeviceError {
+    fn busy(&self) -> BlockDeviceError {
         match self.refuse_uses() {
             Err(used) => used,
-            Ok(()) => DeviceError::Busy { path: self.path.clone(), processes: processes(&self.numbers()) },
+            Ok(()) => {
+                BlockDeviceError::Busy { path: self.path.clone(), processes: processes(&self.numbers()) }
+            }
         }
     }
 
@@ -151,12 +153,12 @@ impl Node {
     }
 
     /// Refuses a device that is mounted, swapped to, or under another device.
-    fn refuse_uses(&self) -> DeviceResult<()> {
+    fn refuse_uses(&self) -> BlockDeviceResult<()> {
         let path = self.path.clone();
         let numbers = self.numbers();
         if let Some((number, mount_point)) = mounts().into_iter().find(|(number, _)| numbers.contains(number))
         {
-            return Err(DeviceError::Mounted { path, device: self.name_of(number), mount_point });
+            return Err(BlockDeviceError::Mounted { path, device: self.name_of(number), mount_point });
         }
         let swaps = fs::read("/proc/swaps").unwrap_or_default();
         let swap = swaps.split(|&byte| byte == b'\n').skip(1).find_map(|line| {
@@ -164,10 +166,10 @@ impl Node {
             block_number(&area).filter(|number| numbers.contains(number)).map(|_| area)
         });
         if let Some(device) = swap {
-            return Err(DeviceError::Swap { path, device });
+            return Err(BlockDeviceError::Swap { path, device });
         }
         let holders = self.holders();
-        if holders.is_empty() { Ok(()) } else { Err(DeviceError::Held { path, holders }) }
+        if holders.is_empty() { Ok(()) } else { Err(BlockDeviceError::Held { path, holders }) }
     }
 
     fn name_of(&self, number: u64) -> PathBuf {
@@ -200,25 +202,30 @@ pub(crate) fn all_devices() -> Vec<Node> {
 }
 
 /// Size of an open device.
-pub(crate) fn size_bytes(file: &File, path: &Path) -> DeviceResult<u64> {
+pub(crate) fn size_bytes(file: &File, path: &Path) -> BlockDeviceResult<u64> {
     let mut file = file;
-    file.seek(SeekFrom::End(0)).map_err(|source| DeviceError::io("measure", path, source))
+    file.seek(SeekFrom::End(0)).map_err(|source| BlockDeviceError::io("measure", path, source))
 }
 
 /// The logical block size of a device, which is one that memascend can use.
-pub(crate) fn logical_block_bytes(file: &File, path: &Path) -> DeviceResult<u32> {
-    let bytes = int_of(file, libc::BLKSSZGET).map_err(|source| DeviceError::io("measure", path, source))?;
+pub(crate) fn logical_block_bytes(file: &File, path: &Path) -> BlockDeviceResult<u32> {
+    let bytes =
+        int_of(file, libc::BLKSSZGET).map_err(|source| BlockDeviceError::io("measure", path, source))?;
     match u32::try_from(bytes) {
         Ok(bytes) if (512..=BLOCK_BYTES as u32).contains(&bytes) && bytes.is_power_of_two() => Ok(bytes),
-        _ => Err(DeviceError::BlockSize { path: path.to_owned(), bytes: bytes as u64 }),
+        _ => Err(BlockDeviceError::BlockSize { path: path.to_owned(), bytes: bytes as u64 }),
     }
 }
 
 /// Size of a device that is large enough.
-pub(crate) fn sufficient_bytes(file: &File, path: &Path) -> DeviceResult<u64> {
+pub(crate) fn sufficient_bytes(file: &File, path: &Path) -> BlockDeviceResult<u64> {
     let bytes = size_bytes(file, path)?;
     if bytes < DEVICE_BYTES_MIN {
-        return Err(DeviceError::TooSmall { path: path.to_owned(), bytes, minimum_bytes: DEVICE_BYTES_MIN });
+        return Err(BlockDeviceError::TooSmall {
+            path: path.to_owned(),
+            bytes,
+            minimum_bytes: DEVICE_BYTES_MIN,
+        });
     }
     Ok(bytes)
 }
@@ -233,7 +240,7 @@ pub(crate) fn forget_cached(file: &File) {
 }
 
 /// Makes the kernel read the partition table anew.
-pub(crate) fn reread_partitions(file: &File, node: &Node) -> DeviceResult<()> {
+pub(crate) fn reread_partitions(file: &File, node: &Node) -> BlockDeviceResult<()> {
     // SAFETY: the request takes no argument.
     if unsafe { libc::ioctl(file.as_raw_fd(), BLKRRPART, 0) } == 0 {
         return Ok(());
@@ -243,9 +250,9 @@ pub(crate) fn reread_partitions(file: &File, node: &Node) -> DeviceResult<()> {
         // A partition is open, though by nobody who claims it.
         let mut numbers = node.numbers();
         numbers.remove(&node.number);
-        return Err(DeviceError::Busy { path: node.path.clone(), processes: processes(&numbers) });
+        return Err(BlockDeviceError::Busy { path: node.path.clone(), processes: processes(&numbers) });
     }
-    Err(DeviceError::io("reread the partition table of", &node.path, source))
+    Err(BlockDeviceError::io("reread the partition table of", &node.path, source))
 }
 
 fn int_of(file: &File, request: libc::Ioctl) -> io::Result<c_int> {
@@ -421,6 +428,6 @@ mod tests {
             assert_eq!(error.errno(), Some(libc::ENOTBLK));
         }
         let error = Node::of(&directory.path().join("missing")).unwrap_err();
-        assert!(matches!(error, DeviceError::Missing { .. }), "{error}");
+        assert!(matches!(error, BlockDeviceError::Missing { .. }), "{error}");
     }
 }

@@ -18,7 +18,7 @@ use std::io;
 
 use crate::block_device::node::Blocks;
 use crate::block_device::superblock::Superblock;
-use crate::{BLOCK_BYTES, DeviceId, Result};
+use crate::{BLOCK_BYTES, Result, Uuid};
 
 const MAGIC: &[u8; 16] = b"memascend-note\0\0";
 const CRC_AT: usize = BLOCK_BYTES - 4;
@@ -78,7 +78,7 @@ impl Medium for File {
 /// The two slots of a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Notes {
-    id: DeviceId,
+    id: Uuid,
     offset: u64,
     slot_bytes: u64,
 }
@@ -107,7 +107,7 @@ impl Notes {
     }
 
     /// Slots somewhere, of so many bytes together.
-    pub(crate) fn at(id: DeviceId, offset: u64, bytes: u64) -> Self {
+    pub(crate) fn at(id: Uuid, offset: u64, bytes: u64) -> Self {
         Self { id, offset, slot_bytes: bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64 }
     }
 
@@ -218,13 +218,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::random_uuid;
 
     const DEVICE_BYTES: u64 = 16 << 20;
 
     fn area() -> (File, Notes) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(DEVICE_BYTES).unwrap();
-        let superblock = Superblock::plan(DeviceId::random().unwrap(), DEVICE_BYTES, 512);
+        let superblock = Superblock::plan(random_uuid().unwrap(), DEVICE_BYTES, 512);
         (file, Notes::of(&superblock))
     }
 
@@ -269,7 +270,7 @@ mod tests {
     fn a_flipped_bit_is_noticed_or_in_bytes_that_nobody_uses() {
         use crate::block_device::format::Standing;
         let (file, _) = area();
-        let superblock = Superblock::plan(DeviceId::random().unwrap(), DEVICE_BYTES, 512);
+        let superblock = Superblock::plan(random_uuid().unwrap(), DEVICE_BYTES, 512);
         let notes = Notes::of(&superblock);
         let (copy, block) = (Superblock::copy_offset(DEVICE_BYTES), BLOCK_BYTES as u64);
         for place in [0, copy] {
@@ -330,7 +331,7 @@ mod tests {
     fn a_note_of_another_device_is_none() {
         let (file, notes) = area();
         notes.write(&file, b"mine").unwrap();
-        let other = Notes { id: DeviceId::random().unwrap(), ..notes };
+        let other = Notes { id: random_uuid().unwrap(), ..notes };
         assert_eq!(other.read(&file).unwrap(), None);
     }
 

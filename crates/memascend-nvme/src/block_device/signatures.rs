@@ -10,7 +10,7 @@ use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::{env, mem};
 
-use crate::{DeviceError, DeviceResult, Signature};
+use crate::{BlockDeviceError, BlockDeviceResult, Signature};
 
 /// The variable that names the library to use instead of the system's.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
@@ -82,7 +82,7 @@ impl Blkid {
 
     /// Everything that is found on the device. `file` reads through the page cache: the library's buffers are not
     /// aligned for direct transfers.
-    pub(crate) fn signatures(&self, file: &File, path: &Path) -> DeviceResult<Vec<Signature>> {
+    pub(crate) fn signatures(&self, file: &File, path: &Path) -> BlockDeviceResult<Vec<Signature>> {
         let found = self.each(file, path, |_| Ok(()))?;
         if !found.is_empty() {
             return Ok(found);
@@ -104,7 +104,7 @@ impl Blkid {
     }
 
     /// Overwrites the magic numbers of everything that is found; `file` is open for writing.
-    pub(crate) fn wipe(&self, file: &File, path: &Path) -> DeviceResult<()> {
+    pub(crate) fn wipe(&self, file: &File, path: &Path) -> BlockDeviceResult<()> {
         self.each(file, path, |probe| {
             // SAFETY: the probe is live, and its file is open for writing.
             match unsafe { (self.functions.do_wipe)(probe.handle.as_ptr(), 0) } {
@@ -119,8 +119,8 @@ impl Blkid {
         &self,
         file: &File,
         path: &Path,
-        mut then: impl FnMut(&Probe<'_>) -> DeviceResult<()>,
-    ) -> DeviceResult<Vec<Signature>> {
+        mut then: impl FnMut(&Probe<'_>) -> BlockDeviceResult<()>,
+    ) -> BlockDeviceResult<Vec<Signature>> {
         let probe = self.probe(file, path)?;
         let mut found: Vec<Signature> = Vec::new();
         for _ in 0..SIGNATURES_MAX {
@@ -138,7 +138,7 @@ impl Blkid {
         Ok(found)
     }
 
-    fn probe(&self, file: &File, path: &Path) -> DeviceResult<Probe<'_>> {
+    fn probe(&self, file: &File, path: &Path) -> BlockDeviceResult<Probe<'_>> {
         let functions = &self.functions;
         // SAFETY: the function takes nothing.
         let handle = NonNull::new(unsafe { (functions.new_probe)() })
@@ -229,6 +229,9 @@ fn loader_error() -> String {
     unsafe { CStr::from_ptr(reason) }.to_string_lossy().into_owned()
 }
 
-fn failed(call: &str, path: &Path) -> DeviceError {
-    DeviceError::Probe { path: path.to_owned(), reason: format!("{call}: {}", io::Error::last_os_error()) }
+fn failed(call: &str, path: &Path) -> BlockDeviceError {
+    BlockDeviceError::Probe {
+        path: path.to_owned(),
+        reason: format!("{call}: {}", io::Error::last_os_error()),
+    }
 }

@@ -20,11 +20,7 @@
 //! | 64..72, 72..80 | offset and length of the data area |
 //! | 4092..4096 | CRC-32 of the 4092 bytes before, in this place in every version |
 
-use std::fmt;
-use std::io;
-use std::str::FromStr;
-
-use crate::{BLOCK_BYTES, DeviceError};
+use crate::{BLOCK_BYTES, Uuid};
 
 /// The smallest device that can be formatted.
 pub(crate) const DEVICE_BYTES_MIN: u64 = 16 * MIB;
@@ -36,78 +32,10 @@ const MAGIC: &[u8; 16] = b"memascend-device";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Which device it is, whatever its name is today: a random UUID (version 4).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DeviceId([u8; 16]);
-
-impl DeviceId {
-    /// A UUID that nobody had before.
-    ///
-    /// # Errors
-    /// If the kernel gives no random bytes.
-    pub fn random() -> io::Result<Self> {
-        let mut bytes = [0_u8; 16];
-        // SAFETY: the buffer has the length given.
-        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-        // The kernel gives up to 256 bytes whole.
-        if got != bytes.len() as isize {
-            return Err(io::Error::last_os_error());
-        }
-        bytes[6] = bytes[6] & 0x0f | 0x40;
-        bytes[8] = bytes[8] & 0x3f | 0x80;
-        Ok(Self(bytes))
-    }
-
-    /// The UUID of these bytes.
-    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
-        Self(bytes)
-    }
-
-    /// The bytes, in the order of the text.
-    pub const fn as_bytes(&self) -> &[u8; 16] {
-        &self.0
-    }
-}
-
-impl fmt::Display for DeviceId {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, byte) in self.0.iter().enumerate() {
-            let dash = if matches!(index, 4 | 6 | 8 | 10) { "-" } else { "" };
-            write!(out, "{dash}{byte:02x}")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for DeviceId {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "DeviceId({self})")
-    }
-}
-
-impl FromStr for DeviceId {
-    type Err = DeviceError;
-
-    fn from_str(text: &str) -> Result<Self, DeviceError> {
-        let not_uuid = || DeviceError::NotUuid { text: text.to_owned() };
-        let groups: Vec<&str> = text.split('-').collect();
-        if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12]) {
-            return Err(not_uuid());
-        }
-        let digits = groups.concat().into_bytes();
-        let mut bytes = [0_u8; 16];
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let digit = |at: usize| char::from(pair[at]).to_digit(16).ok_or_else(not_uuid);
-            *byte = (digit(0)? * 16 + digit(1)?) as u8;
-        }
-        Ok(Self(bytes))
-    }
-}
-
 /// What the superblock says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Superblock {
-    pub id: DeviceId,
+    pub id: Uuid,
     pub device_bytes: u64,
     pub logical_block_bytes: u32,
     pub note_offset: u64,
@@ -129,7 +57,7 @@ pub(crate) enum NotSuperblock {
 
 impl Superblock {
     /// Divides a device of at least [`DEVICE_BYTES_MIN`].
-    pub(crate) fn plan(id: DeviceId, device_bytes: u64, logical_block_bytes: u32) -> Self {
+    pub(crate) fn plan(id: Uuid, device_bytes: u64, logical_block_bytes: u32) -> Self {
         assert!(device_bytes >= DEVICE_BYTES_MIN, "the device's size was checked before");
         let note_bytes = (device_bytes / 64).clamp(MIB, 64 * MIB) / MIB * MIB;
         let data_offset = MIB + note_bytes;
@@ -180,7 +108,7 @@ impl Superblock {
             return Err(NotSuperblock::Newer(version));
         }
         let superblock = Self {
-            id: DeviceId(block[24..40].try_into().expect("sixteen bytes")),
+            id: Uuid::from_bytes(block[24..40].try_into().expect("sixteen bytes")),
             logical_block_bytes: u32_at(20),
             device_bytes: u64_at(40),
             note_offset: u64_at(48),
@@ -214,36 +142,7 @@ mod tests {
     use super::*;
 
     fn superblock(device_bytes: u64) -> Superblock {
-        Superblock::plan(DeviceId::from_bytes(*b"0123456789abcdef"), device_bytes, 512)
-    }
-
-    #[test]
-    fn a_uuid_is_random_and_of_version_4() {
-        let ids = [DeviceId::random().unwrap(), DeviceId::random().unwrap()];
-        assert_ne!(ids[0], ids[1]);
-        for id in ids {
-            let text = id.to_string();
-            assert_eq!(&text[14..15], "4");
-            assert!("89ab".contains(&text[19..20]), "{text}");
-            assert_eq!(text.parse::<DeviceId>().unwrap(), id);
-            assert_eq!(text.to_uppercase().parse::<DeviceId>().unwrap(), id);
-        }
-    }
-
-    #[test]
-    fn a_uuid_has_its_usual_form() {
-        let id =
-            DeviceId::from_bytes([0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0x4c, 0xde, 0x8f, 1, 2, 3, 4, 5, 6, 7]);
-        assert_eq!(id.to_string(), "01234567-89ab-4cde-8f01-020304050607");
-        for wrong in [
-            "",
-            "01234567",
-            "0123456789ab4cde8f01020304050607",
-            "01234567-89ab-4cde-8f01-02030405060g",
-            "é123456-89ab-4cde-8f01-020304050607",
-        ] {
-            assert!(wrong.parse::<DeviceId>().unwrap_err().to_string().contains("not a UUID"), "{wrong}");
-        }
+        Superblock::plan(Uuid::from_bytes(*b"0123456789abcdef"), device_bytes, 512)
     }
 
     #[test]

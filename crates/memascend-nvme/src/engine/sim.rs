@@ -12,8 +12,8 @@ use crate::block_device::node::Blocks;
 use crate::block_device::notes::{Medium, Notes};
 use crate::engine::schedule::{Ended, Schedule};
 use crate::{
-    BLOCK_BYTES, Counters, CountersSnapshot, DeviceId, Engine, FoundNote, Geometry, IoError, NoteKeeper,
-    Operation, Request, Result, VolumeFile,
+    BLOCK_BYTES, Counters, CountersSnapshot, Engine, FoundNote, Geometry, IoError, NoteKeeper, Operation,
+    Request, Result, Uuid, VolumeFile,
 };
 
 /// What the simulated medium writes whole or not at all.
@@ -694,7 +694,7 @@ impl Engine for SimEngine {
 
     fn notes(&self) -> Option<Arc<dyn NoteKeeper>> {
         let place = self.notes?;
-        let id = DeviceId::from_bytes(*b"a simulated disk");
+        let id = Uuid::from_bytes(*b"a simulated disk");
         let slots = (place == SimNotePlace::Slots).then(|| Notes::at(id, NOTE_OFFSET, NOTE_BYTES));
         Some(Arc::new(SimNotes {
             disk: Arc::clone(&self.shared.disk),
