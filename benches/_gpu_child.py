@@ -596,8 +596,8 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
         yield {"h2d": lambda: device.copy_(host), "d2h": lambda: host.copy_(device), "measured_on_device": None}
         return
     from memascend._memascend import Runtime
+    from memascend.machine.cuda import open_device
     from memascend.plan.host import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
-    from memascend.residency.cuda import open_device
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from memascend._memascend import gradient_stats
 from memascend.kernels.launcher import CHUNK
 from memascend.layout.units import DTYPE_NAMES
-from memascend.residency.cuda import BlockSums, ComputeDevice
+from memascend.machine.cuda import BlockSums, ComputeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,6 +16,7 @@ import torch
 
 from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
+from memascend.machine.cuda import open_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,8 +65,6 @@ def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambd
         DeviceError: there is no CUDA device that can be used.
         HostMemoryError: the system pins no memory.
     """
-    from memascend.residency.cuda import open_device
-
     opened = open_device("cuda")
     assert opened is not None
     device = opened.torch_device

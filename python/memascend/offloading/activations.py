@@ -20,14 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import CPU
-from memascend.residency.cuda import autocast, autocast_of
+from memascend.machine.cuda import autocast, autocast_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memascend._memascend import Restore, Runtime, Stash
     from memascend.common.timeline import Timeline
-    from memascend.residency.cuda import ComputeDevice
+    from memascend.machine.cuda import ComputeDevice
 
 #: Where the inputs of recomputed units wait: where they are; in host memory, and on the SSD when that is full; on the
 #: SSD.

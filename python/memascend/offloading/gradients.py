@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Capture, CudaEvent, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, StoreTensor
-    from memascend.residency.cuda import ComputeDevice
+    from memascend.machine.cuda import ComputeDevice
     from memascend.residency.host import Streamer
 
 

@@ -26,12 +26,12 @@ from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations, source_of
 from memascend.errors import BudgetError, MemascendError, PinnedMemoryError
 from memascend.layout.units import CPU, Place, Unit, partition
+from memascend.machine.cuda import ComputeDevice, explained, open_device
 from memascend.machine.drives import store_options
 from memascend.offloading.activations import POLICIES, InputStash, Recomputation
 from memascend.offloading.gradients import GradientCapture
 from memascend.plan.device import make_device_plan
 from memascend.plan.host import Plan, check_available, make_plan
-from memascend.residency.cuda import ComputeDevice, explained, open_device
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
 

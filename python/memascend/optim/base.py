@@ -24,8 +24,6 @@ from memascend.layout.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_ou
 from memascend.offloading.session import OPTIONS, Offload, close_at_exit, open_runtime, place_of
 from memascend.optim.states import load_states, read_states
 from memascend.optim.update import (
-    Segment,
-    Update,
     add_segment,
     allocate_states,
     free_unused,
@@ -33,6 +31,7 @@ from memascend.optim.update import (
     rule_for,
 )
 from memascend.plan.host import make_states_plan
+from memascend.residency.updates import Segment, Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,74 +1,20 @@
-"""What one optimizer step does to the tensors of the store, as the native executor takes it."""
+"""How parameters are optimized: their rules, and the room of their states in the store."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from memascend._memascend import Rule
 from memascend.layout.units import DTYPE_NAMES, PACK_BELOW_BYTES, StorePlane
+from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
     import torch
 
-    from memascend._memascend import Plane, Runtime, StepScalars
+    from memascend._memascend import Plane, Runtime
     from memascend.layout.units import Place, StoreTensor
-
-
-@dataclass(slots=True)
-class Segment:
-    """Elements of a tensor with the same hyper-parameters: one parameter."""
-
-    start: int
-    numel: int
-    rule: Rule
-    scalars: StepScalars
-    #: For each of the rule's planes: the parameter has no such state yet; it begins as zeros, whatever lies there.
-    fresh: list[bool]
-    #: Addresses of weight and gradient, for a parameter in host memory.
-    host: tuple[int, int] | None = None
-
-
-@dataclass(slots=True)
-class Update:
-    """The update of one store tensor in one step."""
-
-    tensor: StoreTensor
-    segments: list[Segment] = field(default_factory=list)
-    #: Take the gradient from the store's keeping; otherwise the segments carry addresses.
-    captured: bool = True
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype."""
-        return DTYPE_NAMES[self.tensor.dtype]
-
-    @property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return self.tensor.numel
-
-    @property
-    def weight_offset(self) -> int:
-        """Byte offset of the weights in their unit."""
-        return self.tensor.offset
-
-    @property
-    def planes(self) -> list[StorePlane]:
-        """The states that the segments' rules keep; others of the tensor stay as they are."""
-        wanted = dict.fromkeys(plane for segment in self.segments for plane in segment.rule.planes)
-        return [self.tensor.planes[plane] for plane in wanted]
-
-    @property
-    def gradient(self) -> int | None:
-        """Number of the gradient in the store's keeping."""
-        return self.tensor.gradient if self.captured else None
-
-    def started(self) -> None:
-        """Note that the native side has taken the update: it writes every state, and later reads find them."""
-        for plane in self.planes:
-            plane.written = True
+    from memascend.residency.updates import Segment
 
 
 @lru_cache

@@ -67,6 +67,11 @@ class DevicePlan:
         return sum(line.total for line in self.lines)
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the buffers of weights."""
+        return sum(line.total for line in self.units)
+
+    @property
     def in_flight_bytes(self) -> int:
         """Bytes of gradients that may be on their way to the host while another is made."""
         return self.gradients[0].nbytes

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from memascend._memascend import CudaEvent, LeaseBuffer, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
+    from memascend.machine.cuda import ComputeDevice
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Plan
-    from memascend.residency.cuda import Buffer, ComputeDevice
+    from memascend.residency.cuda import Buffer
     from memascend.residency.host import Residency
 
 #: Units copied to the device ahead of the one in use, when buffers allow.

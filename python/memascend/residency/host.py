@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
-    from memascend.optim.update import Update
     from memascend.plan.host import Plan
+    from memascend.residency.updates import Update
 
 #: Units fetched ahead of the one in use, when buffers allow.
 PREFETCH_UNITS = 2

@@ -1,0 +1,236 @@
+"""The device that computes, where it is not the CPU: its memory, and the order of what happens there.
+
+Every stream, event and copy is the native side's (`DeviceLink`); PyTorch only computes, on a stream of its own. So a
+test can put a simulated device under all of this (`tests/simulated_device.py`), and no copy is ordered by chance.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memascend._memascend import cuda_device_count
+from memascend.common.sizes import format_size
+from memascend.errors import DeviceError
+from memascend.kernels import launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from memascend._memascend import CudaEvent, DeviceLink
+
+_log = logging.getLogger("memascend")
+
+
+class DeviceMemoryPlan(Protocol):
+    """What a device has to know of the plan of its memory (`memascend.plan.device.DevicePlan`)."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes that memascend and PyTorch may hold together."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the buffers of weights."""
+
+    def table(self) -> str:
+        """Write the plan with a line per consumer."""
+
+
+class DeviceArray(Protocol):
+    """Device memory that offers itself by the protocol of CUDA arrays, version 3."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+class ComputeDevice:
+    """A CUDA device, as PyTorch sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device; `link` comes with the runtime that is made for it."""
+        self.torch_device = device
+        self.link: DeviceLink | None = None
+        self._plan: DeviceMemoryPlan | None = None
+
+    @property
+    def index(self) -> int:
+        """Number of the device among those that this process may see."""
+        return self.torch_device.index or 0
+
+    def stream(self) -> int:
+        """Return the handle of the stream that PyTorch computes on in this thread."""
+        return torch.cuda.current_stream(self.torch_device).cuda_stream
+
+    def memory(self) -> tuple[int, int]:
+        """Return (free, total) bytes of the device; what PyTorch has reserved and does not use counts as free."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + cached, total
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Have the device be PyTorch's current one, and so CUDA's: what is made there is made on it."""
+        return torch.cuda.device(self.torch_device)
+
+    def hold(self, plan: DeviceMemoryPlan) -> None:
+        """Have PyTorch's allocator refuse what goes beyond the plan's budget, and say what the plan was if it does.
+
+        What PyTorch holds there already, other than for the plan's buffers, comes on top.
+        """
+        launcher.compiles(self.index)  # now, and not in the first backward pass
+        self._plan = plan
+        held = _held.setdefault(self.torch_device, [])
+        if not held:
+            torch.cuda.empty_cache()
+            beside = torch.cuda.memory_allocated(self.torch_device) - plan.weights_bytes
+            _beside[self.torch_device] = max(0, beside)
+        held.append(plan)
+        self._limit()
+        if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+            _observed.append(True)
+            # An error in the backward pass passes through nothing of ours.
+            with suppress(RuntimeError):  # other allocators than PyTorch's own tell nobody
+                torch._C._cuda_attach_out_of_memory_observer(_report)
+
+    def let_go(self) -> None:
+        """Lift the limit of `hold`."""
+        held = _held.get(self.torch_device, [])
+        if self._plan in held:
+            held.remove(self._plan)
+            self._limit()
+        self._plan = None
+
+    def _limit(self) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        budgets = sum(plan.budget for plan in _held[self.torch_device])
+        share = (budgets + _beside[self.torch_device]) / total if budgets else 1.0
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.torch_device)
+
+    def view(self, owner: DeviceArray) -> torch.Tensor:
+        """Return an occupied buffer's bytes (uint8), in a storage that holds `owner` as long as it lives."""
+        return torch.as_tensor(owner, device=self.torch_device)
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the device's random numbers; it is kept on the host, so that nothing is waited for."""
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_random_state(self, state: torch.Tensor | None) -> None:
+        """Go on with the device's random numbers where `random_state` was."""
+        if state is not None:
+            torch.cuda.set_rng_state(state, self.torch_device)
+
+    def block_sums(self, gradient: torch.Tensor) -> BlockSums | None:
+        """Begin to measure a gradient on the device; None where CuPy, which compiles the kernel, is not installed."""
+        if not gradient.numel() or not launcher.compiles(self.index):
+            return None
+        return BlockSums(gradient)
+
+    # ---- order ------------------------------------------------------------------------------------------
+
+    def record(self, stream: int | None = None) -> CudaEvent:
+        """Return an event that is done when all that PyTorch was told to compute so far is, there or on `stream`."""
+        assert self.link is not None
+        return self.link.record(self.stream() if stream is None else stream)
+
+    def wait(self, event: CudaEvent, stream: int | None = None) -> None:
+        """Have what PyTorch computes from now on, there or on `stream`, come after `event`; the host does not wait."""
+        assert self.link is not None
+        self.link.wait(self.stream() if stream is None else stream, event)
+
+
+#: Plans of models that are open, by device; what they may use together is PyTorch's limit there.
+_held: dict[torch.device, list[DeviceMemoryPlan]] = {}
+_beside: dict[torch.device, int] = {}
+_observed: list[bool] = []
+
+
+def _report(device: int, *_: int) -> None:
+    for plan in _held.get(torch.device("cuda", device), ()):
+        _log.error("cuda:%d has no memory left. %s", device, out_of_memory(plan))
+
+
+def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDevice | None:
+    """Return the device of that name, or None for the CPU; a `ComputeDevice` is itself.
+
+    Raises:
+        DeviceError: there is no such device, or nothing here can use it; the message says what would help.
+        ValueError: it is neither the CPU nor a CUDA device.
+    """
+    if device is None or isinstance(device, ComputeDevice):
+        return device
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is not supported: use 'cuda', 'cuda:0' (any number) or 'cpu'") from None
+    if named.type == "cpu":
+        return None
+    if named.type != "cuda":
+        raise ValueError(f"device {device} is not supported: use 'cuda', 'cuda:0' (any number) or 'cpu'")
+    devices = cuda_device_count()  # says what is missing: library, driver, device
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "is built without CUDA" if built is None else f"for CUDA {built} finds no device that it can use"
+        raise DeviceError(
+            f"device {device}: PyTorch {torch.__version__} {why}: install a build of PyTorch that fits the driver, or "
+            "compute on the CPU (device='cpu')"
+        )
+    if torch.version.cuda is None:
+        raise DeviceError(f"device {device}: this PyTorch is built for ROCm, which memascend does not know")
+    index = torch.cuda.current_device() if named.index is None else named.index
+    if index >= devices:
+        raise DeviceError(f"device {device}: this process sees {devices} CUDA device(s), counted from 0")
+    return ComputeDevice(torch.device("cuda", index))
+
+
+class BlockSums:
+    """The sums of squares of a gradient's blocks of 65,536 elements, and whether an element is not finite."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        """Launch the kernel on PyTorch's stream."""
+        blocks = -(-gradient.numel() // launcher.CHUNK)
+        # The flag lies behind the sums: one copy brings both.
+        self.memory = torch.zeros(blocks + 1, dtype=torch.float64, device=gradient.device)
+        launcher.block_sums(gradient, self.memory[:blocks], self.memory[blocks:].view(torch.int32)[:1])
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Address of the sums, the flag behind them, and how many there are."""
+        return self.memory.data_ptr(), self.memory.numel() - 1
+
+
+def autocast_of(device: torch.device) -> tuple[str, torch.dtype | None, bool]:
+    """Return how computation on a device is autocast now, for `autocast`."""
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return kind, dtype, torch.is_autocast_cache_enabled()
+
+
+def autocast(kind: str, dtype: torch.dtype | None, cache: bool) -> AbstractContextManager[Any]:
+    """Compute as `autocast_of` found it."""
+    if dtype is None:
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
+
+
+@contextmanager
+def explained(plan: DeviceMemoryPlan | None) -> Iterator[None]:
+    """Add the plan's view of it to what PyTorch says where the device's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if plan is not None and not hasattr(error, "__notes__"):
+            error.add_note(out_of_memory(plan))
+        raise
+
+
+def out_of_memory(plan: DeviceMemoryPlan) -> str:
+    """Return what a plan has to say where the device's memory did not suffice."""
+    return (
+        f"memascend's plan of the device's memory, of which {format_size(plan.budget)} may be used:\n{plan.table()}\n"
+        "What would help: a smaller batch or shorter sequences (with gradient accumulation the result is the same); "
+        "activations='host' or 'ssd', where the inputs of layers are kept on the device; a loss that does not make all "
+        "logits at once (Liger-Kernel's fused linear cross entropy); a larger device_memory"
+    )
