@@ -109,7 +109,7 @@ class MemascendRun:
 
     def __init__(self, job: dict, where: Where) -> None:
         import memascend
-        from memascend.offloading.session import offload_of
+        from memascend.offloading.api import offload_of
 
         on_device = {"device": str(where.device), "device_memory": job["device_memory"]} if where.cuda else {}
         self.model = memascend.from_pretrained(

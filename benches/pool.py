@@ -35,7 +35,8 @@ from memascend.forecast import zero_infinity
 from memascend.forecast.forecast import smallest_plan
 from memascend.layout.units import PAGE_BYTES, absent_like, partition, round_up
 from memascend.offloading import activations
-from memascend.offloading.session import Offload
+from memascend.offloading.hooks import Hooks
+from memascend.offloading.session import Session
 from memascend.plan.host import make_plan
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -92,7 +93,7 @@ class Recorder:
         finally:
             self._inside -= 1
 
-    def watch(self, state: Offload) -> ExitStack:
+    def watch(self, state: Session) -> ExitStack:
         """Record everything that `state` is asked until the returned stack is closed."""
         streamer, recorder = state.streamer, self
 
@@ -266,7 +267,7 @@ class Replay:
     def __init__(self, model, plan, units, store: Path, activation_scale: float) -> None:
         options = {"engine": "null", "direct": False, "allocator": "pageable"}
         self.model, self.plan, self.activation_scale = model, plan, activation_scale
-        self.state = Offload(
+        self.state = Session(
             model,
             units,
             plan,
@@ -277,7 +278,7 @@ class Replay:
             source={},
             options=options,
         )
-        self.state.attach()
+        Hooks(self.state).attach()
         self.optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
         self.units = {unit.name: unit for unit in units}
         self.places = {place.name: place for place in self.state.places}

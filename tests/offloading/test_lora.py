@@ -76,7 +76,7 @@ class Run:
 
 def gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return a copy of a gradient, wherever it is."""
-    from memascend.offloading.session import place_of
+    from memascend.offloading.places import place_of
 
     found = place_of(parameter)
     value = parameter.grad if found is None else found[0].gradients.read(found[1])

@@ -28,7 +28,7 @@ from memascend.common.progress import Progress
 from memascend.errors import DataError, OutputError
 from memascend.formats.config import limits, load_config
 from memascend.machine.cuda import open_device
-from memascend.offloading.session import offload_of
+from memascend.offloading.api import offload_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one does not see one document alone

@@ -21,7 +21,7 @@ from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, DataError
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.machine import drives, gpu
-from memascend.offloading.session import Computing
+from memascend.offloading.computing import Computing
 from memascend.runs import inspect
 
 

@@ -16,7 +16,7 @@ from memascend.common.interrupts import Interrupts
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import DataError, NonFiniteError
-from memascend.offloading.session import offload_of
+from memascend.offloading.api import offload_of
 from memascend.optim import NAMED, OffloadedOptimizer
 
 

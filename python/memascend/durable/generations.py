@@ -1,39 +1,31 @@
-"""Which states of a run are durable: every step of the optimizer makes a generation, committed beside the training.
+"""Which states of a run are durable: a step of the optimizer makes a generation, committed beside the training.
 
-A step's updates run with the next forward pass, into room that no durable generation needs. Once the last of them is
-on its way, a thread waits for the writes, has the drives flush them and writes the manifest, while the backward pass
-computes; the next step waits for it. A generation is the tensors on the SSD and one JSON text: everything else that
-is needed to go on from there.
+A step's updates run with the next forward pass, into extents that no durable generation needs. Once the last update has
+been submitted, a native thread waits for the writes, flushes the drives and writes the manifest, while the backward
+pass computes. The next step waits for that commit. A generation is the tensors on the SSD and one JSON text, the
+record (`memascend.durable.record`).
 """
 
 from __future__ import annotations
 
-import json
-import random
-import sys
 import weakref
-from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
-from memascend.durable import exact_json as plain
-from memascend.durable.buffers import KeptBuffers
+from memascend.durable import exact_json
+from memascend.durable.model_buffers import ModelBuffers
+from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
 
 if TYPE_CHECKING:
     from memascend._memascend import Commit
-    from memascend.offloading.session import Offload
-    from memascend.optim.base import OffloadedOptimizer
+    from memascend.durable.protocols import Optimizer, Session
 
-#: Of the JSON text; a later version says what it does not read.
-FORMAT = 1
-#: What is kept of `track`'s objects as soon as a step is taken: the rest is asked for when the next pass begins, after
-#: schedulers and scalers have followed the step.
-_WITH_THE_STEP = "data"
+#: The tracked object whose state is taken at once when a step is taken. The states of the others are taken when the
+#: next pass begins, after schedulers and scalers have followed the step.
+_TAKEN_WITH_THE_STEP = "data"
 
 
 def parse_durability(durability: str) -> int | None:
@@ -52,326 +44,271 @@ def parse_durability(durability: str) -> int | None:
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, state: Offload, durability: str, model: dict[str, Any]) -> None:
-        """Commit as `durability` says; `model` is what makes the model again."""
-        self._state = weakref.ref(state)
-        #: Steps between generations; 0 for none; None until it is known whether the volumes have room for two slots.
+    def __init__(self, session: Session, durability: str, source: dict[str, Any]) -> None:
+        """Commit as `durability` says; `source` describes how to make the model again.
+
+        Raises ValueError for an unknown `durability`.
+        """
+        self._session_reference = weakref.ref(session)
+        #: Steps between generations; 0 for none; None until it is known whether the volumes have room for a second
+        #: copy of weights and states.
         self.period = parse_durability(durability)
-        self._model = model
-        self._optimizers: list[_Known] = []
+        self._source = source
+        self._entries: list[_OptimizerEntry] = []
         self._tracked: dict[str, Any] = {}
-        #: States of a resumed run that wait for the objects they are of.
+        #: States of a resumed run whose objects have not been given to `track` yet.
         self.waiting: dict[str, Any] = {}
-        #: Of a resumed run: its random states and its optimizers, as they were.
+        #: The record of a resumed run, until its first step.
         self._resumed: dict[str, Any] | None = None
         #: Optimizer steps in the life of the run, and those in the generation committed last, or being committed.
         self.steps = 0
-        self._kept_steps = 0
-        #: Whose step was counted since the last pass began.
-        self._counted: weakref.ref[OffloadedOptimizer] | None = None
-        #: What had to be kept at once when the last step was taken.
+        self._committed_steps = 0
+        #: The optimizer whose step was counted since the last pass began.
+        self._counted: weakref.ref[Optimizer] | None = None
+        #: Random numbers, data position and buffers at the last step, and those of the last commit.
         self._moment: dict[str, Any] | None = None
-        self._kept_moment: dict[str, Any] | None = None
-        #: What was committed since is not all: states were loaded, or schedulers had not followed the step yet.
-        self._again = False
-        self._buffers = KeptBuffers(state)
+        self._committed_moment: dict[str, Any] | None = None
+        #: Whether the last commit lacks something: states were loaded, or schedulers had not followed the step.
+        self._incomplete = False
+        self._buffers = ModelBuffers(session)
         self._due: str | None = None
         self._commit: Commit | None = None
 
     @property
     def durable_steps(self) -> int:
         """Steps in the generation that was committed last."""
-        return self._kept_steps
+        return self._committed_steps
 
     # ---- what belongs to a generation ---------------------------------------------------------------------
 
     @property
-    def _offload(self) -> Offload:
-        state = self._state()
-        assert state is not None, "the model outlives its generations"
-        return state
+    def _session(self) -> Session:
+        session = self._session_reference()
+        assert session is not None, "the session outlives its generations"
+        return session
 
     @property
-    def optimizers(self) -> list[OffloadedOptimizer]:
-        """Those that train the model, the oldest first."""
-        return [optimizer for known in self._optimizers if (optimizer := known.reference()) is not None]
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that train the model, the oldest first."""
+        return [optimizer for entry in self._entries if (optimizer := entry.reference()) is not None]
 
-    def join(self, optimizer: OffloadedOptimizer) -> None:
-        """Have an optimizer belong to every generation from now on."""
-        if all(known is not optimizer for known in self.optimizers):
-            self._optimizers.append(_Known(optimizer))
+    def join(self, optimizer: Optimizer) -> None:
+        """Include an optimizer in every generation from now on."""
+        if all(joined is not optimizer for joined in self.optimizers):
+            self._entries.append(_OptimizerEntry(optimizer))
 
     def track(self, objects: dict[str, Any]) -> None:
-        """Have the states of `objects` belong to every generation, and give those of a resumed run theirs back."""
-        for name, each in objects.items():
-            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
-                raise TypeError(f"{name} is a {type(each).__name__} without state_dict() and load_state_dict()")
-            plain.encode(each.state_dict(), name)  # which says at once what cannot be kept
-        for name, each in objects.items():
-            if name in self.waiting:
-                each.load_state_dict(self.waiting[name])
-                del self.waiting[name]
-            self._tracked[name] = each
-        if self._resumed is not None:
-            # What the program did to get here it did not do then: a new scheduler, say, sets the learning rate.
-            restore_random_states(self._resumed["random"])
-            for known, described in zip(self._optimizers, self._resumed["optimizers"], strict=False):
-                optimizer = known.reference()
-                for group, kept in zip(optimizer.param_groups if optimizer else (), described["groups"], strict=False):
-                    group.update({name: value for name, value in kept.items() if name != "params"})
+        """Include the states of `objects` in every generation, and load the states that a resumed run has for them.
 
-    def decide(self, optimizer: OffloadedOptimizer, missing: int, spares: int) -> bool:
-        """Return whether tensors get a second slot: `spares` bytes beside `missing` ones that are needed anyway."""
-        whole = optimizer.trains_only(self._offload)
-        if not whole and (self.period or (self.period is None and self._offload.runtime.generation)):
-            optimizer.describe(self._offload)  # which says what is wrong
-        if self.period is None and not whole:
+        Raises TypeError for an object without `state_dict` and `load_state_dict`, MemascendError for a state that a
+        record cannot hold.
+        """
+        for name, tracked in objects.items():
+            if not all(callable(getattr(tracked, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise TypeError(f"{name} is a {type(tracked).__name__} without state_dict() and load_state_dict()")
+            exact_json.encode(tracked.state_dict(), name)  # Raises now for what no record can hold.
+        for name, tracked in objects.items():
+            if name in self.waiting:
+                tracked.load_state_dict(self.waiting[name])
+                del self.waiting[name]
+            self._tracked[name] = tracked
+        if self._resumed is not None:
+            # Undo what the program did since it resumed: a new scheduler, for example, sets the learning rate.
+            restore_random_states(self._resumed["random"])
+            for entry, described in zip(self._entries, self._resumed["optimizers"], strict=False):
+                optimizer = entry.reference()
+                groups = optimizer.param_groups if optimizer else ()
+                for group, recorded in zip(groups, described["groups"], strict=False):
+                    group.update({name: value for name, value in recorded.items() if name != "params"})
+
+    def decide(self, optimizer: Optimizer, missing_bytes: int, spare_bytes: int) -> bool:
+        """Return whether tensors get a second slot, so that steps are durable, and settle `period`.
+
+        Args:
+            optimizer: the optimizer that makes room for its states.
+            missing_bytes: what its states and gradients take in the store beyond what is there.
+            spare_bytes: what second slots take in addition.
+
+        Raises StoreError where the volumes have no room, MemascendError where `durability` cannot be had.
+        """
+        session = self._session
+        alone = optimizer.trains_only(session)
+        if not alone and (self.period or (self.period is None and session.runtime.generation)):
+            optimizer.describe(session)  # Raises, naming the reason.
+        if self.period is None and not alone:
             self.period = 0
-            self._offload.notices.append(
+            session.notices.append(
                 f"{type(optimizer).__name__} also trains parameters outside of the store: its steps are not durable, "
                 "and a run that is killed cannot be resumed (durability='none')"
             )
         if self.period is None:
-            try:
-                self._offload.runtime.check_room(missing + spares)
-                self.period = 1
-            except StoreError:
-                if self._offload.runtime.generation:  # nothing of which may be written over
-                    raise
-                self._offload.runtime.check_room(missing)
-                self.period = 0
-                self._offload.notices.append(
-                    f"the store has no room for {format_size(spares)} more, which a second copy of weights and states "
-                    "would take: they are updated in place, and a run that is killed cannot be resumed "
-                    "(durability='none')"
-                )
+            self.period = self._period_with_room(missing_bytes, spare_bytes)
         return self.period > 0
+
+    def _period_with_room(self, missing_bytes: int, spare_bytes: int) -> int:
+        session = self._session
+        try:
+            session.runtime.check_room(missing_bytes + spare_bytes)
+        except StoreError:
+            if session.runtime.generation:  # Updates in place would write over this generation.
+                raise
+            session.runtime.check_room(missing_bytes)
+            session.notices.append(
+                f"the store has no room for {format_size(spare_bytes)} more, which a second copy of weights and states "
+                "would take: they are updated in place, and a run that is killed cannot be resumed "
+                "(durability='none')"
+            )
+            return 0
+        return 1
 
     # ---- the course of a step -----------------------------------------------------------------------------
 
-    def stepped(self, optimizer: OffloadedOptimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
         self._resumed = None
         if self._counted is None or self._counted() is optimizer:
-            self.steps += 1  # those of others before the next pass belong to the same step
+            self.steps += 1  # Steps of other optimizers before the next pass belong to the same step of the run.
             self._counted = weakref.ref(optimizer)
-        for known in self._optimizers:
-            if known.reference() is optimizer and (self.period or self._offload.keep_store):
-                known.held = optimizer
+        for entry in self._entries:
+            if entry.reference() is optimizer and (self.period or self._session.keep_store):
+                entry.alive = optimizer
         if self._wanted():
-            self._moment = self._now()
+            self._moment = self._take_moment()
 
     def begin(self) -> None:
-        """A pass begins. If a generation is due, keep what belongs to it before the pass changes that."""
+        """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that."""
         self._counted = None
-        if self._moment is not None and self._due is None and (self._wanted() or self._again):
-            self._due = self._describe()
-            self._moment = self._kept_moment = None
-            self._again = False
+        if self._moment is not None and self._due is None and (self._wanted() or self._incomplete):
+            self._due = self._record()
+            self._moment = self._committed_moment = None
+            self._incomplete = False
 
     def start(self) -> None:
-        """Start committing the generation that is due, if the updates that it waits for have been started."""
+        """Start committing the generation that is due, once all updates of its step have been submitted."""
         if self._due is None or self._commit is not None:
             return
-        streamer = self._offload.streamer
+        streamer = self._session.streamer
         if not streamer.deferred():
             with uninterrupted():
-                self._commit = self._offload.runtime.commit(self._due, streamer.tickets())
+                self._commit = self._session.runtime.commit(self._due, streamer.tickets())
 
-    def settle(self, optimizer: OffloadedOptimizer | None = None) -> None:
-        """Wait until the generation that is due is durable: the next updates may write over the one before it.
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
 
-        `optimizer` is about to step, or to begin with a parameter. Raises StoreError if the generation could not be
-        committed; it is tried again the next time.
+        `optimizer` is about to step, or to begin training a parameter. Raises StoreError if the generation could not be
+        committed; the next call tries again.
         """
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
-            # There was no pass of the whole model since its last step: a loop that calls parts of it.
-            self._offload.streamer.apply_updates()
+            # No pass of the whole model since its last step: the training loop calls parts of the model.
+            self._session.streamer.apply_updates()
             self.begin()
         if self._due is not None and self._commit is None:
-            self._offload.streamer.apply_updates()
+            self._session.streamer.apply_updates()
             self.start()
         if self._commit is not None:
             try:
-                with self._offload.timeline.waiting("ssd_write"):
+                with self._session.timeline.waiting("ssd_write"):
                     self._commit.wait()
             except MemascendError:
                 self._commit = None
                 raise
             self._commit = self._due = None
-            self._kept_steps = self.steps
+            self._committed_steps = self.steps
 
     def commit(self) -> None:
-        """Make what the run is now a durable generation; all updates have been applied."""
+        """Make the present state of the run a durable generation. Apply all updates before."""
         self.settle()
-        if self.period and (self._moment is not self._kept_moment or self.steps != self._kept_steps):
+        if self.period and (self._moment is not self._committed_moment or self.steps != self._committed_steps):
             self.keep()
 
     def keep(self) -> None:
-        """Commit in any case: the store is to be kept, or a snapshot made."""
+        """Commit a generation even if nothing changed: the store is to be kept, or a snapshot made."""
         self.settle()
-        self._due = self._describe()
+        self._due = self._record()
         self.settle()
-        # Schedulers may follow the step only now: what they say then is committed with the next pass.
-        self._kept_moment, self._again = self._moment, self._moment is not None
+        # Schedulers may follow the step only now. Their new states are committed with the next pass.
+        self._committed_moment, self._incomplete = self._moment, self._moment is not None
 
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
-        if self.period and self._offload.runtime.generation:
-            self._moment, self._again = self._now(), True
+        if self.period and self._session.runtime.generation:
+            self._moment, self._incomplete = self._take_moment(), True
 
     def abandon(self) -> None:
-        """Wait for a commit under way, whatever becomes of it."""
+        """Wait for the end of a commit under way, even if it fails."""
         if self._commit is not None:
-            with suppress(MemascendError):  # the generation before it stays
+            with suppress(MemascendError):  # The generation before it stays.
                 self._commit.wait()
-                self._kept_steps = self.steps
+                self._committed_steps = self.steps
             self._commit = None
 
     def take_up(self, record: dict[str, Any]) -> None:
-        """Go on from what the store has kept."""
-        self.steps = self._kept_steps = record["steps"]
+        """Go on from the record of a store."""
+        self.steps = self._committed_steps = record["steps"]
         self.waiting = record["tracked"]
         self._resumed = {"random": record["random"], "optimizers": record["optimizers"]}
         self._buffers.take_up(record["buffers"])
 
     def _wanted(self) -> bool:
-        return bool(self.period) and self.steps - self._kept_steps >= (self.period or 1)
+        return bool(self.period) and self.steps - self._committed_steps >= (self.period or 1)
 
-    # ---- the JSON text ------------------------------------------------------------------------------------
+    # ---- the record ---------------------------------------------------------------------------------------
 
-    def _now(self) -> dict[str, Any]:
-        data = self._tracked.get(_WITH_THE_STEP)
+    def _take_moment(self) -> dict[str, Any]:
+        """Return what has to be taken at the step itself: the next batch changes it."""
+        data = self._tracked.get(_TAKEN_WITH_THE_STEP)
         return {
             "random": random_states(),
             "data": None if data is None else data.state_dict(),
             "buffers": self._buffers.changed(),
         }
 
-    def _describe(self) -> str:
-        """Everything of the run that is not on the SSD."""
-        state, moment = self._offload, self._moment or self._now()
+    def _record(self) -> str:
+        """Write changed buffers to the store and return the record of the present state."""
+        moment = self._moment or self._take_moment()
         self._buffers.write(moment["buffers"])
-        tracked = dict(self.waiting)
-        for name, each in self._tracked.items():
-            tracked[name] = moment["data"] if name == _WITH_THE_STEP else each.state_dict()
-        record = {
-            "format": FORMAT,
-            "steps": self.steps,
-            "model": self._model,
-            "recompute": state.recompute,
-            "units": [
-                {
-                    "name": unit.name,
-                    "tensors": [
-                        {
-                            "name": tensor.name,
-                            "dtype": str(tensor.dtype).removeprefix("torch."),
-                            "numel": tensor.numel,
-                            "trained": tensor.trained,
-                            "parameters": [
-                                [place.name, place.shape, place.start, place.parameter.requires_grad]
-                                for place in tensor.places
-                            ],
-                            "states": [
-                                [kept.name, plane.name, plane.dtype]
-                                for plane, kept in tensor.planes.items()
-                                # Those of a first step are written by the time that they are committed.
-                                if kept.written or any(plane in place.made for place in tensor.places)
-                            ],
-                        }
-                        for tensor in unit.tensors
-                    ],
-                }
-                for unit in state.units
-            ],
-            "buffers": self._buffers.described,
-            "optimizers": self._described(),
-            "random": plain.encode(moment["random"], "the random numbers"),
-            "tracked": plain.encode(tracked, "the run"),
-        }
-        return plain.as_json(record)
+        tracked_states = dict(self.waiting)
+        for name, tracked in self._tracked.items():
+            tracked_states[name] = moment["data"] if name == _TAKEN_WITH_THE_STEP else tracked.state_dict()
+        return record_text(
+            steps=self.steps,
+            source=self._source,
+            recompute=self._session.recompute,
+            units=self._session.units,
+            buffers=self._buffers.described,
+            optimizers=self._describe_optimizers(),
+            random_numbers=moment["random"],
+            tracked=tracked_states,
+        )
 
-    def _described(self) -> list[dict[str, Any]]:
-        """What is kept of the optimizers, the latest of those too that are no more but whose states are there."""
-        state = self._offload
-        for known in self._optimizers:
-            optimizer = known.reference()
+    def _describe_optimizers(self) -> list[dict[str, Any]]:
+        """Describe the optimizers, including those that are gone but whose states are still in the store."""
+        session = self._session
+        for entry in self._entries:
+            optimizer = entry.reference()
             if optimizer is not None:
-                known.described = optimizer.describe(state) if optimizer.trains_only(state) else None
-            elif known.described is not None:
-                places = {place.name: place for place in state.places}
-                for name in list(known.described["states"]):
+                entry.described = optimizer.describe(session) if optimizer.trains_only(session) else None
+            elif entry.described is not None:
+                places = {place.name: place for place in session.places}
+                for name in list(entry.described["states"]):
                     owner = places[name].owner
-                    if owner is not None and owner() is not None:  # another one's by now
-                        del known.described["states"][name]
-            known.held = None
-        self._optimizers = [
-            known
-            for known in self._optimizers
-            if known.reference() is not None or (known.described is not None and known.described["states"])
+                    if owner is not None and owner() is not None:  # Another optimizer has taken them over.
+                        del entry.described["states"][name]
+            entry.alive = None
+        self._entries = [
+            entry
+            for entry in self._entries
+            if entry.reference() is not None or (entry.described is not None and entry.described["states"])
         ]
-        return [known.described for known in self._optimizers if known.described is not None]
+        return [entry.described for entry in self._entries if entry.described is not None]
 
 
-class _Known:
-    """An optimizer of the model."""
+class _OptimizerEntry:
+    """An optimizer of the model, and its latest description."""
 
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
-        self.reference: weakref.ref[OffloadedOptimizer] = weakref.ref(optimizer)
-        #: What is kept of it, also when it is no more: its states are on the store still.
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
+        #: Outlives the optimizer, since its states stay in the store.
         self.described: dict[str, Any] | None = None
-        #: Kept alive from a step until that is described.
-        self.held: OffloadedOptimizer | None = None
-
-
-def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> dict[str, Any]:
-    """Return what a store keeps of a model to make it again; `conversions` are those that its checkpoint needed."""
-    transformers: Any = sys.modules.get("transformers")
-    name = type(model).__name__
-    if transformers is None or getattr(transformers, name, None) is not type(model):
-        return {"kind": "module", "class": f"{type(model).__module__}.{type(model).__qualname__}"}
-    generation = getattr(model, "generation_config", None)
-    return {
-        "kind": "transformers",
-        "class": name,
-        "config": json.loads(model.config.to_json_string(use_diff=False)),
-        "generation_config": None if generation is None else json.loads(generation.to_json_string(use_diff=False)),
-        "conversions": conversions,
-        "implementations": {
-            name: kept
-            for name in ("_attn_implementation", "_experts_implementation")
-            if isinstance(kept := getattr(model.config, name, None), str)
-        },
-    }
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and PyTorch's generators of random numbers."""
-    version, words, gauss = random.getstate()
-    states: dict[str, Any] = {
-        "python": [version, array("Q", words).tobytes(), gauss],
-        "torch": torch.get_rng_state(),
-    }
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [str(name), keys.tobytes(), *rest]
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Go on with the random numbers where `random_states` was."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(array("Q", words)), gauss))
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy
-
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-    if "cuda" in states and torch.cuda.is_available():
-        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
+        #: Keeps the optimizer alive from a step until it has been described.
+        self.alive: Optimizer | None = None

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from memascend.common.sizes import format_size
-from memascend.durable.buffers import kept_bytes
 from memascend.durable.generations import parse_durability
+from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.step_time import step_flops, step_time
@@ -179,7 +179,7 @@ def forecast(
             ) from None
     space = ssd_space(units, config, work)
     if two_slots:
-        space["buffers"] = kept_bytes(model)
+        space["buffers"] = buffers_bytes(model)
     parameters = sum(place.numel for unit in units for place in unit.places)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     return {

@@ -15,7 +15,9 @@ import torch
 from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import saved_buffers
-from memascend.offloading.session import Offload, offload_of, place_of
+from memascend.offloading.api import offload_of
+from memascend.offloading.places import place_of
+from memascend.offloading.session import Session
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
 
@@ -91,7 +93,7 @@ def _ours(optimizer: Any) -> OffloadedOptimizer:
     return optimizer
 
 
-def _offload(model: nn.Module) -> Offload | None:
+def _offload(model: nn.Module) -> Session | None:
     return offload_of(model) if "_memascend" in model.__dict__ else None
 
 

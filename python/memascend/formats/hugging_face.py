@@ -14,18 +14,21 @@ from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.common.sizes import parse_size
-from memascend.durable.generations import source_of
+from memascend.durable.record import source_of
 from memascend.errors import CheckpointError
 from memascend.formats.safetensors import SafetensorsReader, write_safetensors
 from memascend.layout.units import DTYPE_NAMES, Place, Unit, absent_like, partition
-from memascend.offloading.session import Computing, Offload, find_offload, has_adapters, offload_of
+from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.computing import Computing
+from memascend.offloading.hooks import Hooks, has_adapters
+from memascend.offloading.session import Session
 from memascend.plan.host import make_plan
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from memascend.offloading.session import StorePaths
+    from memascend.offloading.native import StorePaths
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -93,7 +96,7 @@ def from_pretrained(
             sources.locate(units, options.get("direct", True))
         plan = make_plan(units, budget)
         materialise(model, units)
-        state = Offload(
+        state = Session(
             model,
             units,
             plan,
@@ -107,7 +110,7 @@ def from_pretrained(
         try:
             state.fill(sources.read, progress)
             sources.read_buffers()
-            state.attach()
+            Hooks(state).attach()
         except BaseException:
             state.discard()
             raise
@@ -472,7 +475,7 @@ def save_pretrained(
 
 
 def _tensors(
-    state: Offload | None,
+    state: Session | None,
     model: nn.Module,
     units: list[Unit],
     buffers: dict[str, torch.Tensor],

@@ -21,7 +21,9 @@ from memascend.common.timeline import span
 from memascend.durable import exact_json as plain
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES, Place, StoreTensor, Unit, lay_out
-from memascend.offloading.session import OPTIONS, Offload, close_at_exit, open_runtime, place_of
+from memascend.offloading.native import OPTIONS, close_at_exit, open_runtime
+from memascend.offloading.places import place_of
+from memascend.offloading.session import Session
 from memascend.optim.states import load_states, read_states
 from memascend.optim.update import (
     add_segment,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import StepScalars
-    from memascend.offloading.session import StorePaths
+    from memascend.offloading.native import StorePaths
 
 #: What becomes of a step whose gradients are not all finite.
 NONFINITE = ("propagate", "skip", "raise")
@@ -121,7 +123,7 @@ class OffloadedOptimizer(Optimizer):
         self._options: dict[str, Any] = {}
         self._host_places: dict[torch.nn.Parameter, Place] = {}
         self._stores: list[_HostStates] = []
-        self._offloads: list[Offload] = []
+        self._offloads: list[Session] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}
         self._rules: dict[torch.nn.Parameter, Rule] = {}
         #: What the next step multiplies gradients by, of those that were clipped or unscaled.
@@ -180,7 +182,7 @@ class OffloadedOptimizer(Optimizer):
             raise
 
     def _prepare(self, groups: Iterable[dict[str, Any]]) -> None:
-        offloaded: defaultdict[Offload, dict[StoreTensor, list[Rule]]] = defaultdict(dict)
+        offloaded: defaultdict[Session, dict[StoreTensor, list[Rule]]] = defaultdict(dict)
         ordinary = []
         for group in groups:
             for parameter in group["params"]:
@@ -207,7 +209,7 @@ class OffloadedOptimizer(Optimizer):
         if self._store is not None and ordinary:
             self._put_on_store(ordinary)
 
-    def _prepare_offloaded(self, state: Offload, tensors: dict[StoreTensor, list[Rule]]) -> None:
+    def _prepare_offloaded(self, state: Session, tensors: dict[StoreTensor, list[Rule]]) -> None:
         """Make room for the states and gradients of tensors of an offloaded model, all of it at once or none."""
         state.generations.settle()
         missing_states = missing = 0
@@ -488,7 +490,7 @@ class OffloadedOptimizer(Optimizer):
         if added:
             self._put_on_store(added)
 
-    def _take_over(self, state: Offload, place: Place, rule: Rule) -> None:
+    def _take_over(self, state: Session, place: Place, rule: Rule) -> None:
         """Have a parameter's states begin anew here; what other optimizers kept of it is of no use any more."""
         state.generations.settle()  # which has them still
         place.owner, place.rule = weakref.ref(self), rule
@@ -548,7 +550,7 @@ class OffloadedOptimizer(Optimizer):
         return _Work(parameter, rule, step, fresh, scalars, found and found[0], place, weight, gradient)
 
     def _carry_out(self, work: list[_Work]) -> None:
-        deferred: defaultdict[Offload, dict[StoreTensor, Update]] = defaultdict(dict)
+        deferred: defaultdict[Session, dict[StoreTensor, Update]] = defaultdict(dict)
         on_ssd: defaultdict[_HostStates, dict[StoreTensor, Update]] = defaultdict(dict)
         in_host = [each for each in work if each.state is None]
         for each in work:
@@ -720,12 +722,12 @@ class OffloadedOptimizer(Optimizer):
             location[1].made.update(rule.planes)
         return loaded
 
-    def trains_only(self, state: Offload) -> bool:
+    def trains_only(self, state: Session) -> bool:
         """Whether every parameter is of the model `state`."""
         known = {id(place.parameter) for place in state.places}
         return all(id(parameter) in known for group in self.param_groups for parameter in group["params"])
 
-    def describe(self, state: Offload) -> dict[str, Any]:
+    def describe(self, state: Session) -> dict[str, Any]:
         """Return what a store keeps of the optimizer: names of parameters instead of parameters, and no tensors.
 
         Raises MemascendError where parameters are not all of the model `state`.
@@ -847,7 +849,7 @@ class _Work:
     fresh: list[bool]
     scalars: StepScalars
     #: The model that the parameter belongs to, if it is offloaded.
-    state: Offload | None
+    state: Session | None
     #: Where its states are on a store.
     place: Place | None
     #: Of an ordinary parameter; contiguous and on the CPU, so perhaps a copy.

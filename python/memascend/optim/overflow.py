@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend import _memascend
-from memascend.offloading.session import finish_gradient, shown_places
+from memascend.offloading.places import finish_gradient, shown_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,7 +11,8 @@ from memascend._memascend import KeptStore
 from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
-from memascend.runs.resume import record_of, resume
+from memascend.durable.record import parse_record
+from memascend.runs.resume import resume
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +25,10 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     try:
         found = kept.report()
         # After a run in place that was killed there may be nothing but checkpoints.
-        record = record_of(kept.state, paths) if kept.state is not None else None
+        record = parse_record(kept.state, paths) if kept.state is not None else None
         found["notices"] = kept.notices
         found["checkpoints"] = [
-            {"tag": tag, "generation": generation, "bytes": held, "steps": record_of(state, paths)["steps"]}
+            {"tag": tag, "generation": generation, "bytes": held, "steps": parse_record(state, paths)["steps"]}
             for tag, generation, held, state in kept.snapshots()
         ]
     finally:

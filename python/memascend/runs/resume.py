@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend import optim
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.common.sizes import parse_size
-from memascend.durable import exact_json as plain
-from memascend.durable.generations import FORMAT, restore_random_states
+from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import empty_model, materialise
 from memascend.layout.units import StorePlane, partition
-from memascend.offloading.session import Computing, Offload, find_offload, offload_of, store_paths
+from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.computing import Computing
+from memascend.offloading.hooks import Hooks
+from memascend.offloading.native import store_paths
+from memascend.offloading.session import Session
 from memascend.plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memascend.layout.units import Unit
-    from memascend.offloading.session import StorePaths
+    from memascend.offloading.native import StorePaths
     from memascend.optim.base import OffloadedOptimizer
-
-
-#: What every record has.
-_PARTS = {"steps", "model", "recompute", "units", "buffers", "optimizers", "random", "tracked"}
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,21 @@ def resume(
     return_large_blocks_to_system()
     paths = store_paths(store)
     record = read_record(paths, tag)
-    classes = {each["class"]: _class_of(each["class"], optimizer_classes or {}) for each in record["optimizers"]}
+    classes = {
+        described["class"]: _class_of(described["class"], optimizer_classes or {}) for described in record["optimizers"]
+    }
     if model is None:
-        model = _model_of(record["model"])
-    elif (known := find_offload(model)) is not None:
-        if not known.runtime.closed:
-            raise MemascendError("the model is offloaded already")
-        known.forget()
+        model = _make_model(record["model"])
+    else:
+        _free_closed(model)
     recompute = record["recompute"] if recompute is None else recompute
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
-    units = _units_of(model, record, computing.torch_device)
+    units = _divide(model, record, computing.torch_device)
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
     if tag is not None:
-        # Only now that nothing of it is wrong: the steps after it are given up.
-        kept = KeptStore(paths)
-        try:
-            kept.restore_snapshot(tag)
-        finally:
-            kept.close()
-    state = Offload(
+        # Nothing is wrong with the snapshot: now the steps after it can be given up.
+        _restore_snapshot(paths, tag)
+    session = Session(
         model,
         units,
         plan,
@@ -122,18 +118,43 @@ def resume(
         options=options,
         resume=True,
     )
+    hooks = Hooks(session)
     try:
-        _find_states(state, record)
+        _find_states(session, record)
         with torch.no_grad():
-            state.generations.take_up(record)
-        state.attach()
-        optimizers = [_optimizer_of(state, each, classes[each["class"]]) for each in record["optimizers"]]
+            session.generations.take_up(record)
+        hooks.attach()
+        optimizers = [
+            _make_optimizer(session, described, classes[described["class"]]) for described in record["optimizers"]
+        ]
         restore_random_states(record["random"])
     except BaseException:
-        state.keep_store = None
-        state.close(failed=True)
+        session.keep_store = None
+        session.close(failed=True)
         raise
     return Resumed(model, optimizers, record["steps"])
+
+
+def _free_closed(model: nn.Module) -> None:
+    """Give a model whose session was closed its own forward back.
+
+    Raises MemascendError while the session is open.
+    """
+    session = find_offload(model)
+    if session is None:
+        return
+    if not session.runtime.closed:
+        raise MemascendError("the model is offloaded already")
+    if session.attachment is not None:
+        session.attachment.forget()
+
+
+def _restore_snapshot(paths: list[Any], tag: str) -> None:
+    store = KeptStore(paths)
+    try:
+        store.restore_snapshot(tag)
+    finally:
+        store.close()
 
 
 def track(model: nn.Module, **objects: Any) -> None:
@@ -185,44 +206,33 @@ def can_resume(store: StorePaths) -> bool:
 
 
 def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
-    """Return what the store keeps of a run beside its tensors, at its last durable step or at the checkpoint `tag`."""
-    kept = KeptStore(paths)
+    """Return the record of a store's last durable step, or of the snapshot `tag`.
+
+    Raises StoreError for a tag that the store does not have, CheckpointError where there is no durable step, or its
+    record cannot be read.
+    """
+    store = KeptStore(paths)
     try:
-        checkpoints = {name: state for name, _, _, state in kept.snapshots()}
-        if tag is not None and tag not in checkpoints:
-            kept.restore_snapshot(tag)  # which says so
-        text = kept.state if tag is None else checkpoints[tag]
+        records = {name: text for name, _, _, text in store.snapshots()}
+        if tag is not None and tag not in records:
+            store.restore_snapshot(tag)  # Raises, naming the tag.
+        text = store.state if tag is None else records[tag]
     finally:
-        kept.close()
+        store.close()
     if text is None:
         where = ", ".join(str(path) for path in paths)
         raise CheckpointError(
             f"the store in {where} has no durable step to go on from, but checkpoints: give tag= (memascend "
-            f"checkpoints --restore) one of {', '.join(checkpoints)}"
+            f"checkpoints --restore) one of {', '.join(records)}"
         )
-    return record_of(text, paths)
+    return parse_record(text, paths)
 
 
-def record_of(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
-    """Return what the text is that a store keeps of a run.
+def _make_model(source: dict[str, Any]) -> nn.Module:
+    """Make the model of a run without weights; `source` is what `source_of` returned.
 
-    Raises CheckpointError for any other text.
+    Raises CheckpointError for a model that is not one of transformers'.
     """
-    where = ", ".join(str(path) for path in paths)
-    try:
-        record = plain.loads(text or "")
-        version = record["format"]
-        missing = _PARTS - record.keys() if version == FORMAT else None
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} is missing")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the store in {where} keeps something that is no run of memascend: {error}") from None
-    if version != FORMAT:
-        raise CheckpointError(f"the store in {where} keeps a run in format {version}, this version reads {FORMAT}")
-    return record
-
-
-def _model_of(source: dict[str, Any]) -> nn.Module:
     if source["kind"] != "transformers":
         raise CheckpointError(
             f"the run is of a {source['class']}, which a store cannot make: give the same module as model=..."
@@ -235,66 +245,79 @@ def _model_of(source: dict[str, Any]) -> nn.Module:
     values = dict(source["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config.architectures = [source["class"]]
-    for name, kept in source["implementations"].items():
-        setattr(config, name, kept)
+    for name, implementation in source["implementations"].items():
+        setattr(config, name, implementation)
     model = empty_model(config, "the store", torch.float32)
     if source["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig.from_dict(source["generation_config"])
     if source["conversions"] is not None:
-        known = get_model_conversion_mapping(model)
-        model._weight_conversions = [known[index] for index in source["conversions"]]
+        conversions = get_model_conversion_mapping(model)
+        model._weight_conversions = [conversions[index] for index in source["conversions"]]
     return model
 
 
-def _units_of(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:
-    """Divide the model as the store has it, with the dtypes and frozen parameters that it had."""
-    kept = {
+def _divide(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:
+    """Divide the model as the store has it, with the dtypes and frozen parameters that it had.
+
+    Raises CheckpointError where model and record differ.
+    """
+    recorded = {
         name: (tensor["dtype"], tensor.get("trained", True), trained)
         for unit in record["units"]
         for tensor in unit["tensors"]
         for name, _, _, trained in tensor["parameters"]
     }
     for name, parameter in model.named_parameters():
-        if name not in kept:
-            continue  # told below
-        dtype, laid_out_trained, _ = kept[name]
+        if name not in recorded:
+            continue  # `_first_difference` names it.
+        dtype, laid_out_trained, _ = recorded[name]
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
     units = partition(model, device)
     for name, parameter in model.named_parameters():
-        if name in kept:
-            parameter.requires_grad_(kept[name][2])  # as it was last, whatever it was when it was laid out
-    for name, found, known in _differences(units, record):
-        raise CheckpointError(f"the store holds another model: {name} is {known} there and {found} in the model given")
+        if name in recorded:
+            _, _, trained_last = recorded[name]
+            parameter.requires_grad_(trained_last)  # The layout depends on what was trained at first.
+    difference = _first_difference(units, record)
+    if difference is not None:
+        name, there, here = difference
+        raise CheckpointError(f"the store holds another model: {name} is {there} there and {here} in the model given")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         materialise(model, units)
     return units
 
 
-def _differences(units: list[Unit], record: dict[str, Any]) -> list[tuple[str, str, str]]:
-    def shown(where: tuple[Any, ...] | None) -> str:
-        return "missing" if where is None else f"of shape {tuple(where[-1])}, at {where[2]} of {where[1]} in {where[0]}"
+def _first_difference(units: list[Unit], record: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Return the first parameter whose place differs, and how the store and the model describe it; None if none."""
 
-    found = {
+    def shown(location: tuple[Any, ...] | None) -> str:
+        if location is None:
+            return "missing"
+        unit, tensor, start, shape = location
+        return f"of shape {tuple(shape)}, at {start} of {tensor} in {unit}"
+
+    here = {
         place.name: (unit.name, tensor.name, place.start, list(place.shape))
         for unit in units
         for tensor in unit.tensors
         for place in tensor.places
     }
-    known = {
+    there = {
         name: (unit["name"], tensor["name"], start, shape)
         for unit in record["units"]
         for tensor in unit["tensors"]
         for name, shape, start, _ in tensor["parameters"]
     }
-    names = [name for name in known | found if known.get(name) != found.get(name)]
-    return [(name, shown(found.get(name)), shown(known.get(name))) for name in names[:1]]
+    for name in there | here:
+        if there.get(name) != here.get(name):
+            return name, shown(there.get(name)), shown(here.get(name))
+    return None
 
 
-def _find_states(state: Offload, record: dict[str, Any]) -> None:
-    """Tell every tensor where its states are, in which formats."""
-    kept = {
+def _find_states(session: Session, record: dict[str, Any]) -> None:
+    """Give every tensor the planes of its optimizer's states, and remove states that were never written."""
+    names = {
         (tensor["name"], plane, dtype): name
         for unit in record["units"]
         for tensor in unit["tensors"]
@@ -304,37 +327,38 @@ def _find_states(state: Offload, record: dict[str, Any]) -> None:
     for optimizer in record["optimizers"]:
         for name, (_, arguments, _) in optimizer["states"].items():
             rules[name].append(Rule(*arguments))
-    for place in state.places:
+    runtime = session.runtime
+    for place in session.places:
         for plane in (plane for rule in rules[place.name] for plane in rule.planes):
-            name = kept.get((place.tensor.name, plane.name, plane.dtype))
+            name = names.get((place.tensor.name, plane.name, plane.dtype))
             if name is None or plane in place.tensor.planes:
                 continue
-            found = state.runtime.find_tensor(name)
-            if found is None:
+            tensor_id = runtime.find_tensor(name)
+            if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
-            place.tensor.planes[plane] = StorePlane(plane, name, found, written=True)
-    # States that were made room for and never written begin anew where they are needed.
-    used = {tensor.name for unit in state.units for tensor in unit.tensors}
-    used |= {kept.name for unit in state.units for tensor in unit.tensors for kept in tensor.planes.values()}
-    for name in state.runtime.tensor_names():
+            place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
+    # States with room in the store that were never written begin anew when they are needed.
+    tensors = [tensor for unit in session.units for tensor in unit.tensors]
+    used = {tensor.name for tensor in tensors}
+    used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
+    for name in runtime.tensor_names():
         if name not in used and not name.startswith(".buffers"):
-            found = state.runtime.find_tensor(name)
-            assert found is not None
-            state.runtime.remove_tensor(found)
+            tensor_id = runtime.find_tensor(name)
+            assert tensor_id is not None
+            runtime.remove_tensor(tensor_id)
 
 
 def _class_of(name: str, classes: Mapping[str, type]) -> type:
-    from memascend import optim
-
     cls = classes.get(name) or getattr(optim, name, None)
     if cls is None:
         raise CheckpointError(f"the run was trained by a {name}: give it as optimizer_classes={{{name!r}: {name}}}")
     return cls
 
 
-def _optimizer_of(state: Offload, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
-    parameters = {place.name: place.parameter for place in state.places}
-    groups = [{**group, "params": [parameters[each] for each in group["params"]]} for group in described["groups"]]
+def _make_optimizer(session: Session, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
+    """Make an optimizer again from what its `describe` returned."""
+    parameters = {place.name: place.parameter for place in session.places}
+    groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in described["groups"]]
     optimizer = cls(groups, nonfinite=described["nonfinite"])
     optimizer.take_up(described)
     return optimizer

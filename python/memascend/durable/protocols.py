@@ -1,0 +1,48 @@
+"""What the durable rooms ask of a session and of an optimizer, which both live in rooms above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memascend._memascend import Runtime
+    from memascend.common.timeline import Timeline
+    from memascend.layout.units import Place, Unit
+    from memascend.residency.host import Streamer
+
+
+class Session(Protocol):
+    """The offloaded state of one model; see `memascend.offloading.session.Session`."""
+
+    runtime: Runtime
+    streamer: Streamer
+    timeline: Timeline
+    units: list[Unit]
+    notices: list[str]
+    recompute: bool
+    keep_store: bool | None
+
+    def model(self) -> nn.Module | None:
+        """Return the model, or None once it is gone."""
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """The places of all parameters."""
+
+
+class Optimizer(Protocol):
+    """An optimizer of offloaded parameters; see `memascend.optim.base.OffloadedOptimizer`."""
+
+    param_groups: list[dict[str, Any]]
+
+    def trains_only(self, session: Session) -> bool:
+        """Whether every parameter of the optimizer is one of the session's model."""
+
+    def describe(self, session: Session) -> dict[str, Any]:
+        """Return the record of the optimizer, without tensors.
+
+        Raises MemascendError where some of its parameters are not the model's.
+        """

@@ -1,0 +1,165 @@
+"""The record of a generation: one JSON text with everything of a run that is not a tensor on the SSD."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.durable import exact_json
+from memascend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from memascend.layout.units import StoreTensor, Unit
+
+#: Version of the record, under its key "format". A later version refuses records that it cannot read.
+RECORD_VERSION = 1
+#: Keys of every record.
+_KEYS = {"steps", "model", "recompute", "units", "buffers", "optimizers", "random", "tracked"}
+
+
+def record_text(
+    *,
+    steps: int,
+    source: dict[str, Any],
+    recompute: bool,
+    units: Iterable[Unit],
+    buffers: list[list[Any]],
+    optimizers: list[dict[str, Any]],
+    random_numbers: dict[str, Any],
+    tracked: dict[str, Any],
+) -> str:
+    """Return the record of a run as JSON.
+
+    Args:
+        steps: optimizer steps in the life of the run.
+        source: how to make the model again; see `source_of`.
+        recompute: whether activations of repeated layers are recomputed.
+        units: the layout of the model, with the states that its tensors have.
+        buffers: name, dtype and shape of each of the model's buffers.
+        optimizers: what `describe` of each optimizer returned.
+        random_numbers: what `random_states` returned.
+        tracked: state dicts by the names given to `memascend.track`.
+
+    Raises MemascendError for a value in `random_numbers` or `tracked` that JSON cannot hold exactly.
+    """
+    return exact_json.as_json(
+        {
+            "format": RECORD_VERSION,
+            "steps": steps,
+            "model": source,
+            "recompute": recompute,
+            "units": [
+                {"name": unit.name, "tensors": [_describe_tensor(tensor) for tensor in unit.tensors]} for unit in units
+            ],
+            "buffers": buffers,
+            "optimizers": optimizers,
+            "random": exact_json.encode(random_numbers, "the random numbers"),
+            "tracked": exact_json.encode(tracked, "the run"),
+        }
+    )
+
+
+def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "numel": tensor.numel,
+        "trained": tensor.trained,
+        "parameters": [
+            [place.name, place.shape, place.start, place.parameter.requires_grad] for place in tensor.places
+        ],
+        "states": [
+            [store_plane.name, plane.name, plane.dtype]
+            for plane, store_plane in tensor.planes.items()
+            # States of a first step are not marked as written yet, but are by the time of the commit.
+            if store_plane.written or any(plane in place.made for place in tensor.places)
+        ],
+    }
+
+
+def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
+    """Return the record that a store in `paths` keeps as `text`.
+
+    Raises CheckpointError for any other text, and for a record of another version.
+    """
+    where = ", ".join(str(path) for path in paths)
+    try:
+        record = exact_json.loads(text or "")
+        version = record["format"]
+        missing = _KEYS - record.keys() if version == RECORD_VERSION else None
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the store in {where} keeps something that is no run of memascend: {error}") from None
+    if version != RECORD_VERSION:
+        raise CheckpointError(
+            f"the store in {where} keeps a run in format {version}, this version reads {RECORD_VERSION}"
+        )
+    return record
+
+
+def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> dict[str, Any]:
+    """Return what makes `model` again: its class and, for models of transformers, its configurations.
+
+    `conversions` are the indices of the weight conversions that its checkpoint needed.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    name = type(model).__name__
+    if transformers is None or getattr(transformers, name, None) is not type(model):
+        return {"kind": "module", "class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    generation_config = getattr(model, "generation_config", None)
+    return {
+        "kind": "transformers",
+        "class": name,
+        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "generation_config": (
+            None if generation_config is None else json.loads(generation_config.to_json_string(use_diff=False))
+        ),
+        "conversions": conversions,
+        "implementations": {
+            key: implementation
+            for key in ("_attn_implementation", "_experts_implementation")
+            if isinstance(implementation := getattr(model.config, key, None), str)
+        },
+    }
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and PyTorch's random number generators.
+
+    NumPy's is included once NumPy has been imported, CUDA's once CUDA has been initialised.
+    """
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, array("Q", words).tobytes(), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        algorithm, keys, *position_and_gauss = numpy.random.get_state()
+        states["numpy"] = [str(algorithm), keys.tobytes(), *position_and_gauss]
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the random number generators to what `random_states` returned."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(array("Q", words)), gauss))
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        algorithm, keys, *position_and_gauss = states["numpy"]
+        numpy.random.set_state((algorithm, numpy.frombuffer(keys, dtype=numpy.uint32), *position_and_gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)

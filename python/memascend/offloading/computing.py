@@ -1,0 +1,104 @@
+"""Where and how an offloaded model computes: its device, that device's memory, and what becomes of activations."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memascend.common.sizes import format_size, parse_size
+from memascend.errors import BudgetError
+from memascend.layout.units import CPU
+from memascend.machine.cuda import ComputeDevice, open_device
+from memascend.offloading.activations import POLICIES
+from memascend.plan.device import make_device_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from memascend.layout.units import Unit
+    from memascend.plan.device import DevicePlan
+
+_log = logging.getLogger("memascend")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """Where and how an offloaded model computes."""
+
+    #: None is the CPU.
+    device: ComputeDevice | None
+    #: Ceiling of what memascend and PyTorch hold in device memory, in bytes. None is what is free.
+    device_memory: int | None
+    recompute: bool
+    #: One of `POLICIES`.
+    activations: str
+    batch_tokens: int | None
+
+    @staticmethod
+    def of(
+        device: str | torch.device | ComputeDevice | None,
+        device_memory: str | int | None,
+        recompute: bool,
+        activations: str | None,
+        batch_tokens: int | None,
+    ) -> Computing:
+        """Check the arguments of `memascend.offload` that have these names, and open the device.
+
+        Raises ValueError for values that contradict each other, DeviceError where the device cannot be used.
+        """
+        if activations not in (None, *POLICIES):
+            raise ValueError(f"activations={activations!r} is none of {', '.join(map(repr, POLICIES))}")
+        if activations not in (None, "recompute") and not recompute:
+            raise ValueError(
+                f"activations={activations!r} is about the inputs of recomputed layers: leave recompute=True"
+            )
+        if batch_tokens is not None and batch_tokens < 1:
+            raise ValueError(f"batch_tokens={batch_tokens}: a batch has one token or more")
+        opened = open_device(device)
+        if opened is None and device_memory is not None:
+            raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
+        return Computing(
+            device=opened,
+            device_memory=None if device_memory is None else parse_size(device_memory),
+            recompute=recompute,
+            # On the CPU inputs are in host memory anyway. A device has less room for them.
+            activations=activations or ("host" if opened is None else "recompute"),
+            batch_tokens=batch_tokens,
+        )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device as a `torch.device`."""
+        return CPU if self.device is None else self.device.torch_device
+
+    def plan(self, units: Sequence[Unit], config: Any) -> DevicePlan | None:
+        """Plan the device's memory, or return None for the CPU.
+
+        Raises BudgetError where the device has less memory free than the plan takes.
+        """
+        if self.device is None:
+            return None
+        free, total = self.device.memory()
+        places = (place for unit in units for place in unit.places)
+        # A model that is on the device now leaves it before training.
+        free += sum(place.nbytes for place in places if place.parameter.device.type == "cuda")
+        plan = make_device_plan(
+            units,
+            self.device_memory,
+            tokens=self.batch_tokens,
+            config=config,
+            activations=self.activations if self.recompute else "keep",
+            free=free,
+        )
+        _log.info("device memory:\n%s", plan.table())
+        if plan.budget > free:
+            raise BudgetError(
+                f"device_memory is {format_size(plan.budget)}, but {self.torch_device} has only {format_size(free)} "
+                f"free of {format_size(total)}: another process, or other tensors of this one, hold the rest; free it "
+                f"(see nvidia-smi) or lower device_memory (the least is {format_size(plan.smallest_bytes)})",
+                plan.smallest_bytes,
+            )
+        return plan

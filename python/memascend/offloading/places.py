@@ -1,0 +1,50 @@
+"""The registry of offloaded parameters: which session a parameter belongs to, and its place there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memascend.layout.units import Place
+    from memascend.offloading.session import Session
+
+#: Weak references to (Session, Place), by identity of the parameter.
+_registry = WeakIdKeyDictionary()
+
+
+def register(session: Session, place: Place) -> None:
+    """Enter the place of a parameter, so that optimizers find it. References to both are weak."""
+    _registry[place.parameter] = (weakref.ref(session), weakref.ref(place))
+
+
+def place_of(parameter: nn.Parameter) -> tuple[Session, Place] | None:
+    """Return the session and the place of an offloaded parameter, or None for an ordinary one."""
+    references = _registry.get(parameter)
+    if references is None:
+        return None
+    session, place = (reference() for reference in references)
+    return None if session is None or place is None else (session, place)
+
+
+def finish_gradient(place: Place) -> None:
+    """Wait until a gradient on its way from a device has arrived, and its norm is known."""
+    located = place_of(place.parameter)
+    if located is not None:
+        session, _ = located
+        session.gradients.finish(place)
+
+
+def shown_places() -> dict[int, tuple[Place, bool]]:
+    """Return all places by the data pointer of their stand-ins: of absent weights (False), kept gradients (True)."""
+    places: dict[int, tuple[Place, bool]] = {}
+    for _, reference in _registry.values():
+        place = reference()
+        if place is not None:
+            places[place.absent.data_ptr()] = (place, False)
+            places[place.marker.data_ptr()] = (place, True)
+    return places
