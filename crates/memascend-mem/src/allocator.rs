@@ -3,7 +3,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::{io, panic, thread};
 
-use crate::{Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
+use crate::{CudaError, Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
 
 /// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -356,7 +356,7 @@ impl HostAllocator for CudaAllocator {
         // CUDA speaks of page-locked memory and does not promise where it begins; direct I/O needs a page.
         let address = address.as_ptr().addr();
         if !address.is_multiple_of(PAGE_BYTES) {
-            return Err(MemError::CudaUnaligned { bytes, address });
+            return Err(CudaError::Unaligned { bytes, address }.into());
         }
         // Nor does CUDA promise zeroes.
         block

@@ -15,6 +15,7 @@ pub use allocator::{
     CudaAllocator, HostAllocator, HostBlock, LockedAllocator, PageableAllocator, RegisteredAllocator,
     allocator,
 };
+pub use cuda::error::CudaError;
 pub use cuda::event::CudaEvent;
 pub use cuda::library::Cudart;
 pub use cuda::stream::CudaStream;

@@ -12,8 +12,8 @@ use std::{env, fs, io, mem, ptr, slice, thread};
 use fake::Fake;
 
 use memascend_mem::{
-    CudaAllocator, CudaEvent, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError, PAGE_BYTES,
-    PageableAllocator, RegisteredAllocator, allocator,
+    CudaAllocator, CudaError, CudaEvent, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError,
+    PAGE_BYTES, PageableAllocator, RegisteredAllocator, allocator,
 };
 
 const MIB: usize = 1 << 20;
@@ -96,7 +96,7 @@ fn runtimes_12_and_13_are_accepted_and_others_refused() {
     for (definition, found) in [("FAKE_VERSION=11080", "11.8"), ("FAKE_VERSION=14010", "14.1")] {
         let fake = Fake::new(&[definition]);
         let error = fake.open().unwrap_err();
-        assert!(matches!(error, MemError::CudartVersion { .. }), "{error:?}");
+        assert!(matches!(error, MemError::Cuda(CudaError::UnsupportedVersion { .. })), "{error:?}");
         for part in [found, "12 or 13", fake.path.to_str().unwrap(), LIBRARY_VARIABLE] {
             assert!(error.to_string().contains(part), "{error}");
         }
@@ -108,7 +108,7 @@ fn runtimes_12_and_13_are_accepted_and_others_refused() {
 fn a_missing_function_is_named_with_its_library() {
     let fake = Fake::new(&["FAKE_WITHOUT_EVENT_QUERY"]);
     let error = fake.open().unwrap_err();
-    assert!(matches!(error, MemError::CudartSymbol { .. }), "{error:?}");
+    assert!(matches!(error, MemError::Cuda(CudaError::MissingFunction { .. })), "{error:?}");
     for part in ["cudaEventQuery", fake.path.to_str().unwrap()] {
         assert!(error.to_string().contains(part), "{error}");
     }
@@ -117,7 +117,7 @@ fn a_missing_function_is_named_with_its_library() {
 #[test]
 fn a_library_that_is_not_there_is_named() {
     let error = Cudart::open("/nowhere/libcudart.so.12").unwrap_err();
-    assert!(matches!(error, MemError::CudartNotFound { .. }), "{error:?}");
+    assert!(matches!(error, MemError::Cuda(CudaError::LibraryNotFound { .. })), "{error:?}");
     assert!(error.to_string().contains("/nowhere/libcudart.so.12"), "{error}");
 }
 
@@ -126,14 +126,14 @@ fn no_device_is_told_from_an_unfit_driver() {
     for definition in ["FAKE_DEVICES=0", "FAKE_COUNT_ERROR=100"] {
         let fake = Fake::new(&[definition]);
         let error = fake.open().unwrap_err();
-        assert!(matches!(error, MemError::NoCudaDevice { .. }), "{error:?}");
+        assert!(matches!(error, MemError::Cuda(CudaError::NoDevice { .. })), "{error:?}");
         assert!(error.to_string().contains("CUDA_VISIBLE_DEVICES"), "{error}");
         fake.assert_clean();
     }
     for (driver, says) in [("FAKE_DRIVER=12040", "up to 12.4"), ("FAKE_DRIVER=0", "no driver is loaded")] {
         let fake = Fake::new(&["FAKE_VERSION=13010", "FAKE_COUNT_ERROR=35", driver]);
         let error = fake.open().unwrap_err();
-        assert!(matches!(error, MemError::CudaDriver { .. }), "{error:?}");
+        assert!(matches!(error, MemError::Cuda(CudaError::Driver { .. })), "{error:?}");
         for part in ["13.1", says, "update the driver"] {
             assert!(error.to_string().contains(part), "{error}");
         }
@@ -175,7 +175,10 @@ fn the_variable_names_the_runtime_and_nothing_else_is_tried() {
     assert!(Cudart::find().unwrap_err().to_string().contains(named.to_str().unwrap()));
     assert_eq!(allocator("auto", false).unwrap().name(), "locked");
     for name in ["cuda", "registered"] {
-        assert!(matches!(allocator(name, false).err(), Some(MemError::CudartNotFound { .. })));
+        assert!(matches!(
+            allocator(name, false).err(),
+            Some(MemError::Cuda(CudaError::LibraryNotFound { .. }))
+        ));
     }
     assert_eq!(other.get(c"fake_all_calls"), 0);
 }
@@ -187,7 +190,10 @@ fn a_runtime_that_the_process_has_loaded_is_used() {
     }
     // In the order of their paths or not, the one of an old version is passed over.
     let old = Fake::named("libcudart.so.11", &["FAKE_VERSION=11080"]);
-    assert!(matches!(Cudart::find(), Err(MemError::CudartVersion { major: 11, .. }) | Ok(_)));
+    assert!(matches!(
+        Cudart::find(),
+        Err(MemError::Cuda(CudaError::UnsupportedVersion { major: 11, .. })) | Ok(_)
+    ));
     assert!(old.calls(c"cudaRuntimeGetVersion") > 0);
     let fake = Fake::named("libcudart-0123abcd.so.13.0.1", &["FAKE_VERSION=13000"]);
     let cudart = Cudart::find().unwrap();
@@ -283,7 +289,7 @@ fn out_of_memory_leaves_nothing_behind_and_less_still_fits() {
         let error = backend.allocate(3 * MIB + 1).unwrap_err();
         let bytes = 3 * MIB + PAGE_BYTES;
         assert!(
-            matches!(error, MemError::CudaOutOfMemory { bytes: refused, .. } if refused == bytes),
+            matches!(error, MemError::Cuda(CudaError::OutOfMemory { bytes: refused, .. }) if refused == bytes),
             "{error:?}"
         );
         for part in [bytes.to_string().as_str(), "host_memory", "allocator=\"locked\""] {
@@ -345,7 +351,7 @@ fn memory_that_somebody_registered_already_is_told_from_other_errors() {
     };
     assert_eq!(rc, 0);
     let error = backend.allocate(MIB).unwrap_err();
-    assert!(matches!(error, MemError::CudaAlreadyRegistered { bytes: MIB }), "{error:?}");
+    assert!(matches!(error, MemError::Cuda(CudaError::AlreadyRegistered { bytes: MIB })), "{error:?}");
     assert_eq!(fake.live(), 1);
     assert_eq!(fake.get(c"fake_pending_error"), 0);
 }
@@ -374,7 +380,7 @@ fn an_address_that_no_page_begins_at_is_refused_and_freed() {
     let fake = Fake::new(&[]);
     fake.set(c"fake_set_misalignment", 512);
     let error = CudaAllocator::with(fake.open().unwrap()).allocate(MIB).unwrap_err();
-    assert!(matches!(error, MemError::CudaUnaligned { bytes: MIB, .. }), "{error:?}");
+    assert!(matches!(error, MemError::Cuda(CudaError::Unaligned { bytes: MIB, .. })), "{error:?}");
     assert_eq!(fake.calls(c"cudaFreeHost"), 1);
     fake.assert_clean();
 }
@@ -424,9 +430,9 @@ fn an_event_that_fails_is_an_error_and_is_destroyed_all_the_same() {
     fake.fail(c"cudaEventRecord", 0);
     let event = record().unwrap();
     fake.fail(c"cudaEventQuery", 719);
-    assert!(matches!(event.is_done(), Err(MemError::Cuda { code: 719, .. })));
+    assert!(matches!(event.is_done(), Err(MemError::Cuda(CudaError::Call { code: 719, .. }))));
     fake.fail(c"cudaEventSynchronize", 719);
-    assert!(matches!(event.wait(), Err(MemError::Cuda { code: 719, .. })));
+    assert!(matches!(event.wait(), Err(MemError::Cuda(CudaError::Call { code: 719, .. }))));
     fake.fail(c"cudaEventDestroy", 719);
     drop(event);
     assert_eq!(fake.calls(c"cudaEventDestroy"), 2);
@@ -536,8 +542,12 @@ fn the_real_runtime_works_or_says_what_is_missing() {
             event.wait().unwrap();
             assert!(event.is_done().unwrap());
         }
-        Err(MemError::CudartNotFound { tried }) => eprintln!("the real runtime is not tested: {tried}"),
-        Err(error @ (MemError::NoCudaDevice { .. } | MemError::CudaDriver { .. })) => {
+        Err(MemError::Cuda(CudaError::LibraryNotFound { tried })) => {
+            eprintln!("the real runtime is not tested: {tried}")
+        }
+        Err(
+            error @ (MemError::Cuda(CudaError::NoDevice { .. }) | MemError::Cuda(CudaError::Driver { .. })),
+        ) => {
             eprintln!("without a device: {error}");
             assert!(error.to_string().contains("libcudart"), "{error}");
         }

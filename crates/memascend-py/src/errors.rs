@@ -1,7 +1,7 @@
 use std::path::Path;
 
 use memascend_exec::OptimError;
-use memascend_mem::MemError;
+use memascend_mem::{CudaError, MemError};
 use memascend_nvme::IoError;
 use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
@@ -35,10 +35,10 @@ pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
         MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
         // Said by a fence: the device that copies from a buffer, or to it, has failed.
-        MemError::CopyLost
-        | MemError::Cuda { call: "cudaEventQuery" | "cudaEventSynchronize" | "cudaEventRecord", .. } => {
-            device_error(error)
-        }
+        MemError::Cuda(
+            CudaError::CopyLost
+            | CudaError::Call { call: "cudaEventQuery" | "cudaEventSynchronize" | "cudaEventRecord", .. },
+        ) => device_error(error),
         _ if error.is_pinning_refused() => raise("PinnedMemoryError", (error.to_string(),)),
         _ => raise("HostMemoryError", (error.to_string(),)),
     }

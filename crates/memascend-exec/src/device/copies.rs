@@ -3,7 +3,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_mem::{CudaEvent, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
+use memascend_mem::{CudaError, CudaEvent, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
 
 use crate::{OptimError, Result, Staging};
 use memascend_kernels::GradientStats;
@@ -246,7 +246,7 @@ struct Never;
 
 impl Fence for Never {
     fn is_done(&self) -> memascend_mem::Result<bool> {
-        Err(MemError::CopyLost)
+        Err(CudaError::CopyLost.into())
     }
 }
 

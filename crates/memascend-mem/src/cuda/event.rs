@@ -5,7 +5,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::cuda::library::NOT_READY;
-use crate::{Cudart, Fence, MemError, Origin, Result};
+use crate::{CudaError, Cudart, Fence, Origin, Result};
 
 /// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event costs the least.
 const EVENT_FLAGS: c_uint = 1 | 2;
@@ -35,7 +35,7 @@ impl CudaEvent {
         // SAFETY: the function writes one pointer.
         let code = unsafe { (cudart.functions.event_create_with_flags)(&mut event, EVENT_FLAGS) };
         cudart.check(CREATE, code)?;
-        let event = NonNull::new(event).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
+        let event = NonNull::new(event).ok_or(CudaError::InvalidValue { call: CREATE })?;
         let event = Self { cudart: Arc::clone(cudart), event, origin: Origin::here() };
         // SAFETY: the event is live, and the stream is by the caller's promise.
         let code = unsafe { (cudart.functions.event_record)(event.event.as_ptr(), stream) };
@@ -50,7 +50,7 @@ impl CudaEvent {
     pub unsafe fn precede(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: the event is live, and the stream is by the caller's promise.
         let code = unsafe { (self.cudart.functions.stream_wait_event)(stream, self.event.as_ptr(), 0) };
-        self.cudart.check("cudaStreamWaitEvent", code)
+        Ok(self.cudart.check("cudaStreamWaitEvent", code)?)
     }
 
     /// Whether the stream has reached the event. Does not wait.
@@ -75,7 +75,7 @@ impl CudaEvent {
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event is live.
         let code = unsafe { (self.cudart.functions.event_synchronize)(self.event.as_ptr()) };
-        self.cudart.check("cudaEventSynchronize", code)
+        Ok(self.cudart.check("cudaEventSynchronize", code)?)
     }
 }
 

@@ -9,7 +9,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::{env, fmt, fs, mem};
 
-use crate::{MemError, Result};
+use crate::{CudaError, Result};
 
 /// The variable that names the library to use, before any other is looked for.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
@@ -75,7 +75,7 @@ impl Cudart {
     ///
     /// # Errors
     /// The variable's library fails alone. Otherwise the first failure of a library that was found, or
-    /// [`MemError::CudartNotFound`] with everything that was tried.
+    /// [`CudaError::LibraryNotFound`] with everything that was tried.
     pub fn find() -> Result<Arc<Self>> {
         match env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::open(path),
@@ -89,7 +89,7 @@ impl Cudart {
     /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no device.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
         let path = path.as_ref().as_os_str();
-        let handle = load(path, 0).map_err(|reason| MemError::CudartNotFound { tried: reason })?;
+        let handle = load(path, 0).map_err(|reason| CudaError::LibraryNotFound { tried: reason })?;
         Self::from_handle(handle, path)
     }
 
@@ -118,7 +118,7 @@ impl Cudart {
                 Err(reason) => tried.push(reason),
             }
         }
-        Err(first_failure.unwrap_or_else(|| MemError::CudartNotFound { tried: tried.join("; ") }))
+        Err(first_failure.unwrap_or_else(|| CudaError::LibraryNotFound { tried: tried.join("; ") }.into()))
     }
 
     fn from_handle(handle: NonNull<c_void>, asked: &OsStr) -> Result<Arc<Self>> {
@@ -168,14 +168,14 @@ impl Cudart {
             return Ok(());
         }
         let (major, minor) = split_version(version);
-        Err(MemError::CudartVersion { library: self.library.clone(), major, minor })
+        Err(CudaError::UnsupportedVersion { library: self.library.clone(), major, minor }.into())
     }
 
     fn check_devices(&self) -> Result<()> {
         if self.device_count()? > 0 {
             return Ok(());
         }
-        Err(MemError::NoCudaDevice { library: self.library.clone() })
+        Err(CudaError::NoDevice { library: self.library.clone() }.into())
     }
 
     /// How many devices this process sees.
@@ -191,7 +191,7 @@ impl Cudart {
     pub fn set_device(&self, index: c_int) -> Result<()> {
         // SAFETY: the function takes any int.
         let code = unsafe { (self.functions.set_device)(index) };
-        self.check("cudaSetDevice", code)
+        Ok(self.check("cudaSetDevice", code)?)
     }
 
     /// Runs `work` with a device as that of the calling thread, whose own device it leaves as it was: PyTorch's.
@@ -226,7 +226,7 @@ impl Cudart {
         let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
         self.check_host(CALL, code, bytes)?;
         // CUDA answers a request for nothing with a null pointer; nobody here makes one.
-        NonNull::new(address.cast()).ok_or(MemError::CudaInvalidValue { call: CALL })
+        Ok(NonNull::new(address.cast()).ok_or(CudaError::InvalidValue { call: CALL })?)
     }
 
     /// Gives memory of [`host_alloc`](Self::host_alloc) back.
@@ -236,7 +236,7 @@ impl Cudart {
     pub(crate) unsafe fn free_host(&self, address: NonNull<u8>) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { (self.functions.free_host)(address.as_ptr().cast()) };
-        self.check("cudaFreeHost", code)
+        Ok(self.check("cudaFreeHost", code)?)
     }
 
     /// Page-locks `bytes` bytes of memory and makes them known to CUDA.
@@ -246,7 +246,7 @@ impl Cudart {
     pub(crate) unsafe fn host_register(&self, address: NonNull<u8>, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { (self.functions.host_register)(address.as_ptr().cast(), bytes, PORTABLE) };
-        self.check_host("cudaHostRegister", code, bytes)
+        Ok(self.check_host("cudaHostRegister", code, bytes)?)
     }
 
     /// Ends a registration. When this returns `Ok`, CUDA has nothing registered at `address`.
@@ -256,35 +256,40 @@ impl Cudart {
         match self.check("cudaHostUnregister", code) {
             // Somebody reset the device.
             Err(_) if code == NOT_REGISTERED => Ok(()),
-            result => result,
+            result => Ok(result?),
         }
     }
 
-    fn check_host(&self, call: &'static str, code: c_int, bytes: usize) -> Result<()> {
+    fn check_host(
+        &self,
+        call: &'static str,
+        code: c_int,
+        bytes: usize,
+    ) -> std::result::Result<(), CudaError> {
         self.check(call, code).map_err(|error| match code {
-            OUT_OF_MEMORY => MemError::CudaOutOfMemory { call, bytes },
-            ALREADY_REGISTERED => MemError::CudaAlreadyRegistered { bytes },
-            NOT_SUPPORTED => MemError::CudaNotSupported { call, bytes },
+            OUT_OF_MEMORY => CudaError::OutOfMemory { call, bytes },
+            ALREADY_REGISTERED => CudaError::AlreadyRegistered { bytes },
+            NOT_SUPPORTED => CudaError::NotSupported { call, bytes },
             _ => error,
         })
     }
 
-    pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<()> {
+    pub(super) fn check(&self, call: &'static str, code: c_int) -> std::result::Result<(), CudaError> {
         if code == 0 {
             return Ok(());
         }
         self.forget_error();
         Err(match code {
-            INVALID_VALUE => MemError::CudaInvalidValue { call },
-            INSUFFICIENT_DRIVER => MemError::CudaDriver {
+            INVALID_VALUE => CudaError::InvalidValue { call },
+            INSUFFICIENT_DRIVER => CudaError::Driver {
                 library: self.library.clone(),
                 runtime: version_text(self.version),
                 driver: self.driver_text(),
             },
-            NO_DEVICE => MemError::NoCudaDevice { library: self.library.clone() },
+            NO_DEVICE => CudaError::NoDevice { library: self.library.clone() },
             // SAFETY: the function takes any int.
             _ => unsafe {
-                MemError::Cuda {
+                CudaError::Call {
                     call,
                     code,
                     name: text((self.functions.get_error_name)(code)),
@@ -333,7 +338,8 @@ fn load(name: &OsStr, flags: c_int) -> std::result::Result<NonNull<c_void>, Stri
 fn symbol(library: NonNull<c_void>, name: &'static CStr, shown: &str) -> Result<NonNull<c_void>> {
     // SAFETY: the handle came from dlopen and is never closed.
     NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) }).ok_or_else(|| {
-        MemError::CudartSymbol { library: shown.to_owned(), symbol: name.to_string_lossy().into_owned() }
+        CudaError::MissingFunction { library: shown.to_owned(), symbol: name.to_string_lossy().into_owned() }
+            .into()
     })
 }
 
@@ -402,6 +408,7 @@ fn text(string: *const c_char) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MemError;
 
     #[test]
     fn mapped_runtimes_are_found_by_their_file_names() {
@@ -422,7 +429,7 @@ mod tests {
     fn a_search_in_vain_lists_everything_tried() {
         let mapped = BTreeSet::from(["/nowhere/libcudart.so.12".to_owned()]);
         let error = Cudart::first_of(&mapped, &["libcudart.so.absent", "libcudart.so.missing"]).unwrap_err();
-        assert!(matches!(error, MemError::CudartNotFound { .. }), "{error:?}");
+        assert!(matches!(error, MemError::Cuda(CudaError::LibraryNotFound { .. })), "{error:?}");
         for tried in ["/nowhere/libcudart.so.12", "libcudart.so.absent", "libcudart.so.missing"] {
             assert!(error.to_string().contains(tried), "{error}");
         }

@@ -1,5 +1,6 @@
 //! CUDA, loaded at run time: the runtime library, its events and its streams.
 
+pub(crate) mod error;
 pub(crate) mod event;
 pub(crate) mod library;
 pub(crate) mod stream;

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use crate::{CudaEvent, Cudart, MemError, Origin, Result};
+use crate::{CudaError, CudaEvent, Cudart, Origin, Result};
 
 /// `cudaStreamNonBlocking`: the default stream, which libraries use without being asked to, is not waited for.
 const STREAM_FLAGS: c_uint = 1;
@@ -34,7 +34,7 @@ impl CudaStream {
         // SAFETY: the function writes one pointer.
         let code = unsafe { (cudart.functions.stream_create_with_flags)(&mut stream, STREAM_FLAGS) };
         cudart.check(CREATE, code)?;
-        let stream = NonNull::new(stream).ok_or(MemError::CudaInvalidValue { call: CREATE })?;
+        let stream = NonNull::new(stream).ok_or(CudaError::InvalidValue { call: CREATE })?;
         Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
     }
 
@@ -82,7 +82,7 @@ impl CudaStream {
         let code = unsafe {
             (self.cudart.functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
         };
-        self.cudart.check("cudaMemcpyAsync", code)
+        Ok(self.cudart.check("cudaMemcpyAsync", code)?)
     }
 }
 
