@@ -9,12 +9,14 @@ mod gradients;
 mod pending;
 mod staging;
 mod stash;
+mod update;
 
 pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceLink, Restore};
 pub use error::{OptimError, Result};
-pub use executor::{Address, Executor, Segment, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};
+pub use executor::{Executor, Ticket};
 pub use files::FilePart;
 pub use gradients::{GradientId, GradientSource, Gradients};
 pub use pending::{Pending, Underway};
 pub use staging::Staging;
 pub use stash::Stash;
+pub use update::{Address, Segment, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};

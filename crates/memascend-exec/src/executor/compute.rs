@@ -1,0 +1,115 @@
+//! Runs the kernels on pieces whose reads have ended.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use memascend_kernels::step;
+use memascend_mem::LeaseSlice;
+use memascend_nvme::Operation;
+use memascend_store::Store;
+
+use super::piece::{Areas, Work};
+use crate::gradients::{Chunk, SourcePlace};
+use crate::{OptimError, Segment};
+
+/// Runs the kernel on a piece whose reads have ended and starts its write-back.
+pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
+    let began = Instant::now();
+    for segment in &work.tensor.segments {
+        let start = segment.start.max(work.first);
+        let end = (segment.start + segment.numel).min(work.first + work.numel);
+        if start < end {
+            update(&work, segment, start, end - start);
+        }
+    }
+    busy.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    let Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready } = work;
+    let Areas { planes, gradient } = areas;
+    let mut writes = Vec::with_capacity(planes.len() + 1);
+    for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
+        writes.push((*target, state.plane.span(first, numel).start, area));
+    }
+    if let Some((range, target)) = weights.zip(targets.weights) {
+        writes.push((target, first * tensor.dtype.bytes(), range));
+    }
+    // From here on the writes alone hold the buffers.
+    drop((gradient, gradient_chunk));
+    for (extent, offset, buffer) in writes {
+        // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
+        let write = pending.begin();
+        let done =
+            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
+        store.transfer(Operation::Write, extent, offset as u64, buffer, done);
+    }
+    drop(tensor);
+    update.end(Ok(()));
+    ready.end(Ok(()));
+}
+
+/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the piece.
+fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
+    let tensor = &work.tensor;
+    let element = tensor.dtype.bytes();
+    let local = start - work.first;
+    // SAFETY (this and the following): the chunk's reads have ended, and until its writes are submitted this
+    // thread alone knows the slot's areas and the piece's weights; segments do not overlap. Addresses of host
+    // memory are vouched for by whoever made the segment, until the ticket is ready.
+    let weight: &mut [u8] = match (&segment.host, &work.weights) {
+        (Some((weight, _)), _) => {
+            let offset = (start - segment.start) * element;
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts_mut(weight.0.add(offset), numel * element) }
+        }
+        (None, Some(range)) => {
+            let range = range.narrow(local * element, numel * element);
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts_mut(range.address().as_ptr(), range.bytes()) }
+        }
+        (None, None) => unreachable!("a segment without an address belongs to a unit"),
+    };
+    let gradient: &[u8] = match (&segment.host, &tensor.gradient.place, &work.gradient_chunk) {
+        (Some((_, gradient)), SourcePlace::Addresses, _) => {
+            let offset = (start - segment.start) * element;
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts(gradient.0.add(offset), numel * element) }
+        }
+        (_, SourcePlace::Packed { buffer }, _) => {
+            let range = buffer.narrow(start * element, numel * element);
+            // SAFETY: see above; captures into the pack wait for this update.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        (_, SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
+            let offset = start % chunk_elements * element;
+            let range = LeaseSlice::new(Arc::clone(lease), offset, numel * element);
+            // SAFETY: see above; the chunk was handed over by the gradient's record.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
+            let range = work.areas.gradient.narrow(local * element, numel * element);
+            // SAFETY: see above.
+            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
+        }
+        _ => unreachable!("a segment is updated only where its gradient was captured"),
+    };
+    let areas: Vec<LeaseSlice> = segment
+        .rule
+        .planes()
+        .into_iter()
+        .map(|plane| {
+            let index = tensor.planes.iter().position(|state| state.plane == plane);
+            let area = &work.areas.planes[index.expect("the tensor has the planes of its segments' rules")];
+            let span = plane.span(local, numel);
+            area.narrow(span.start, span.len())
+        })
+        .collect();
+    let mut planes: Vec<&mut [u8]> = areas
+        .iter()
+        // SAFETY: see above; the planes of a rule are different ones.
+        .map(|area| unsafe { area.as_mut_slice() })
+        .collect();
+    for (plane, _) in planes.iter_mut().zip(&segment.fresh).filter(|(_, fresh)| **fresh) {
+        plane.fill(0);
+    }
+    step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
+}

@@ -1,0 +1,141 @@
+//! A piece of a tensor on its way through the pipeline, and where its parts lie in an update slot.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crossbeam_channel::Sender;
+use memascend_kernels::GRADIENT_BLOCK;
+use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, round_up_to_page};
+use memascend_store::{Extent, Rewrite};
+
+use crate::gradients::Chunk;
+use crate::{OptimError, Pending, Result, Underway, UpdateTensor};
+
+/// A piece of a tensor on its way through the pipeline.
+pub(super) struct Work {
+    pub(super) tensor: Arc<UpdateTensor>,
+    pub(super) first: usize,
+    pub(super) numel: usize,
+    pub(super) areas: Areas,
+    /// The piece's weights in the unit's lease.
+    pub(super) weights: Option<LeaseSlice>,
+    pub(super) targets: Arc<Targets>,
+    pub(super) gradient_chunk: Option<Chunk>,
+    pub(super) pending: Arc<Pending>,
+    // Declared last, so that even a dropped piece returns its buffers before anybody hears of its end.
+    /// Counted by the unit's [`Pending`], so that no later job reads the unit before this update.
+    pub(super) update: Underway,
+    /// Counted by the job's ticket.
+    pub(super) ready: Underway,
+}
+
+/// Where a tensor's new values go: not where the old ones lie, as long as a generation needs those.
+pub(super) struct Targets {
+    pub(super) weights: Option<Extent>,
+    /// In the order of the tensor's planes.
+    pub(super) planes: Vec<Extent>,
+}
+
+/// The reads of a piece under way; the last to end passes the piece on.
+pub(super) struct Reads {
+    pub(super) left: AtomicUsize,
+    pub(super) outcome: Mutex<(Option<OptimError>, Option<Work>)>,
+    pub(super) computed: Sender<Work>,
+}
+
+/// Where a tensor to be updated is read from, and where it is written to.
+pub(super) struct Places {
+    pub(super) weights: Option<Extent>,
+    pub(super) planes: Vec<Rewrite>,
+    pub(super) targets: Arc<Targets>,
+}
+
+impl Reads {
+    pub(super) fn ended(&self, result: Result<()>) {
+        if let Err(error) = result {
+            self.lock().0.get_or_insert(error);
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return;
+        }
+        let (error, work) = std::mem::take(&mut *self.lock());
+        let work = work.expect("the last read ends once");
+        match error {
+            None => {
+                // Refused, the piece comes back, and its dropping tells those who wait for it.
+                let _ = self.computed.send(work);
+            }
+            Some(error) => work.fail(error),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Option<OptimError>, Option<Work>)> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Work {
+    /// Returns the buffers and reports `error`, to the unit too: its other pieces may have been updated.
+    fn fail(self, error: OptimError) {
+        let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
+        drop((tensor, areas, weights, gradient_chunk));
+        update.end(Err(error.clone()));
+        ready.end(Err(error));
+    }
+}
+
+/// How the pieces of a tensor lie in an update slot: its planes one after the other, then the gradient.
+pub(super) struct SlotLayout {
+    /// Elements of a piece.
+    pub(super) elements: usize,
+    /// Where each plane begins, and last the gradient.
+    pub(super) offsets: Vec<usize>,
+}
+
+impl SlotLayout {
+    /// The largest pieces that a slot holds.
+    pub(super) fn new(tensor: &UpdateTensor, slot_bytes: usize, chunk_elements: usize) -> Self {
+        let mut elements = chunk_elements;
+        loop {
+            let mut offsets = vec![0];
+            for state in &tensor.planes {
+                offsets
+                    .push(offsets[offsets.len() - 1] + round_up_to_page(state.plane.span(0, elements).len()));
+            }
+            let gradient = offsets[offsets.len() - 1];
+            if gradient + elements * tensor.dtype.bytes() <= slot_bytes {
+                return Self { elements, offsets };
+            }
+            elements /= 2;
+            // Every area begins at a page, and 8-bit states are cut between records.
+            let smallest = if tensor.planes.iter().any(|state| state.plane.has_records()) {
+                GRADIENT_BLOCK
+            } else {
+                PAGE_BYTES
+            };
+            assert!(
+                elements.is_multiple_of(smallest),
+                "slots of {slot_bytes} bytes hold no piece of a tensor"
+            );
+        }
+    }
+}
+
+/// The parts of an update slot that one piece takes.
+pub(super) struct Areas {
+    pub(super) planes: Vec<LeaseSlice>,
+    pub(super) gradient: LeaseSlice,
+}
+
+impl Areas {
+    pub(super) fn new(slot: Arc<Lease>, tensor: &UpdateTensor, layout: &SlotLayout, numel: usize) -> Self {
+        let area = |index: usize, bytes| {
+            LeaseSlice::new(Arc::clone(&slot), layout.offsets[index], round_up_to_page(bytes))
+        };
+        let planes = tensor.planes.iter().enumerate();
+        Self {
+            planes: planes.map(|(index, state)| area(index, state.plane.span(0, numel).len())).collect(),
+            gradient: area(tensor.planes.len(), numel * tensor.dtype.bytes()),
+        }
+    }
+}
