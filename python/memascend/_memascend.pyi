@@ -2,9 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, final
+from typing import Any, Final, final
 
 __all__ = [
+    "FILE_WINDOWS",
+    "FILE_WINDOW_BYTES",
+    "GRADIENT_BLOCK",
+    "PAGE_BYTES",
+    "STAGING_RESERVE",
     "Capture",
     "Commit",
     "CudaEvent",
@@ -31,6 +36,16 @@ __all__ = [
     "return_large_blocks_to_system",
     "step_host",
 ]
+
+#: Windows through which frozen weights are read from their files, and bytes of each.
+FILE_WINDOWS: Final = 4
+FILE_WINDOW_BYTES: Final = 1048576
+#: Elements whose squares are summed together: chunks of a gradient are multiples of this.
+GRADIENT_BLOCK: Final = 65536
+#: Bytes that host buffers and transfers are multiples of.
+PAGE_BYTES: Final = 4096
+#: Staging chunks that gradients and activations kept in host memory leave free for transfers.
+STAGING_RESERVE: Final = 8
 
 def check_overflow(
     tensors: Sequence[tuple[str, int, int]], norm: bool, unscale: float | None, threads: int

@@ -7,6 +7,11 @@ use memascend_store::ExternalFile;
 
 use crate::{OptimError, Result, Underway};
 
+/// Threads that read external files, and so reads in flight: each has one window.
+pub const FILE_WINDOWS: usize = 4;
+/// Bytes of a window.
+pub const FILE_WINDOW_BYTES: usize = 1 << 20;
+
 /// A part of a unit's weights that lies in a file of somebody else's.
 #[derive(Debug, Clone)]
 pub struct FilePart {
@@ -38,25 +43,20 @@ struct Piece {
 }
 
 impl FileReader {
-    /// Threads, and so reads in flight.
-    pub(crate) const THREADS: usize = 4;
-    /// Bytes of the window of each.
-    pub(crate) const WINDOW_BYTES: usize = 1 << 20;
-
     /// Starts the threads.
     ///
     /// # Errors
     /// If there is no memory for the windows.
     pub(crate) fn new() -> Result<Self> {
         let (pieces, accepted) = unbounded::<Piece>();
-        let mut threads = Vec::with_capacity(Self::THREADS);
-        for index in 0..Self::THREADS {
-            let window = PageableAllocator.allocate(Self::WINDOW_BYTES)?;
+        let mut threads = Vec::with_capacity(FILE_WINDOWS);
+        for index in 0..FILE_WINDOWS {
+            let window = PageableAllocator.allocate(FILE_WINDOW_BYTES)?;
             let accepted = accepted.clone();
             let read = move || {
                 // SAFETY: the block is this thread's own, and lives as long as the slice.
                 let window =
-                    unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), Self::WINDOW_BYTES) };
+                    unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
                 for Piece { file, position, buffer, read } in accepted {
                     // SAFETY: until the read has ended nobody else touches the range; ranges do not overlap.
                     let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
@@ -78,7 +78,7 @@ impl FileReader {
         while done < part.bytes {
             let position = part.position + done as u64;
             // Up to the end of the window that begins with the block of the first byte.
-            let bytes = (Self::WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
+            let bytes = (FILE_WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
             let file = Arc::clone(&part.file);
             let piece = Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin() };
             // Refused, the piece comes back, and its dropping tells those who wait for it.

@@ -12,7 +12,7 @@ use memascend_kernels::{GRADIENT_BLOCK, Plane};
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
 /// Chunk buffers that data kept in host memory (gradients, activations) leaves to transfers under way.
-const STAGING_RESERVE: usize = 8;
+pub const STAGING_RESERVE: usize = 8;
 /// Chunks read ahead of the one being consumed.
 const READ_AHEAD: usize = 4;
 

@@ -8,12 +8,12 @@ use super::dispatch::{half_kernel, kernel};
 #[cfg(target_arch = "x86_64")]
 use super::format::F16c;
 use super::format::{Bf16, F16, F32, Format};
+use super::gradient::{GRADIENT_BLOCK, GradientStats, stats_body};
 #[cfg(target_arch = "x86_64")]
-use super::gradient::{GRADIENT_BLOCK, LANES, Lanes};
-use super::gradient::{GradientStats, stats_body};
+use super::gradient::{LANES, Lanes};
 
 /// Elements looked at between two questions whether to go on: enough for the question to cost nothing.
-const CHECK_ELEMENTS: usize = 65536;
+const CHECK_ELEMENTS: usize = GRADIENT_BLOCK;
 
 /// Elements converted together: their values stay in the first cache.
 const TILE: usize = 1024;

@@ -14,6 +14,21 @@ use pyo3::prelude::*;
 /// The native core of memascend.
 #[pymodule]
 mod _memascend {
+    /// Elements of a gradient whose squares are summed together.
+    #[pymodule_export]
+    const GRADIENT_BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
+    /// What host buffers and transfers are rounded up to.
+    #[pymodule_export]
+    const PAGE_BYTES: usize = memascend_mem::PAGE_BYTES;
+    /// Staging chunks that data kept in host memory leaves to transfers.
+    #[pymodule_export]
+    const STAGING_RESERVE: usize = memascend_exec::STAGING_RESERVE;
+    /// Windows through which frozen weights are read from their files, and the size of each.
+    #[pymodule_export]
+    const FILE_WINDOWS: usize = memascend_exec::FILE_WINDOWS;
+    #[pymodule_export]
+    const FILE_WINDOW_BYTES: usize = memascend_exec::FILE_WINDOW_BYTES;
+
     #[pymodule_export]
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]

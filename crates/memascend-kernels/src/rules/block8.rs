@@ -24,7 +24,7 @@ mod x86;
 /// Elements of a record: a chunk of an update is a multiple of this.
 pub(super) const RECORD: usize = super::super::GRADIENT_BLOCK;
 /// The scales of a record, one fp32 for each of its blocks, lie in front of its codes in a page of their own.
-pub(super) const SCALES_BYTES: usize = 4096;
+pub(super) const SCALES_BYTES: usize = super::formats::PAGE;
 
 /// One of the two maps.
 pub(super) struct Map {

@@ -7,7 +7,7 @@ use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
 use super::{BLOCK, Block};
 
 /// Blocks of a drive, so that every chunk of a plane begins and ends at one.
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 
 /// How the elements of a plane are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
