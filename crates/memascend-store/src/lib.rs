@@ -11,6 +11,8 @@
 //! A checksum of each MiB is taken before it is written, and compared when it is read: [`StoreError::Damaged`] says
 //! what the drive did not keep. A store that is never committed leaves nothing behind.
 
+mod allocation;
+mod base64;
 mod checksums;
 mod commit;
 mod error;
@@ -19,9 +21,12 @@ mod external;
 mod id;
 mod layout;
 mod manifest;
+mod map;
+mod member;
 mod open;
 mod store;
 mod table;
+mod transfer;
 mod verify;
 
 /// What the fuzz target reaches that nobody else does.
@@ -34,5 +39,6 @@ pub use error::{Damage, Result, StoreError};
 pub use extents::{Extent, ExtentAllocator};
 pub use external::ExternalFile;
 pub use layout::{Layout, Piece, STRIPE_BYTES};
-pub use store::{Store, StoreOptions, Transferred, VolumeReport};
+pub use store::{Store, StoreOptions, VolumeReport};
 pub use table::{Rewrite, TensorId};
+pub use transfer::Transferred;

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use memascend_nvme::{IoError, Volume, open_engine};
 
 use crate::manifest::{Manifest, NotManifest, Written};
-use crate::store::{Member, OpenEngine};
+use crate::member::{Member, OpenEngine};
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError, StoreOptions};
 

@@ -1,0 +1,46 @@
+//! Where the bytes of the address space are on the volumes.
+
+use std::sync::Arc;
+
+use memascend_nvme::VolumeFile;
+
+use crate::layout::Piece;
+use crate::table::Bytes;
+use crate::{Damage, Extent, Layout};
+
+/// Where the bytes of the address space are.
+pub(crate) struct Map {
+    pub layout: Layout,
+    pub files: Vec<Arc<VolumeFile>>,
+}
+
+impl Map {
+    /// The volume ranges behind `bytes` bytes at `offset` of what lies in `ranges`.
+    pub(crate) fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let (mut skipped, mut done) = (0, 0);
+        for range in ranges {
+            let from = offset.saturating_sub(skipped);
+            if from < range.bytes && done < bytes {
+                let length = (range.bytes - from).min(bytes - done);
+                let found = self.layout.pieces(range.offset + from, length);
+                let shifted =
+                    found.into_iter().map(|piece| Piece { start: piece.start + done as usize, ..piece });
+                pieces.extend(shifted);
+                done += length;
+            }
+            skipped += range.bytes;
+        }
+        pieces
+    }
+
+    /// What there is to say of bytes that are not right.
+    pub(crate) fn damage(&self, of: &Bytes, offset: u64, bytes: u64) -> Damage {
+        let place = |piece: Piece| {
+            let file = &self.files[piece.volume];
+            (file.path().to_owned(), file.position(piece.offset))
+        };
+        let places = self.pieces(&of.ranges, offset, bytes).into_iter().map(place).collect();
+        Damage { tensor: of.name.to_string(), offset, bytes, places }
+    }
+}

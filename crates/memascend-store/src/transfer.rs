@@ -1,0 +1,176 @@
+//! Transfers between buffers and extents, and their checksums.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+
+use memascend_mem::LeaseSlice;
+use memascend_nvme::{BLOCK_BYTES, Completion, IoError, Operation, Request};
+
+use crate::checksums::{sum_pieces, sum_writes};
+use crate::map::Map;
+use crate::table::Bytes;
+use crate::{Extent, Result, Store, StoreError};
+
+/// Called once when a transfer has ended.
+pub type Transferred = Box<dyn FnOnce(Result<()>) + Send>;
+
+impl Store {
+    /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done`
+    /// on an engine thread. What is read is compared with what was written as soon as all of what was written together (a MiB,
+    /// counted from the extent's begin) was read, by this transfer or by this and others: then the last one fails. Nothing
+    /// may be read or written while it is being written.
+    ///
+    /// # Panics
+    /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
+    pub fn transfer(
+        &self,
+        operation: Operation,
+        extent: Extent,
+        offset: u64,
+        buffer: LeaseSlice,
+        done: Transferred,
+    ) {
+        let bytes = buffer.bytes() as u64;
+        assert!(offset + bytes <= extent.bytes, "{bytes} bytes at {offset} leave {extent:?}");
+        assert!(
+            (offset | bytes).is_multiple_of(BLOCK_BYTES as u64),
+            "{bytes} bytes at {offset} are not aligned"
+        );
+        if bytes == 0 {
+            return done(Ok(()));
+        }
+        let of = self.table().bytes(extent.offset).cloned();
+        let of = of.expect("the handle is of a tensor that was not freed");
+        self.submit(operation, of, offset, buffer, self.checksums, done);
+    }
+
+    /// As [`Store::transfer`], with or without comparing.
+    pub(crate) fn submit(
+        &self,
+        operation: Operation,
+        of: Arc<Bytes>,
+        offset: u64,
+        buffer: LeaseSlice,
+        compare: bool,
+        done: Transferred,
+    ) {
+        let pieces = self.map.pieces(&of.ranges, offset, buffer.bytes() as u64);
+        let bytes = buffer.bytes() as u64;
+        let after = match operation {
+            Operation::Write => {
+                if compare {
+                    // SAFETY: until the transfer has ended nobody changes what is written.
+                    let sums = sum_writes(offset, unsafe { buffer.as_slice() });
+                    of.sums().write(&sums);
+                } else {
+                    of.sums().forget(offset, bytes);
+                }
+                After::Written { offset, bytes }
+            }
+            Operation::Read if compare => {
+                After::Compare { offset, buffer: buffer.clone(), map: Arc::clone(&self.map) }
+            }
+            Operation::Read => After::Nothing,
+        };
+        let join = Arc::new(Join {
+            left: AtomicUsize::new(pieces.len()),
+            outcome: Mutex::new((None, Some((after, done)))),
+            of,
+        });
+        // Cut before the first is submitted: from then on only the requests hold the buffer.
+        let slices: Vec<_> = pieces.iter().map(|piece| buffer.narrow(piece.start, piece.bytes)).collect();
+        drop(buffer);
+        for (piece, slice) in pieces.into_iter().zip(slices) {
+            let join = Arc::clone(&join);
+            self.members[piece.volume].engine.submit(Request {
+                operation,
+                offset: piece.offset,
+                buffer: slice,
+                on_complete: Box::new(move |Completion { buffer, result }| {
+                    // Returned before anybody hears of the end, so that who waited finds the buffer free.
+                    drop(buffer);
+                    join.finish(result.err());
+                }),
+            });
+        }
+    }
+
+    /// As [`Store::transfer`], waiting for the end.
+    pub fn transfer_wait(
+        &self,
+        operation: Operation,
+        extent: Extent,
+        offset: u64,
+        buffer: LeaseSlice,
+    ) -> Result<()> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.transfer(operation, extent, offset, buffer, Box::new(move |result| drop(sender.send(result))));
+        receiver.recv().unwrap_or(Err(StoreError::Volume(IoError::Closed)))
+    }
+}
+
+/// What there is to do when a transfer has ended.
+enum After {
+    Nothing,
+    /// What a failed write has left nobody knows.
+    Written {
+        offset: u64,
+        bytes: u64,
+    },
+    Compare {
+        offset: u64,
+        buffer: LeaseSlice,
+        map: Arc<Map>,
+    },
+}
+
+impl After {
+    fn ended(self, of: &Bytes, moved: bool) -> Result<()> {
+        match self {
+            Self::Written { offset, bytes } if !moved => of.sums().forget(offset, bytes),
+            Self::Compare { offset, buffer, map } if moved => {
+                let pieces = of.sums().cut(offset, buffer.bytes() as u64);
+                // SAFETY: the transfer has moved its bytes, and until its end is told nobody else uses them.
+                let sums = sum_pieces(pieces, unsafe { buffer.as_slice() });
+                let damage = of.sums().read(&sums);
+                if let Some((offset, bytes)) = damage {
+                    return Err(map.damage(of, offset, bytes).into());
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// The first error of a transfer, and what there is to do at its end.
+type Outcome = (Option<IoError>, Option<(After, Transferred)>);
+
+/// Collects the parts of one transfer.
+struct Join {
+    left: AtomicUsize,
+    outcome: Mutex<Outcome>,
+    of: Arc<Bytes>,
+}
+
+impl Join {
+    fn finish(&self, error: Option<IoError>) {
+        if let Some(error) = error {
+            self.outcome.lock().unwrap_or_else(PoisonError::into_inner).0.get_or_insert(error);
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return;
+        }
+        let (error, end) = {
+            let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            (outcome.0.take(), outcome.1.take())
+        };
+        let (after, done) = end.expect("the last part finishes once");
+        // The buffer goes with it, so that who waited finds it free.
+        let compared = after.ended(&self.of, error.is_none());
+        done(match error {
+            None => compared,
+            Some(source) => Err(StoreError::Tensor { tensor: self.of.name.to_string(), source }),
+        });
+    }
+}
