@@ -1,12 +1,16 @@
 //! Python bindings: conversions and nothing else.
 
+mod arguments;
 mod device;
 mod errors;
 mod files;
+mod handles;
 mod host;
 mod lease;
 mod overflow;
+mod parts;
 mod runtime;
+mod statistics;
 mod volume;
 
 use pyo3::prelude::*;
@@ -34,13 +38,15 @@ mod _memascend {
     #[pymodule_export]
     use crate::files::ExternalFile;
     #[pymodule_export]
+    use crate::handles::{Commit, TensorId, Ticket};
+    #[pymodule_export]
     use crate::host::{Plane, Rule, StepScalars, gradient_stats, return_large_blocks_to_system, step_host};
     #[pymodule_export]
     use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]
     use crate::overflow::check_overflow;
     #[pymodule_export]
-    use crate::runtime::{Commit, Runtime, TensorId, Ticket};
+    use crate::runtime::Runtime;
     #[pymodule_export]
     use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
 }

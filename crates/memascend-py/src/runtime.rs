@@ -1,176 +1,28 @@
+//! One training run, as Python holds it.
+
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memascend_exec::{
-    Address, DeviceLink, Executor, FilePart, GradientId, GradientSource, Gradients, OptimError, Pending,
-    Segment, Staging, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
-};
-use memascend_mem::{Cudart, HostAllocator, LeaseSlice, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{CountersSnapshot, Operation};
-use memascend_store::{Store, StoreOptions};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use memascend_exec::{FilePart, GradientId, OptimError, Pending, UnitWeights};
+use memascend_mem::{LeaseSlice, round_up_to_page};
+use memascend_nvme::Operation;
+use memascend_store::StoreOptions;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::arguments::{UpdateArgument, unit_tensors};
 use crate::device::{self, Capture, CudaEvent, Stash};
-use crate::errors::{device_error, memory_error, optim_error, store_error};
+use crate::errors::{memory_error, optim_error, store_error};
 use crate::files::ExternalFile;
-use crate::host::{self, Plane, Rule, StepScalars, parse_dtype};
+use crate::handles::{Commit, TensorId, Ticket};
+use crate::host::{self, Plane, parse_dtype};
 use crate::lease::LeaseBuffer;
-use crate::volume::{engine_options, set_counters};
-
-/// A tensor of the store.
-#[pyclass(frozen, eq, hash, module = "memascend._memascend")]
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct TensorId(memascend_store::TensorId);
-
-/// A commit under way.
-#[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Commit {
-    ready: Arc<Pending>,
-    generation: Arc<AtomicU64>,
-}
-
-#[pymethods]
-impl Commit {
-    /// Waits until the generation is durable; returns its number.
-    fn wait(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.ready.wait()).map_err(|error| optim_error(&error))?;
-        Ok(self.generation.load(Ordering::Acquire))
-    }
-
-    /// Whether `wait` would return at once.
-    fn is_ready(&self) -> bool {
-        self.ready.is_idle()
-    }
-}
-
-/// A fetch under way.
-#[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct Ticket(Arc<memascend_exec::Ticket>);
-
-#[pymethods]
-impl Ticket {
-    /// Waits until the unit's weights are in their buffer.
-    fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))
-    }
-
-    /// Whether `wait` would return at once.
-    fn is_ready(&self) -> bool {
-        self.0.is_ready()
-    }
-}
-
-#[derive(FromPyObject)]
-struct SegmentArgument<'py> {
-    start: usize,
-    numel: usize,
-    rule: Bound<'py, Rule>,
-    scalars: Bound<'py, StepScalars>,
-    fresh: Vec<bool>,
-    /// `(weight, gradient)` addresses for a tensor in host memory.
-    host: Option<(usize, usize)>,
-}
-
-#[derive(FromPyObject)]
-struct PlaneArgument<'py> {
-    plane: Bound<'py, Plane>,
-    id: Bound<'py, TensorId>,
-    written: bool,
-}
-
-#[derive(FromPyObject)]
-struct UpdateArgument<'py> {
-    dtype: String,
-    numel: usize,
-    weight_offset: usize,
-    planes: Vec<PlaneArgument<'py>>,
-    gradient: Option<usize>,
-    segments: Vec<SegmentArgument<'py>>,
-}
-
-impl UpdateArgument<'_> {
-    /// What the executor takes, but for the gradient.
-    fn tensor(self) -> PyResult<UpdateTensor> {
-        let address = |value: usize| Address(value as *mut u8);
-        let planes: Vec<UpdatePlane> = self
-            .planes
-            .into_iter()
-            .map(|plane| UpdatePlane {
-                plane: plane.plane.get().0,
-                tensor: plane.id.get().0,
-                written: plane.written,
-            })
-            .collect();
-        let dtype = parse_dtype(&self.dtype)?;
-        let numel = self.numel;
-        let segments = self.segments.into_iter().map(|segment| {
-            let rule = segment.rule.get().0;
-            for plane in rule.planes() {
-                if !planes.iter().any(|kept| kept.plane == plane) {
-                    let what = plane.name;
-                    return Err(PyValueError::new_err(format!(
-                        "an update of {what}, for which there is no room"
-                    )));
-                }
-                if plane.has_records() && (segment.start, segment.numel) != (0, numel) {
-                    return Err(PyValueError::new_err("8-bit states of a part of a tensor"));
-                }
-            }
-            if segment.fresh.len() != rule.planes().len() {
-                return Err(PyValueError::new_err("not a word on each plane on whether it is fresh"));
-            }
-            if rule.weight.bytes() != dtype.bytes() {
-                return Err(PyValueError::new_err(format!("a rule of another dtype than {}", self.dtype)));
-            }
-            Ok(Segment {
-                start: segment.start,
-                numel: segment.numel,
-                rule,
-                scalars: segment.scalars.get().0,
-                fresh: segment.fresh,
-                host: segment.host.map(|(weight, gradient)| (address(weight), address(gradient))),
-            })
-        });
-        Ok(UpdateTensor {
-            dtype,
-            numel,
-            weight_offset: self.weight_offset,
-            segments: segments.collect::<PyResult<_>>()?,
-            planes,
-            gradient: GradientSource::addresses(),
-        })
-    }
-}
-
-struct Parts {
-    link: Option<Arc<DeviceLink>>,
-    executor: Executor,
-    gradients: Arc<Gradients>,
-    staging: Arc<Staging>,
-    store: Arc<Store>,
-    units: Pool,
-    packs: Pool,
-    pools: Vec<Pool>,
-}
-
-impl Parts {
-    fn link(&self) -> PyResult<&Arc<DeviceLink>> {
-        self.link.as_ref().ok_or_else(|| PyRuntimeError::new_err("the runtime was made without a device"))
-    }
-}
-
-impl Drop for Parts {
-    fn drop(&mut self) {
-        // Others may hold the link too, and its copies read and write the pools.
-        if let Some(link) = &self.link {
-            link.close();
-        }
-    }
-}
+use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions, StorePlan};
+use crate::statistics::statistics;
+use crate::volume::engine_options;
 
 /// One training run's native side: store, arena, gradients and step executor.
 #[pyclass(frozen, module = "memascend._memascend")]
@@ -214,8 +66,8 @@ impl Runtime {
     fn new(
         py: Python<'_>,
         store: Vec<PathBuf>,
-        units: Vec<(String, usize, usize)>,
-        packs: Vec<(String, usize, usize)>,
+        units: Vec<PlanLine>,
+        packs: Vec<PlanLine>,
         chunk_bytes: usize,
         chunk_count: usize,
         chunk_elements: usize,
@@ -235,54 +87,17 @@ impl Runtime {
         compute_threads: usize,
         device: Option<i32>,
     ) -> PyResult<Self> {
+        let memory =
+            MemoryPlan { units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count };
         let engine = engine_options(engine, depth, io_poll, sq_poll)?;
-        if !rates.is_empty() && rates.len() != store.len() {
-            return Err(PyValueError::new_err(format!(
-                "{} rates for {} places of a store",
-                rates.len(),
-                store.len()
-            )));
-        }
-        let options = StoreOptions { engine, direct, rates, checksums, in_place };
-        let allocators: &[&str] = match (allocator, device) {
-            // Without a device pages locked by the system are as good as CUDA's, and cheaper.
-            ("auto", None) => &["locked", "pageable"],
-            // To others the device would copy by way of a buffer of its own, and the caller would wait for it.
-            ("auto", Some(_)) => &["cuda", "registered"],
-            _ => &[allocator],
+        let store = StorePlan {
+            paths: store,
+            options: StoreOptions { engine, direct, rates, checksums, in_place },
+            resume,
         };
-        let line = |(consumer, bytes, count)| SizeClass { consumer, bytes, count };
-        let groups = [
-            units.into_iter().map(line).collect(),
-            packs.into_iter().map(line).collect(),
-            vec![line(("staging".into(), chunk_bytes, chunk_count))],
-            vec![line(("update slots".into(), slot_bytes, slot_count))],
-        ];
-        let (link, store, pools, notices) = py.detach(|| {
-            let link = device.map(open_link).transpose()?.map(Arc::new);
-            let sources = allocators.iter().map(|name| memascend_mem::allocator(name, huge_pages));
-            let sources = sources.collect::<Result<Vec<_>, _>>().map_err(|e| memory_error(&e))?;
-            let opened = if resume { Store::open(&store, &options) } else { Store::create(&store, &options) };
-            let store = opened.map_err(|e| store_error(&e))?;
-            let mut notices = store.notices().to_vec();
-            let pools = carve(&sources, &groups, &mut notices).map_err(|e| memory_error(&e))?;
-            // The pools are parts of one arena.
-            store.register(&pools[0]);
-            PyResult::Ok((link, Arc::new(store), pools, notices))
-        })?;
-        let [units, packs, chunks, slots] =
-            <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
-        let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
-        let parts = Parts {
-            link,
-            executor: Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads),
-            gradients: Arc::new(Gradients::new(staging.clone(), chunk_elements)),
-            staging: Arc::new(staging),
-            store,
-            units,
-            packs,
-            pools,
-        };
+        let allocator = AllocatorChoice { name: allocator.to_owned(), huge_pages };
+        let options = RuntimeOptions { store, memory, allocator, compute_threads, device };
+        let (parts, notices) = py.detach(|| Parts::open(options))?;
         Ok(Self {
             parts: Mutex::new(Some(Arc::new(parts))),
             pending: Mutex::default(),
@@ -673,41 +488,7 @@ impl Runtime {
 
     /// Counters: bytes moved, host bytes in use, reserved and at most, store bytes, engine.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let parts = self.parts()?;
-        let volumes = parts.store.volumes();
-        let pools: Vec<_> = parts.pools.iter().map(Pool::counters).collect();
-        let stats = PyDict::new(py);
-        let io =
-            |of: fn(&CountersSnapshot) -> u64| volumes.iter().map(|volume| of(&volume.counters)).sum::<u64>();
-        stats.set_item("ssd_bytes_read", io(|counters| counters.reads.bytes))?;
-        stats.set_item("ssd_bytes_written", io(|counters| counters.writes.bytes))?;
-        stats.set_item("ssd_requests", io(|counters| counters.reads.requests + counters.writes.requests))?;
-        stats.set_item("store_bytes_used", parts.store.used_bytes())?;
-        stats.set_item("host_bytes_in_use", pools.iter().map(|pool| pool.live_bytes).sum::<usize>())?;
-        let (peak_bytes, classes) = parts.units.joint_peak();
-        stats.set_item("host_bytes_peak", peak_bytes)?;
-        let classes = classes.iter().map(|class| (class.bytes, class.count, class.live_bytes_at_peak));
-        stats.set_item("host_classes_at_peak", classes.collect::<Vec<_>>())?;
-        stats.set_item("host_bytes_reserved", pools.iter().map(|pool| pool.reserved_bytes).sum::<usize>())?;
-        stats.set_item("host_bytes_waste", pools.iter().map(|pool| pool.waste_bytes()).sum::<usize>())?;
-        stats.set_item("pool_hits", pools.iter().map(|pool| pool.hits).sum::<u64>())?;
-        stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
-        stats.set_item("pool_refusals", pools.iter().map(|pool| pool.refusals).sum::<u64>())?;
-        stats.set_item("host_allocator", parts.units.allocator())?;
-        stats.set_item("engine", volumes[0].engine)?;
-        stats.set_item("direct_io", volumes.iter().all(|volume| volume.direct))?;
-        let volumes = volumes.iter().map(|volume| {
-            let report = PyDict::new(py);
-            report.set_item("path", volume.path.to_string_lossy())?;
-            report.set_item("engine", volume.engine)?;
-            report.set_item("features", &volume.features)?;
-            report.set_item("direct_io", volume.direct)?;
-            report.set_item("share", volume.share)?;
-            set_counters(&report, &volume.counters)?;
-            Ok(report)
-        });
-        stats.set_item("volumes", volumes.collect::<PyResult<Vec<_>>>()?)?;
-        Ok(stats)
+        statistics(py, &*self.parts()?)
     }
 
     /// Seconds for which kernels of updates have run, the mean of the threads that run them.
@@ -745,39 +526,4 @@ impl Runtime {
     fn closed(&self) -> bool {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
-}
-
-fn open_link(device: i32) -> PyResult<DeviceLink> {
-    let cudart = Cudart::find().map_err(|error| device_error(&error))?;
-    DeviceLink::open(cudart, device).map_err(|error| optim_error(&error))
-}
-
-/// Pools from the first allocator that may lock as much memory as they need, and a notice of the ones that may not.
-fn carve(
-    sources: &[Box<dyn HostAllocator>],
-    groups: &[Vec<SizeClass>],
-    notices: &mut Vec<String>,
-) -> memascend_mem::Result<Vec<Pool>> {
-    let (last, others) = sources.split_last().expect("an allocator is named");
-    let mut refusal = None;
-    for source in others {
-        match Pool::carve(&**source, groups) {
-            Err(error) if error.is_pinning_refused() => refusal = refusal.or(Some(error)),
-            other => return other,
-        }
-    }
-    let carved = Pool::carve(&**last, groups);
-    if let (Ok(_), Some(refusal)) = (&carved, &refusal) {
-        notices.push(format!("{refusal}; using {} memory instead", last.name()));
-    }
-    carved.map_err(|error| refusal.unwrap_or(error))
-}
-
-fn unit_tensors(tensors: &[(Bound<'_, TensorId>, usize, usize)]) -> Vec<UnitTensor> {
-    let tensor = |(tensor, offset, bytes): &(Bound<'_, TensorId>, usize, usize)| UnitTensor {
-        tensor: tensor.get().0,
-        offset: *offset,
-        bytes: *bytes,
-    };
-    tensors.iter().map(tensor).collect()
 }
