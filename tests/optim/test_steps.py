@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 import memascend
+from memascend.optim.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from memascend.optim.schedule import Schedule
 
 HALF = torch.bfloat16
 
@@ -106,13 +109,13 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         for number in range(3):
             backward(model, number)
             if interrupt:
-                carry_out = optimizer._carry_out
+                carry_out = Step.carry_out
 
-                def interrupted(work: Any, carry_out: Any = carry_out) -> None:
+                def interrupted(step: Step, schedule: Schedule, carry_out: Any = carry_out) -> None:
                     signal.raise_signal(signal.SIGINT)
-                    carry_out(work)
+                    carry_out(step, schedule)
 
-                monkeypatch.setattr(optimizer, "_carry_out", interrupted)
+                monkeypatch.setattr(Step, "carry_out", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
                 monkeypatch.undo()
@@ -453,12 +456,12 @@ def test_amsgrad_switched_on_before_a_step_that_is_left_out() -> None:
 
 def test_options_of_groups_are_checked_like_those_of_all() -> None:
     optimizer = memascend.AdamW([ones()])
-    before = dict(optimizer._numbers)
+    before = dict(optimizer._homes.numbers)
     for bad in ({"seed": -1}, {"states": "int4"}, {"states": torch.float16}):
         with pytest.raises(ValueError, match=r"seed|states"):
             optimizer.add_param_group({"params": [ones()], **bad})
     assert len(optimizer.param_groups) == 1
-    assert optimizer._numbers == before, "others keep their random numbers"
+    assert optimizer._homes.numbers == before, "others keep their random numbers"
     optimizer.add_param_group({"params": [ones()], "states": torch.bfloat16})
     optimizer.step()
     for betas in ((0.9,), ()):

@@ -152,7 +152,7 @@ def _add_states(
             if "step" not in kept and not parameter.requires_grad:
                 continue
             shown = {"step": torch.tensor(float(kept.get("step", 0)))}
-            for plane in _rule_of(optimizer, group, parameter).planes:
+            for plane in optimizer.last_rule_of(group, parameter).planes:
                 shown[plane.name] = _shown(parameter, shown_dtype(plane))
                 source = partial(torch.zeros, parameter.shape, dtype=shown_dtype(plane))
                 if "step" in kept:
@@ -165,10 +165,6 @@ def _name_in_model(names: dict[nn.Parameter, list[str]], parameter: nn.Parameter
     if parameter not in names:
         raise ValueError("the optimizer has a parameter that is not the model's")
     return names[parameter][0]
-
-
-def _rule_of(optimizer: OffloadedOptimizer, group: dict[str, Any], parameter: nn.Parameter) -> Rule:
-    return optimizer._rules.get(parameter) or optimizer._rule(group, parameter)
 
 
 # ---- loading ------------------------------------------------------------------------------------------------
@@ -278,8 +274,8 @@ def _state_dict(
             elif options and options is not saved:
                 problems.append(f"{fqn} is in another parameter group than {names[group['params'][0]][0]}")
             options = options or saved
-            taken = {name: value for name, value in options.items() if name not in optimizer._own_options}
-            rule = optimizer._rule(group | taken, parameter)
+            taken = {name: value for name, value in options.items() if name not in optimizer.own_options}
+            rule = optimizer.rule_of(group | taken, parameter)
             state[number] = _unread(reader, parameter, rule, fqn, by_name[fqn], problems)
         groups.append(options | {"params": list(numbers)})
     return {"state": state, "param_groups": groups}

@@ -122,5 +122,5 @@ class AdamW(Adam):
             **options,
         )
 
-    # It is what makes this AdamW, whatever a loaded dictionary says.
-    _own_options = (*Adam._own_options, "decoupled_weight_decay")
+    # Decoupled weight decay is what makes this AdamW, whatever a loaded dictionary says.
+    own_options = (*Adam.own_options, "decoupled_weight_decay")

@@ -91,6 +91,28 @@ def load_states(
     return kept
 
 
+def saved_steps(saved: dict[str, Any]) -> int:
+    """Return how many steps the saved states of a parameter have seen.
+
+    `torch.optim.SGD` does not count steps, but its momentum shows that there was a first one.
+    """
+    if saved.get("step") is not None:
+        return int(saved["step"])
+    return 1 if any(value is not None for value in saved.values()) else 0
+
+
+def check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless everything in a parameter's saved states can be loaded."""
+    for name, value in saved.items():
+        if name == "step" or value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} of the loaded state dict is a {type(value).__name__}, not a tensor")
+        if value.shape != parameter.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+    saved_steps(saved)  # raises ValueError if `step` is not a number
+
+
 def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) -> None:
     tensor = place.tensor
     kept = tensor.planes[plane]

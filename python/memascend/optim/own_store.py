@@ -1,0 +1,112 @@
+"""Stores that an optimizer makes for the states of ordinary parameters, which no offloaded model owns."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from memascend.common.sizes import parse_size
+from memascend.layout.units import Unit, lay_out
+from memascend.offloading.native import close_at_exit, open_runtime
+from memascend.optim.update import allocate_states
+from memascend.plan.host import make_states_plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memascend._memascend import Rule
+    from memascend.layout.units import Place
+    from memascend.offloading.native import StorePaths
+    from memascend.residency.updates import Update
+
+
+class StatesStore:
+    """A store that holds the optimizer states of some ordinary parameters. Their weights stay in memory."""
+
+    def __init__(
+        self,
+        rules: dict[nn.Parameter, Rule],
+        paths: StorePaths,
+        host_memory: str | int | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Create the store in `paths` with room for the states that each parameter's rule keeps.
+
+        Raises StoreError, leaving no files behind, where the drives have no room for all of them.
+        """
+        self.unit = Unit("parameters", repeated=False)
+        lay_out(self.unit, ((f"parameter{index}", parameter) for index, parameter in enumerate(rules)))
+        plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory))
+        self.runtime = open_runtime(plan, paths, options)
+        try:
+            self.unit.index = self.runtime.add_unit()
+            planes = {(place.tensor, plane) for place in self.unit.places for plane in rules[place.parameter].planes}
+            self.runtime.check_room(sum(plane.bytes(tensor.numel) for tensor, plane in planes))
+            for place in self.unit.places:
+                allocate_states(self.runtime, place.tensor, rules[place.parameter])
+        except BaseException:
+            self.runtime.close(keep=False)
+            raise
+        close_at_exit(self)
+
+    def run(self, updates: list[Update]) -> None:
+        """Carry out `updates` and wait until the new states are on the drives."""
+        ticket = self.runtime.fetch(self.unit.index, [], None, updates)
+        for update in updates:
+            update.started()
+        ticket.wait()
+        self.runtime.wait_unit(self.unit.index)
+
+    def flush(self) -> None:
+        """Wait until everything written is on the drives."""
+        if not self.runtime.closed:
+            self.runtime.wait_unit(self.unit.index)
+
+    def close(self, failed: bool = False) -> None:
+        """Remove the store's files."""
+        self.runtime.close(keep=False)
+
+
+class OwnStores:
+    """All stores that one optimizer makes below the directories that it was given: one per group of parameters."""
+
+    def __init__(self, paths: StorePaths, host_memory: str | int | None, options: dict[str, Any]) -> None:
+        """Remember where stores go and how they are opened; the first call of `reserve` makes one."""
+        self._paths = paths
+        self._host_memory = host_memory
+        self._options = options
+        self._stores: list[StatesStore] = []
+        self._locations: dict[nn.Parameter, tuple[StatesStore, Place]] = {}
+
+    @property
+    def any_made(self) -> bool:
+        """Whether there is a store yet."""
+        return bool(self._stores)
+
+    def reserve(self, rules: dict[nn.Parameter, Rule]) -> None:
+        """Make a store for the states of these parameters, which have none yet."""
+        store = StatesStore(rules, self._next_paths(), self._host_memory, self._options)
+        self._stores.append(store)
+        self._locations |= {place.parameter: (store, place) for place in store.unit.places}
+
+    def location(self, parameter: nn.Parameter) -> tuple[StatesStore, Place] | None:
+        """Return the store that holds a parameter's states and their place there, or None before `reserve`."""
+        return self._locations.get(parameter)
+
+    def flush(self) -> None:
+        """Wait until everything written is on the drives."""
+        for store in self._stores:
+            store.flush()
+
+    def close(self) -> None:
+        """Remove the files of every store."""
+        # Later stores lie inside the first one's directories, so they go first.
+        for store in reversed(self._stores):
+            store.close()
+
+    def _next_paths(self) -> StorePaths:
+        """Return the directories given, or for parameters added later a new directory inside each of them."""
+        if not self._stores:
+            return self._paths
+        paths = [self._paths] if isinstance(self._paths, str | os.PathLike) else list(self._paths)
+        return [os.path.join(path, f"group{len(self._stores)}") for path in paths]

@@ -1,0 +1,61 @@
+"""Room on drives that the states of several parameters take, made for all of them at once or for none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memascend.optim.update import allocate_states, missing_planes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memascend._memascend import Rule
+    from memascend.durable.protocols import Optimizer
+    from memascend.layout.units import StoreTensor
+    from memascend.offloading.session import Session
+
+
+@dataclass(slots=True)
+class Room:
+    """What parameters ask for before any of it is made."""
+
+    #: Tensors of offloaded models, with the rules of the parameters that ask.
+    on_sessions: defaultdict[Session, dict[StoreTensor, list[Rule]]] = field(default_factory=lambda: defaultdict(dict))
+    #: Ordinary parameters that have no room on a store of the optimizer's own yet.
+    on_own_store: dict[nn.Parameter, Rule] = field(default_factory=dict)
+
+    def add(self, session: Session, tensor: StoreTensor, rule: Rule) -> None:
+        """Ask for the gradient of a tensor of an offloaded model, and for the states that `rule` keeps."""
+        self.on_sessions[session].setdefault(tensor, []).append(rule)
+
+
+def make_room(session: Session, tensors: dict[StoreTensor, list[Rule]], optimizer: Optimizer) -> None:
+    """Make room for the states and gradients of tensors of an offloaded model.
+
+    Raises StoreError before anything has been allocated where the drives have no room for all of it.
+    """
+    session.generations.settle()
+    runtime = session.runtime
+    missing_state_bytes = missing_gradient_bytes = 0
+    for tensor, rules in tensors.items():
+        planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
+        missing_state_bytes += sum(plane.bytes(tensor.numel) for plane in planes)
+        # Gradients may spill to the drives too: count them before training starts.
+        missing_gradient_bytes += 0 if tensor.packed or tensor.gradient is not None else tensor.nbytes
+    missing_bytes = missing_state_bytes + missing_gradient_bytes
+    # The second slots, which the durable generation occupies while the next one is written.
+    spare_bytes = missing_state_bytes
+    spare_bytes += sum(runtime.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
+    spare_bytes += sum(runtime.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
+    two_slots = session.generations.decide(optimizer, missing_bytes, spare_bytes)
+    runtime.check_room(missing_bytes + (spare_bytes if two_slots else 0))
+    for tensor, rules in tensors.items():
+        session.gradients.allocate(tensor)
+        for rule in rules:
+            allocate_states(runtime, tensor, rule)
+        if two_slots:
+            assert tensor.id is not None
+            for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values())]:
+                runtime.make_spare(tensor_id)

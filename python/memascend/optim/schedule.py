@@ -1,0 +1,107 @@
+"""The updates of one optimizer step, sorted by what carries them out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import _memascend
+from memascend.optim.update import add_segment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memascend.layout.units import Place, StoreTensor, Unit
+    from memascend.offloading.session import Session
+    from memascend.optim.own_store import StatesStore
+    from memascend.residency.updates import Segment, Update
+
+
+@dataclass(slots=True)
+class Operands:
+    """Weight and gradient of an ordinary parameter as the kernels take them: contiguous and on the CPU."""
+
+    parameter: nn.Parameter
+    #: The parameter's own memory, or a copy of a parameter that is not contiguous or not on the CPU.
+    weight: torch.Tensor
+    gradient: torch.Tensor
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the weight and of the gradient."""
+        return self.weight.data_ptr(), self.gradient.data_ptr()
+
+    def copy_back(self) -> None:
+        """Write the updated weight to the parameter, if `weight` is a copy."""
+        if self.weight.data_ptr() != self.parameter.data_ptr():
+            self.parameter.detach().copy_(self.weight)
+
+
+class Schedule:
+    """The updates of one step. Adding to it changes nothing; `defer` and `run` do.
+
+    Updates of offloaded models are deferred to the next fetch of their units. Updates on the optimizer's own stores run
+    at once, a store at a time, and those in memory a parameter at a time.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no updates."""
+        self._deferred: defaultdict[Session, dict[StoreTensor, Update]] = defaultdict(dict)
+        self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
+        self._store_operands: list[Operands] = []
+        self._in_memory: list[tuple[Segment, list[torch.Tensor], Operands]] = []
+
+    def add_deferred(self, session: Session, place: Place, segment: Segment) -> None:
+        """Add the update of a parameter of an offloaded model."""
+        add_segment(self._deferred[session], place, segment, captured=True)
+
+    def add_on_store(self, store: StatesStore, place: Place, segment: Segment, operands: Operands) -> None:
+        """Add the update of an ordinary parameter whose states are on a store of the optimizer's own."""
+        add_segment(self._on_stores[store], place, segment, captured=False)
+        self._store_operands.append(operands)
+
+    def add_in_memory(self, segment: Segment, states: list[torch.Tensor], operands: Operands) -> None:
+        """Add the update of an ordinary parameter whose `states`, one per plane of the rule, are in memory."""
+        self._in_memory.append((segment, states, operands))
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The offloaded models with updates."""
+        return list(self._deferred)
+
+    def let_go(self) -> None:
+        """Drop the units that change from host memory. Raises MemascendError if one of them is in use."""
+        units = {(session, tensor.unit): None for session, updates in self._deferred.items() for tensor in updates}
+        for session, unit in units:
+            session.streamer.let_go(unit)
+
+    def defer(self) -> None:
+        """Hand the updates of offloaded models to the fetches that will carry them out."""
+        for session, updates in self._deferred.items():
+            by_unit: defaultdict[Unit, list[Update]] = defaultdict(list)
+            for update in updates.values():
+                by_unit[update.tensor.unit].append(update)
+            for unit, unit_updates in by_unit.items():
+                session.streamer.defer(unit, unit_updates)
+
+    def run(self) -> None:
+        """Carry out the updates of ordinary parameters."""
+        for segment, states, operands in self._in_memory:
+            weight, gradient = operands.addresses
+            _memascend.step_host(
+                segment.rule,
+                segment.numel,
+                weight,
+                [state.data_ptr() for state in states],
+                gradient,
+                segment.scalars,
+                torch.get_num_threads(),
+            )
+            operands.copy_back()
+        for store, updates in self._on_stores.items():
+            store.run(list(updates.values()))
+        for operands in self._store_operands:
+            operands.copy_back()
