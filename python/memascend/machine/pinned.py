@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend import _memascend
+from memascend._memascend import HostBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def empty_pinned(
     numel = shape.numel()
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
-    buffer = _memascend.HostBuffer(numel * dtype.itemsize, allocator, huge_pages)
+    buffer = HostBuffer(numel * dtype.itemsize, allocator, huge_pages)
     # The tensor's storage holds the buffer, and is its only owner.
     return torch.frombuffer(buffer, dtype=dtype, count=numel).view(shape)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memascend import _memascend
+from memascend._memascend import check_overflow
+from memascend.kernels import launcher
 from memascend.offloading.places import finish_gradient, shown_places
 
 if TYPE_CHECKING:
@@ -160,13 +161,11 @@ def check(
 
     on_devices = []
     if on_cuda:
-        from memascend.kernels import launcher as cuda
-
         # Before the CPU's part, so that the devices work meanwhile.
-        on_devices = [cuda.check(device, part, norm, unscale) for device, part in on_cuda.items()]
+        on_devices = [launcher.check(device, part, norm, unscale) for device, part in on_cuda.items()]
     factor = None if unscale is None or not on_cpu else float(unscale)
     described = [(_NAMES[dense.dtype], dense.numel(), dense.data_ptr()) for _, dense in on_cpu]
-    found, sums, _ = _memascend.check_overflow(described, norm, factor, threads)
+    found, sums, _ = check_overflow(described, norm, factor, threads)
     if unscale is not None:
         _tell_autograd(listed, copies)
     for place in kept.values():
