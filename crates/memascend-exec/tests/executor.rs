@@ -9,7 +9,7 @@ use memascend_exec::{
     Address, Executor, GradientSource, OptimError, Segment, Staging, UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{Algorithm, HostTensor, Moments, Rule, Weight, step_host};
-use memascend_nvme::Faults;
+use memascend_nvme::testing::Faults;
 use proptest::prelude::*;
 use support::{
     Bench, Kind, Model, Random, SLOT_BYTES_PER_ELEMENT, Setup, Shape, Unit, adamw, by_address, dtype_of,

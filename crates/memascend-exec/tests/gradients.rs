@@ -10,7 +10,7 @@ use memascend_kernels::{
     Dtype, GRADIENT_BLOCK, GradientStats, round_f16, stats_bf16, stats_f16, stats_f32, widen_f16,
 };
 use memascend_mem::{LeaseSlice, Pool, round_up_to_page};
-use memascend_nvme::Faults;
+use memascend_nvme::testing::Faults;
 use proptest::prelude::*;
 use support::{Bench, Kind, Random, pool, within_patience};
 

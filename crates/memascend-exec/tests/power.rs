@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memascend_kernels::{Algorithm, Moments, Rule, Weight};
-use memascend_nvme::{Faults, OpenedEngine, Power, SimDisk, SimEngine, SimNotePlace, Volume, VolumeFile};
+use memascend_nvme::testing::{Faults, Power, SimDisk, SimEngine, SimNotePlace};
+use memascend_nvme::{OpenedEngine, Volume, VolumeFile};
 use memascend_store::{Store, StoreError, StoreOptions};
 use support::{Bench, Kind, Model, Setup, Shape, Unit, adamw, within_patience};
 

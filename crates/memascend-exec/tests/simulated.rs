@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_exec::{OptimError, Result};
 use memascend_kernels::{GRADIENT_BLOCK, Moments};
-use memascend_nvme::Faults;
+use memascend_nvme::testing::Faults;
 use seeds::for_each_seed;
 use support::{Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a_tensor, within_patience};
 

@@ -7,6 +7,7 @@
 mod block_device;
 mod engine;
 mod error;
+pub mod testing;
 mod volume;
 
 /// What the fuzz targets reach that nobody else does.
@@ -22,7 +23,6 @@ pub use block_device::notes::{FoundNote, NoteKeeper};
 pub use block_device::uuid::{parse_uuid, random_uuid};
 pub use engine::counters::{Counters, CountersSnapshot, DirectionSnapshot};
 pub use engine::ring::RingEngine;
-pub use engine::sim::{Faults, Injected, Power, SimDisk, SimEngine, SimNotePlace};
 pub use engine::threads::ThreadsEngine;
 pub use engine::workload::{Measured, Workload};
 pub use engine::{

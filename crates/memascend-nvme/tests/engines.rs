@@ -5,9 +5,9 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass};
+use memascend_nvme::testing::{Faults, SimDisk, SimEngine};
 use memascend_nvme::{
-    BLOCK_BYTES, Completion, Engine, EngineOptions, Faults, Operation, Request, RingEngine, SimDisk,
-    SimEngine, ThreadsEngine, Volume,
+    BLOCK_BYTES, Completion, Engine, EngineOptions, Operation, Request, RingEngine, ThreadsEngine, Volume,
 };
 
 const MIB: usize = 1 << 20;

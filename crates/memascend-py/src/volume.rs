@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
 use memascend_nvme::{
-    Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, Faults, IoError,
-    Operation, Request, Workload, open_engine,
+    Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, IoError, Operation,
+    Request, Workload, open_engine, testing,
 };
 use memascend_store::{Store, StoreError, StoreOptions};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
@@ -19,30 +19,21 @@ use crate::lease::LeaseBuffer;
 /// The most transfers in flight that anybody may ask for.
 const DEPTH_MAX: usize = 32_000;
 
-/// The engine of that name: `auto`, `ring` or `threads`.
+/// The engine of that name: `auto`, `ring` or `threads`, or one that [`testing`] allows.
 pub(crate) fn engine_options(
     name: &str,
     depth: usize,
     io_poll: bool,
     sq_poll: bool,
 ) -> PyResult<EngineOptions> {
-    // Not among the choices offered: one loses every byte (for replaying schedules in benchmarks), the other keeps them in
-    // memory and fails on purpose (for tests).
-    let choice =
-        match (name, std::env::var_os("MEMASCEND_NULL_ENGINE"), std::env::var("MEMASCEND_SIM_FAULTS")) {
-            ("auto", ..) => EngineChoice::Auto,
-            ("ring", ..) => EngineChoice::Ring,
-            ("threads", ..) => EngineChoice::Threads,
-            ("null", Some(_), _) => EngineChoice::Null,
-            ("sim", _, Ok(faults)) => {
-                EngineChoice::Sim(faults.parse::<Faults>().map_err(PyValueError::new_err)?)
-            }
-            (other, ..) => {
-                return Err(PyValueError::new_err(format!(
-                    "unknown engine {other:?}: auto, ring or threads"
-                )));
-            }
-        };
+    let choice = match name {
+        "auto" => EngineChoice::Auto,
+        "ring" => EngineChoice::Ring,
+        "threads" => EngineChoice::Threads,
+        other => testing::engine_choice(other).map_err(PyValueError::new_err)?.ok_or_else(|| {
+            PyValueError::new_err(format!("unknown engine {other:?}: auto, ring or threads"))
+        })?,
+    };
     // What rings can have.
     if !(1..=DEPTH_MAX).contains(&depth) {
         return Err(PyValueError::new_err(format!("depth must be from 1 to {DEPTH_MAX}, not {depth}")));

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
-use memascend_nvme::{Faults, OpenedEngine, Operation, SimDisk, SimEngine, SimNotePlace, Volume};
+use memascend_nvme::testing::{Faults, SimDisk, SimEngine, SimNotePlace};
+use memascend_nvme::{OpenedEngine, Operation, Volume};
 use memascend_store::{Extent, Store, StoreError, StoreOptions};
 
 const FLIPS: usize = 1_000;

@@ -12,9 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
-use memascend_nvme::{
-    BLOCK_BYTES, Faults, OpenedEngine, Operation, Power, SimDisk, SimEngine, SimNotePlace, Volume, VolumeFile,
-};
+use memascend_nvme::testing::{Faults, Power, SimDisk, SimEngine, SimNotePlace};
+use memascend_nvme::{BLOCK_BYTES, OpenedEngine, Operation, Volume, VolumeFile};
 use memascend_store::{Extent, Rewrite, Store, StoreError, StoreOptions};
 use seeds::for_each_seed;
 

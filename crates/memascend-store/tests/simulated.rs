@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
-use memascend_nvme::{BLOCK_BYTES, Engine, Faults, OpenedEngine, Operation, SimDisk, SimEngine};
+use memascend_nvme::testing::{Faults, SimDisk, SimEngine};
+use memascend_nvme::{BLOCK_BYTES, Engine, OpenedEngine, Operation};
 use memascend_store::{Extent, STRIPE_BYTES, Store, StoreError, StoreOptions};
 use seeds::for_each_seed;
 

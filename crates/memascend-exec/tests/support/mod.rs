@@ -15,7 +15,8 @@ use memascend_kernels::{
     round_f16, step_host,
 };
 use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
-use memascend_nvme::{EngineChoice, EngineOptions, Faults, Operation};
+use memascend_nvme::testing::Faults;
+use memascend_nvme::{EngineChoice, EngineOptions, Operation};
 use memascend_store::{Store, StoreOptions, TensorId};
 
 /// How long anything in a test may take before it counts as hung.

@@ -12,10 +12,8 @@ use std::sync::Arc;
 
 use memascend_mem::{LeaseSlice, Pool};
 
-use crate::{
-    CountersSnapshot, Faults, IoError, NoteKeeper, Result, RingEngine, SimDisk, SimEngine, ThreadsEngine,
-    VolumeFile,
-};
+use crate::engine::sim::{Faults, SimDisk, SimEngine};
+use crate::{CountersSnapshot, IoError, NoteKeeper, Result, RingEngine, ThreadsEngine, VolumeFile};
 
 /// Which way bytes move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -121,9 +119,9 @@ pub enum EngineChoice {
     Ring,
     /// pread and pwrite on a few threads.
     Threads,
-    /// Nothing is moved: for replaying schedules, never for training.
+    /// Nothing is moved, for replaying schedules: see [`testing`](crate::testing).
     Null,
-    /// A disk in memory with faults, for tests.
+    /// A disk in memory with faults: see [`testing`](crate::testing).
     Sim(Faults),
 }
 

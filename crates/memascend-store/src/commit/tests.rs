@@ -3,7 +3,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
-use memascend_nvme::{Faults, OpenedEngine, Operation, Power, SimDisk, SimEngine, SimNotePlace, VolumeFile};
+use memascend_nvme::testing::{Faults, Power, SimDisk, SimEngine, SimNotePlace};
+use memascend_nvme::{OpenedEngine, Operation, VolumeFile};
 use proptest::prelude::*;
 
 use super::*;
