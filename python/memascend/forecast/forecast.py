@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend._memascend import STAGING_RESERVE
 from memascend.common.sizes import format_size
 from memascend.durable.generations import parse_durability
 from memascend.durable.model_buffers import buffers_bytes
@@ -32,6 +33,7 @@ from memascend.optim.update import rule_for
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
+from memascend.residency.device import DEVICE_AHEAD
 from memascend.residency.host import NEVER, PREFETCH_UNITS
 
 if TYPE_CHECKING:
@@ -42,10 +44,6 @@ if TYPE_CHECKING:
     from memascend.machine.gpu import Rate
     from memascend.plan.host import Line, Plan
 
-#: Staging chunks that data kept in host memory leaves to transfers: STAGING_RESERVE of staging.rs.
-STAGING_RESERVE = 8
-#: Units copied to a device ahead of the one in use: DEVICE_AHEAD of device_stream.py.
-DEVICE_AHEAD = 2
 #: Kinds of bytes on the SSD, in the order of the tables.
 KINDS = {
     "weights": "weights",

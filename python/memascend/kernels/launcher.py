@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend._memascend import GRADIENT_BLOCK
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -18,7 +20,7 @@ SOURCE = Path(__file__).with_name("overflow.cu")
 OPTIONS = ("--std=c++17",)
 KERNELS = ("find", "sum", "unscale", "unscale_sum", "total", "block_sums")
 #: As in the source: elements of a chunk, threads of a block, lanes of a partial sum.
-CHUNK, THREADS, LANES = 65_536, 256, 32
+CHUNK, THREADS, LANES = GRADIENT_BLOCK, 256, 32
 #: Blocks per multiprocessor: more than are resident at once, so that none runs dry at the end.
 BLOCKS_PER_PROCESSOR = 16
 #: Numbers of the dtypes in a row.

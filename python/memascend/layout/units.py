@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
 
-PAGE_BYTES = 4096
 #: Parameters below this size are packed with their neighbours and move as one tensor.
 PACK_BELOW_BYTES = 64 * 1024
 #: A pack is closed when it reaches this many elements, so that it is one chunk of an update.
-PACK_ELEMENTS_MAX = 65_536
+PACK_ELEMENTS_MAX = GRADIENT_BLOCK
 #: Members of a pack begin at multiples of this many elements: 64 bytes of bf16.
 PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
@@ -17,18 +18,15 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import StoreTensor, Unit
 
-#: Elements of a chunk of the update pipeline, at least and at most; a multiple of 65,536, over which gradient
+#: Elements of a chunk of the update pipeline, at least and at most; a multiple of the block over which gradient
 #: statistics are summed.
-CHUNK_ELEMENTS_MIN = 65_536
+CHUNK_ELEMENTS_MIN = GRADIENT_BLOCK
 CHUNK_ELEMENTS_MAX = 262_144
 #: Bytes that an element of an update takes beside its weight: two fp32 moments, the gradient and, for bf16 weights, the
 #: low half of the master. Rules that keep more (AMSGrad) move in smaller pieces.
 UPDATE_BYTES_PER_ELEMENT = 12
 #: With fp16 weights, whose master is whole.
 UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
-#: Bytes and number of the windows through which weights are read from files outside of the store: `FileReader` in Rust.
-WINDOW_BYTES = 1 << 20
-WINDOWS = 4
 #: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
 UPDATE_SLOTS = 8
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
@@ -74,7 +72,7 @@ class Plan:
     kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
     bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
     #: Beside the arena.
-    windows: Line = field(default_factory=lambda: Line("windows into files", WINDOW_BYTES, 0))
+    windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: One buffer serves all large units.
     by_turns: bool = False
@@ -138,7 +136,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     ]
     _add_bookkeeping(plan, units)
     if any(place.source is not None for tensor in tensors for place in tensor.places):
-        plan.windows.count, plan.windows.note = WINDOWS, "frozen weights read where they are"
+        plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
     classes, by_turns = classes_apart(units), classes_by_turns(units)
     apart, together = (sum(each.line.total for each in made) for made in (classes, by_turns))
