@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import fake_cuda
+import needs
 import pytest
 import torch
 from simulated_device import SimulatedDevice
@@ -85,14 +86,17 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
     fake.assert_clean()
 
 
+def pytest_configure() -> None:
+    """Refuse a MEMASCEND_REQUIRE that cannot be understood before any test runs."""
+    needs.required()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs root or a GPU where there is none, unless it was said to be required."""
-    if item.get_closest_marker("root") and os.geteuid() != 0 and not os.environ.get("MEMASCEND_REQUIRE_ROOT"):
-        pytest.skip("needs root")
+    """Skip or fail tests that need root or a GPU where there is none."""
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        needs.unmet("root", "this is an ordinary user")
     if item.get_closest_marker("gpu") and not _has_gpu():
-        if os.environ.get("MEMASCEND_REQUIRE_GPU"):
-            pytest.fail("needs a GPU, and MEMASCEND_REQUIRE_GPU is set", pytrace=False)
-        pytest.skip("needs a GPU")
+        needs.unmet("gpu", "PyTorch finds no CUDA device")
 
 
 @cache

@@ -17,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import multiprocessing.context
@@ -28,13 +28,11 @@ MIB = 1 << 20
 LEAST_BYTES = {"ext4": 32 * MIB, "xfs": 304 * MIB, "btrfs": 128 * MIB}
 
 
-def unavailable(why: str) -> None:
-    """Skip the test, or fail it where root's means were said to be there."""
-    import pytest
+def unavailable(why: str, need: str = "root") -> NoReturn:
+    """Skip the test, or fail it if its need is required."""
+    import needs  # not at the top: this file also runs as a program, alone
 
-    if os.environ.get("MEMASCEND_REQUIRE_ROOT"):
-        pytest.fail(why)
-    pytest.skip(why)
+    needs.unmet(need, why)
 
 
 # ---- devices ------------------------------------------------------------------------------------------------
@@ -203,7 +201,7 @@ def must(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        unavailable(f"{command[0]} is not installed")
+        unavailable(f"{command[0]} is not installed", "mkfs" if command[0].startswith("mkfs.") else "root")
     assert done.returncode == 0, f"{command}: {done.stderr}"
 
 

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import needs
 import numpy as np
 import pytest
 import tiny
@@ -361,13 +362,13 @@ def test_the_kernels_compile(architecture: int) -> None:
     with warnings.catch_warnings():
         # CuPy warns when it finds no CUDA toolkit. NVRTC is all that is needed.
         warnings.simplefilter("ignore")
-        pytest.importorskip("cupy", reason="CuPy compiles the kernels: pip install memascend[test]")
+        needs.package("cupy")
         from cupy.cuda import nvrtc
 
         try:
             nvrtc.getVersion()
         except Exception as error:
-            pytest.skip(f"NVRTC cannot be loaded: {error}")
+            needs.unmet("cupy", f"NVRTC cannot be loaded: {error}")
     program = nvrtc.createProgram(launcher.SOURCE.read_text(), launcher.SOURCE.name, (), ())
     try:
         options = (*launcher.OPTIONS, f"--gpu-architecture=sm_{architecture}")
@@ -392,7 +393,7 @@ def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cupy_is_given_torchs_stream() -> None:
-    cupy = pytest.importorskip("cupy", reason="CuPy launches the kernels: pip install memascend[test]")
+    cupy = needs.package("cupy")
 
     class Torchs:
         def __init__(self, handle: int) -> None:
@@ -470,7 +471,7 @@ class Host:
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("needs a C++ compiler: it compiles the CUDA source for the host")
+        needs.unmet("compiler", "a C++ compiler compiles the CUDA source for the host, and there is none")
     library = tmp_path_factory.mktemp("host") / "overflow.so"
     shim = Path(__file__).with_name("cuda_on_host.cpp")
     # The source reads 16 bytes at a time, and may fuse what is exact in any case.

@@ -9,6 +9,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import needs
 import pytest
 import tiny
 import torch
@@ -94,7 +95,7 @@ def test_a_loss_fused_with_the_head(offloaded: Callable[..., nn.Module], frozen:
 def test_liger_kernel(store: Path) -> None:
     # Without a GPU its kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
     if importlib.util.find_spec("liger_kernel") is None:
-        pytest.skip("needs liger-kernel")
+        needs.unmet("liger", "liger_kernel is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, __file__, str(store)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -6,13 +6,14 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import needs
 import pytest
 import tiny
 import torch
 
 import memascend
 
-peft = pytest.importorskip("peft")
+peft = needs.package("peft")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

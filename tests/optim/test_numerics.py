@@ -24,6 +24,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import needs
 import pytest
 import torch
 from torch import nn
@@ -307,7 +308,7 @@ REFUSED_OPTIONS = ("capturable", "differentiable")
 
 def common() -> Any:
     """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
-    pytest.importorskip("expecttest", reason="PyTorch's own inputs for optimizers need the package expecttest")
+    needs.package("expecttest")
     with warnings.catch_warnings():
         # What it says of other packages that PyTorch's tests use is nothing to us.
         warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import fake_cuda
+import needs
 import pytest
 import tiny
 import torch
@@ -330,7 +331,7 @@ def test_adapters_over_weights_in_their_files(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, tmp_path: Path
 ) -> None:
     """Frozen weights come from the files to the device; adapters are ordinary parameters there."""
-    peft = pytest.importorskip("peft")
+    peft = needs.package("peft")
     tiny.build("llama").save_pretrained(tmp_path / "llama")
 
     def train(model: nn.Module, told: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
