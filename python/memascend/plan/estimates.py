@@ -12,7 +12,7 @@ With T tokens in a pass, V words and b bytes an element:
   matrix is kept, since PyTorch's fused attention recomputes it. Experts: I is that of all the experts that a token is
   sent to.
 
-These are the tensors of transformers' Llama and Qwen2, to 1% (counted by `tests/plan/test_device_plan.py`). Not counted:
+These are the tensors of transformers' Llama and Qwen2, to 1% (see `tests/plan/test_device_plan.py`). Not counted:
 scratch of matrix products and of attention, the allocator's holes, Python and autograd themselves.
 """
 
