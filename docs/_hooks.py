@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from memascend.command.main import _parser as command_parser
+from memascend.command.arguments import parser as command_parser
 
 MARKER = "<!-- commands -->"
 
