@@ -1,0 +1,36 @@
+"""ARCHITECTURE.md names the rooms that exist, all of them, and files that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+PACKAGE, CRATES = ROOT / "python" / "memascend", ROOT / "crates"
+
+
+def rooms() -> dict[str, str]:
+    """Return the text under each heading that names a room."""
+    parts = re.split(r"^##+ (.*)$", TEXT, flags=re.MULTILINE)[1:]
+    named = zip(parts[::2], parts[1::2], strict=True)
+    return {match[1]: text for heading, text in named if (match := re.match(r"`([\w-]+)/?`: ", heading))}
+
+
+def test_every_room_has_a_heading() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    crates = {path.parent.name for path in CRATES.glob("*/Cargo.toml")}
+    assert len(folders) > 10 and len(crates) > 4
+    assert set(rooms()) == folders | crates
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    checked, missing = 0, []
+    for room, text in rooms().items():
+        homes = [PACKAGE / room, CRATES / room / "src", ROOT, PACKAGE]
+        for name in re.findall(r"`([\w./-]+(?:\.py|\.rs|\.cu|\.c|\.cpp|/))`", text):
+            checked += 1
+            if not any((home / name).exists() for home in homes):
+                missing.append((room, name))
+    assert missing == []
+    assert checked > 40
