@@ -1,4 +1,4 @@
-//! Starts jobs in order, piece by piece, as far as there are update slots.
+//! Starts jobs in order, piece by piece, as update slots come free.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -24,80 +24,103 @@ pub(super) struct Coordinator {
     pub(super) slot_bytes: usize,
     pub(super) chunk_elements: usize,
     pub(super) computed: Sender<Work>,
-    /// Made when a unit first has weights outside of the store.
+    /// Made for the first unit that has weights outside the store.
     pub(super) files: OnceLock<FileReader>,
+}
+
+/// A job that has started.
+struct Started<'a> {
+    pending: &'a Arc<Pending>,
+    weights: Option<&'a UnitWeights>,
+    ticket: &'a Ticket,
+}
+
+/// A piece to start: elements `first .. first + numel` of `tensor`.
+struct NewPiece<'a> {
+    job: &'a Started<'a>,
+    tensor: &'a Arc<UpdateTensor>,
+    places: &'a Places,
+    layout: &'a SlotLayout,
+    first: usize,
+    numel: usize,
+    /// The chunk of the gradient that holds these elements, if the gradient lies in chunks.
+    gradient_chunk: Option<Chunk>,
 }
 
 impl Coordinator {
     pub(super) fn run(&self, job: Job) {
         let Job { pending, weights, updates, ticket, ready } = job;
-        let started = pending.wait().and_then(|()| self.start(&pending, weights.as_ref(), updates, &ticket));
-        // Returned before anybody hears of the end, so that who waited finds the buffer free.
+        let started = pending.wait().and_then(|()| {
+            let job = Started { pending: &pending, weights: weights.as_ref(), ticket: &ticket };
+            self.start(&job, updates)
+        });
+        // Drop the lease before signalling, so the waiter can reuse the buffer.
         drop(weights);
         ready.end(started);
     }
 
-    fn start(
-        &self,
-        pending: &Arc<Pending>,
-        weights: Option<&UnitWeights>,
-        mut updates: Vec<UpdateTensor>,
-        ticket: &Arc<Ticket>,
-    ) -> Result<()> {
+    fn start(&self, job: &Started<'_>, mut updates: Vec<UpdateTensor>) -> Result<()> {
         updates.sort_by_key(|tensor| tensor.weight_offset);
-        if let Some(weights) = weights {
+        if let Some(weights) = job.weights {
             let updated: Vec<usize> = updates.iter().map(|tensor| tensor.weight_offset).collect();
             for tensor in &weights.tensors {
                 if updated.binary_search(&tensor.offset).is_err() {
-                    self.read_weights(&weights.lease, tensor, ticket);
+                    self.read_weights(&weights.lease, tensor, job.ticket);
                 }
             }
         }
-        for mut tensor in updates {
-            let places = self.places(weights, &tensor).inspect_err(|error| {
-                // Updated in part, the unit on the SSD must not be taken for whole.
-                pending.begin().end(Err(error.clone()));
-            })?;
-            // Each chunk of the gradient goes with its last piece, to return to the pool as soon as it is consumed.
-            let mut gradient_chunks = match &mut tensor.gradient.place {
-                SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
-                SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
-            };
-            let tensor = Arc::new(tensor);
-            let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements);
-            for first in (0..tensor.numel).step_by(layout.elements) {
-                let numel = layout.elements.min(tensor.numel - first);
-                let chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {
-                    let last = (first + layout.elements).is_multiple_of(self.chunk_elements);
-                    if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
-                });
-                self.start_piece(pending, weights, &tensor, &places, &layout, first, numel, chunk, ticket)?;
-            }
+        for tensor in updates {
+            self.start_tensor(job, tensor)?;
         }
-        // Last: it may fail, and the updates are taken.
-        match weights {
-            Some(weights) if !weights.files.is_empty() => self.read_files(weights, ticket),
+        // External files come last: their reads may fail, and by now every update has been taken.
+        match job.weights {
+            Some(weights) if !weights.files.is_empty() => self.read_files(weights, job.ticket),
             _ => Ok(()),
         }
     }
 
-    /// Where a tensor's values lie and where its new ones go.
+    /// Starts the update of a tensor, piece by piece.
+    fn start_tensor(&self, job: &Started<'_>, mut tensor: UpdateTensor) -> Result<()> {
+        let places = self.places(job.weights, &tensor).inspect_err(|error| {
+            // Other tensors of the unit may be updated already: record the error, so that no later job reads the unit.
+            job.pending.begin().end(Err(error.clone()));
+        })?;
+        // Each chunk of the gradient goes with its last piece, and returns to the pool as soon as it is consumed.
+        let mut gradient_chunks = match &mut tensor.gradient.place {
+            SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
+            SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
+        };
+        let tensor = Arc::new(tensor);
+        let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements);
+        for first in (0..tensor.numel).step_by(layout.elements) {
+            let numel = layout.elements.min(tensor.numel - first);
+            let gradient_chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {
+                let last = (first + layout.elements).is_multiple_of(self.chunk_elements);
+                if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
+            });
+            let (tensor, places, layout) = (&tensor, &places, &layout);
+            self.start_piece(NewPiece { job, tensor, places, layout, first, numel, gradient_chunk })?;
+        }
+        Ok(())
+    }
+
+    /// Where a tensor's values are read from, and where its new values go.
     fn places(&self, weights: Option<&UnitWeights>, tensor: &UpdateTensor) -> Result<Places> {
-        let of_weights = weights.map(|weights| {
-            let found = weights.tensors.iter().find(|part| part.offset == tensor.weight_offset);
-            found.expect("an update is of one of the unit's tensors").tensor
+        let weights_tensor = weights.map(|weights| {
+            let unit_tensor = weights.tensors.iter().find(|part| part.offset == tensor.weight_offset);
+            unit_tensor.expect("an update is of one of the unit's tensors").tensor
         });
-        let weights = of_weights.map(|id| self.store.rewrite(id)).transpose()?;
+        let weights = weights_tensor.map(|id| self.store.rewrite(id)).transpose()?;
         let planes = tensor.planes.iter().map(|state| self.store.rewrite(state.tensor));
         let planes: Vec<Rewrite> = planes.collect::<std::result::Result<_, _>>()?;
         let targets = Targets {
-            weights: weights.as_ref().map(|place| place.target),
-            planes: planes.iter().map(|place| place.target).collect(),
+            weights: weights.as_ref().map(|rewrite| rewrite.target),
+            planes: planes.iter().map(|rewrite| rewrite.target).collect(),
         };
-        Ok(Places { weights: weights.map(|place| place.source), planes, targets: Arc::new(targets) })
+        Ok(Places { weights: weights.map(|rewrite| rewrite.source), planes, targets: Arc::new(targets) })
     }
 
-    /// Reads weights that no update touches.
+    /// Reads weights that no update changes.
     fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, ticket: &Ticket) {
         let buffer = LeaseSlice::new(Arc::clone(lease), tensor.offset, tensor.bytes);
         let read = ticket.ready.begin();
@@ -106,6 +129,7 @@ impl Coordinator {
         self.store.transfer(Operation::Read, self.store.current(tensor.tensor), 0, buffer, done);
     }
 
+    /// Reads weights that lie in external files.
     fn read_files(&self, weights: &UnitWeights, ticket: &Ticket) -> Result<()> {
         let reader = match self.files.get() {
             Some(reader) => reader,
@@ -121,33 +145,24 @@ impl Coordinator {
         Ok(())
     }
 
+    /// An update slot, waiting for one to come free.
     fn slot(&self) -> Result<Arc<Lease>> {
         let slot = self.slots.lease(self.slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
         slot.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn start_piece(
-        &self,
-        pending: &Arc<Pending>,
-        weights: Option<&UnitWeights>,
-        tensor: &Arc<UpdateTensor>,
-        places: &Places,
-        layout: &SlotLayout,
-        first: usize,
-        numel: usize,
-        gradient_chunk: Option<Chunk>,
-        ticket: &Ticket,
-    ) -> Result<()> {
-        let update = pending.begin();
+    /// Starts the reads of a piece; the last of them to end passes the piece on to the kernel threads.
+    fn start_piece(&self, piece: NewPiece<'_>) -> Result<()> {
+        let update = piece.job.pending.begin();
         let slot = match self.slot() {
             Ok(slot) => slot,
             Err(error) => {
-                // Half-updated, the unit on the SSD must not be taken for whole.
+                // Other pieces may be updated already: record the error, so that no later job reads the unit.
                 update.end(Err(error.clone()));
                 return Err(error);
             }
         };
+        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk } = piece;
         let areas = Areas::new(slot, tensor, layout, numel);
         let element = tensor.dtype.bytes();
         let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
@@ -155,7 +170,7 @@ impl Coordinator {
             if state.written {
                 reads.push((place.source, state.plane.span(first, numel).start, area.clone()));
             } else {
-                // SAFETY: the slot is fresh: nobody else knows it yet.
+                // SAFETY: the slot is fresh, so no other thread knows the area.
                 unsafe { area.as_mut_slice() }.fill(0);
             }
         }
@@ -164,25 +179,24 @@ impl Coordinator {
         {
             reads.push((*extent, first * element, areas.gradient.clone()));
         }
-        let weights = weights.zip(places.weights).map(|(weights, source)| {
+        let weights = job.weights.zip(places.weights).map(|(weights, source)| {
             let offset = tensor.weight_offset + first * element;
-            let bytes = round_up_to_page(numel * element);
-            let range = LeaseSlice::new(Arc::clone(&weights.lease), offset, bytes);
+            let range =
+                LeaseSlice::new(Arc::clone(&weights.lease), offset, round_up_to_page(numel * element));
             reads.push((source, first * element, range.clone()));
             range
         });
-        let work = Work {
-            tensor: Arc::clone(tensor),
-            first,
-            numel,
-            areas,
-            weights,
-            targets: Arc::clone(&places.targets),
-            gradient_chunk,
-            pending: Arc::clone(pending),
-            update,
-            ready: ticket.ready.begin(),
-        };
+        let (tensor, targets) = (Arc::clone(tensor), Arc::clone(&places.targets));
+        let (pending, ready) = (Arc::clone(job.pending), job.ticket.ready.begin());
+        let work =
+            Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready };
+        self.submit_reads(reads, work);
+        Ok(())
+    }
+
+    /// Submits the reads of `work`: extent, offset in it and buffer of each.
+    fn submit_reads(&self, reads: Vec<(Extent, usize, LeaseSlice)>, work: Work) {
+        // One more than there are reads, so that the piece is not passed on before all of them are submitted.
         let join = Arc::new(Reads {
             left: AtomicUsize::new(reads.len() + 1),
             outcome: Mutex::new((None, Some(work))),
@@ -196,6 +210,5 @@ impl Coordinator {
             self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
         }
         join.ended(Ok(()));
-        Ok(())
     }
 }
