@@ -1,6 +1,6 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use memascend_mem::{Lease, LeaseSlice};
+use memascend_mem::{Lease, LeaseSlice, LockExt};
 use memascend_store::Extent;
 
 use crate::device::{Copies, Source};
@@ -415,13 +415,13 @@ impl Gradients {
     fn insert(&self, dtype: Dtype, numel: usize, pending: Arc<Pending>, place: Place) -> GradientId {
         let packed = matches!(place, Place::Packed { .. });
         let (arriving, place) = (Arc::default(), Mutex::new(place));
-        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut records = self.records.locked();
         records.push(Arc::new(Record { dtype, numel, packed, pending, arriving, place }));
         GradientId(records.len() - 1)
     }
 
     fn record(&self, id: GradientId) -> Arc<Record> {
-        Arc::clone(&self.records.lock().unwrap_or_else(PoisonError::into_inner)[id.0])
+        Arc::clone(&self.records.locked()[id.0])
     }
 }
 
@@ -434,7 +434,7 @@ impl Record {
     }
 
     fn lock(&self) -> MutexGuard<'_, Place> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+        self.place.locked()
     }
 
     /// The place when no capture from a device is under way. One that failed has told whoever asked for it.

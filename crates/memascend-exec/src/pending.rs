@@ -1,6 +1,7 @@
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::{OptimError, Result};
+use memascend_mem::{LockExt, WaitExt};
 
 /// Counts operations under way and remembers the first that failed.
 #[derive(Debug, Default)]
@@ -33,7 +34,7 @@ impl Pending {
     pub fn wait(&self) -> Result<()> {
         let mut state = self.lock();
         while state.count > 0 {
-            state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.idle.wait_locked(state);
         }
         state.error.clone().map_or(Ok(()), Err)
     }
@@ -55,7 +56,7 @@ impl Pending {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 

@@ -1,6 +1,6 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use memascend_mem::{Lease, LeaseSlice, Origin};
+use memascend_mem::{Lease, LeaseSlice, LockExt, Origin};
 use memascend_store::Extent;
 
 use crate::device::{Copies, Outcome};
@@ -165,7 +165,7 @@ impl Kept {
     }
 
     fn lock(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+        self.places.locked()
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::Dtype;
 use crate::{
@@ -198,7 +198,7 @@ pub fn check_overflow(
     outcome
 }
 
-impl Blocks<'_> {
+impl<'a> Blocks<'a> {
     fn work(&self) {
         let goes_on = matches!(self.work, CheckedWork::Unscale(_));
         let stops = || !goes_on && self.found.load(Ordering::Relaxed);
@@ -232,12 +232,17 @@ impl Blocks<'_> {
         }
         self.read.fetch_add(read, Ordering::Relaxed);
         // Whoever waits for a block that nobody will read has to learn of it.
-        let _fold = self.fold.lock().unwrap_or_else(PoisonError::into_inner);
+        let _fold = self.fold();
         self.moved.notify_all();
     }
 
+    /// Locks the fold. No change to it panics half-way, so a poisoned lock guards a sound state.
+    fn fold(&self) -> MutexGuard<'_, Fold<'a>> {
+        self.fold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn add(&self, block: usize, sum: f64) {
-        let mut fold = self.fold.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut fold = self.fold();
         while block >= fold.next + RING {
             // Sums are of no use any more, and blocks may be missing.
             if self.found.load(Ordering::Relaxed) {

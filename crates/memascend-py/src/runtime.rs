@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use memascend_exec::{FilePart, GradientId, OptimError, Pending, UnitWeights};
-use memascend_mem::{LeaseSlice, round_up_to_page};
+use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::StoreOptions;
 use pyo3::exceptions::PyRuntimeError;
@@ -36,12 +36,12 @@ pub(crate) struct Runtime {
 
 impl Runtime {
     fn parts(&self) -> PyResult<Arc<Parts>> {
-        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = self.parts.locked();
         parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
     }
 
     fn unit(&self, unit: usize) -> Arc<Pending> {
-        Arc::clone(&self.pending.lock().unwrap_or_else(PoisonError::into_inner)[unit])
+        Arc::clone(&self.pending.locked()[unit])
     }
 }
 
@@ -108,7 +108,7 @@ impl Runtime {
 
     /// A number for a new unit, under which its transfers are ordered.
     fn add_unit(&self) -> usize {
-        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pending = self.pending.locked();
         pending.push(Arc::default());
         pending.len() - 1
     }
@@ -119,7 +119,7 @@ impl Runtime {
             FilePart { file: Arc::clone(&file.get().0), position: *position, offset: *offset, bytes: *bytes }
         };
         let parts = parts.iter().map(part).collect();
-        self.files.lock().unwrap_or_else(PoisonError::into_inner).insert(unit, parts);
+        self.files.locked().insert(unit, parts);
     }
 
     /// Room for a tensor of `bytes` bytes in the store.
@@ -166,7 +166,7 @@ impl Runtime {
     /// ended nothing may be updated.
     fn commit(&self, state: String, tickets: Vec<Bound<'_, Ticket>>) -> PyResult<Commit> {
         let parts = self.parts()?;
-        let units = self.pending.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let units = self.pending.locked().clone();
         let commit = Commit { ready: Arc::default(), generation: Arc::default() };
         let tickets: Vec<_> = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
         let (under_way, generation) = (commit.ready.begin(), Arc::clone(&commit.generation));
@@ -241,7 +241,7 @@ impl Runtime {
         updates: Vec<UpdateArgument<'_>>,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
-        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner).get(&unit).cloned();
+        let files = self.files.locked().get(&unit).cloned();
         let unit = self.unit(unit);
         let tensors = unit_tensors(&tensors);
         let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
@@ -500,13 +500,13 @@ impl Runtime {
     /// What the user should know.
     #[getter]
     fn notices(&self) -> Vec<String> {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.notices.locked().clone()
     }
 
     /// Waits for everything under way and closes the files. With `keep` what was committed stays; otherwise all of it is
     /// removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
-        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let parts = self.parts.locked().take();
         let Some(parts) = parts else { return Ok(()) };
         py.detach(|| {
             if let Some(link) = &parts.link {
@@ -524,6 +524,6 @@ impl Runtime {
     /// Whether `close` was called.
     #[getter]
     fn closed(&self) -> bool {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.parts.locked().is_none()
     }
 }

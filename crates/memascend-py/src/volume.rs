@@ -1,8 +1,10 @@
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use memascend_mem::{Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
+use memascend_mem::{
+    Lease, LeaseSlice, LockExt, PageableAllocator, Pool, SizeClass, WaitExt, round_up_to_page,
+};
 use memascend_nvme::{
     Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, IoError, Operation,
     Request, Workload, open_engine, testing,
@@ -75,7 +77,7 @@ struct Open {
 
 impl Volume {
     fn open(&self) -> PyResult<Arc<Open>> {
-        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = self.0.locked();
         open.clone().ok_or_else(|| PyRuntimeError::new_err("the volume was closed"))
     }
 }
@@ -230,7 +232,7 @@ impl Volume {
 
     /// Waits for everything under way and removes the file. Closing twice is fine.
     fn close(&self, py: Python<'_>) {
-        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let open = self.0.locked().take();
         py.detach(|| drop(open));
     }
 }
@@ -259,7 +261,7 @@ struct BatchState {
 
 impl Batch {
     fn lock(&self) -> MutexGuard<'_, BatchState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// Submits the next request, if there is one: after a failure there is none.
@@ -308,7 +310,7 @@ impl Transfers {
         let error = py.detach(|| {
             let mut state = self.0.lock();
             while !self.0.is_over(&state) {
-                state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.0.ended.wait_locked(state);
             }
             state.error.take()
         });
@@ -322,7 +324,7 @@ pub(crate) struct KeptStore(Mutex<Option<Arc<Store>>>);
 
 impl KeptStore {
     fn store(&self) -> PyResult<Arc<Store>> {
-        let store = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let store = self.0.locked();
         store.clone().ok_or_else(|| PyRuntimeError::new_err("the store was closed"))
     }
 }
@@ -471,7 +473,7 @@ impl KeptStore {
 
     /// Closes the files, which stay. Closing twice is fine.
     fn close(&self, py: Python<'_>) {
-        let store = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let store = self.0.locked().take();
         py.detach(|| drop(store));
     }
 }

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::manifest::{Body, Common, Version, Written, is_tag};
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError};
+use memascend_mem::LockExt;
 
 /// A generation that is kept under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -326,7 +327,7 @@ impl Store {
     }
 
     fn writer(&self) -> MutexGuard<'_, ()> {
-        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.writer.locked()
     }
 }
 

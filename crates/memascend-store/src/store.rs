@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use memascend_mem::Pool;
+use memascend_mem::{LockExt, Pool};
 use memascend_nvme::{CountersSnapshot, EngineOptions, IoError, Volume, open_engine};
 
 use crate::id::StoreId;
@@ -194,7 +194,7 @@ impl Store {
     }
 
     pub(crate) fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.locked()
     }
 }
 

@@ -1,10 +1,11 @@
 //! Which extents there are, and who has them: tensors, generations, snapshots. Nothing here moves a byte.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::checksums::Checksums;
 use crate::{Extent, ExtentAllocator};
+use memascend_mem::LockExt;
 
 /// A tensor whose bytes belong to generations: weights, states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,7 +41,7 @@ impl Bytes {
     }
 
     pub(crate) fn sums(&self) -> MutexGuard<'_, Checksums> {
-        self.sums.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sums.locked()
     }
 }
 

@@ -1,9 +1,9 @@
 //! Transfers between buffers and extents, and their checksums.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 
-use memascend_mem::LeaseSlice;
+use memascend_mem::{LeaseSlice, LockExt};
 use memascend_nvme::{BLOCK_BYTES, Completion, IoError, Operation, Request};
 
 use crate::checksums::{sum_pieces, sum_writes};
@@ -156,13 +156,13 @@ struct Join {
 impl Join {
     fn finish(&self, error: Option<IoError>) {
         if let Some(error) = error {
-            self.outcome.lock().unwrap_or_else(PoisonError::into_inner).0.get_or_insert(error);
+            self.outcome.locked().0.get_or_insert(error);
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
         let (error, end) = {
-            let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut outcome = self.outcome.locked();
             (outcome.0.take(), outcome.1.take())
         };
         let (after, done) = end.expect("the last part finishes once");

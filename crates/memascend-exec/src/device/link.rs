@@ -1,8 +1,8 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Sender, unbounded};
-use memascend_mem::{CudaEvent, Cudart, Lease, Origin};
+use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
 
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
 use super::{Capture, Outcome, Restore, capture, restore};
@@ -224,7 +224,7 @@ impl DeviceLink {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Open>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.locked()
     }
 }
 

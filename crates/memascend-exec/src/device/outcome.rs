@@ -1,8 +1,9 @@
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use super::copies::Counters;
 use crate::{OptimError, Result};
+use memascend_mem::{LockExt, WaitExt};
 
 /// What comes of work that a thread of the device's does.
 #[derive(Debug)]
@@ -38,7 +39,7 @@ impl<T: Clone> Outcome<T> {
         loop {
             match &*result {
                 Some(result) => return result.clone(),
-                None => result = self.ended.wait(result).unwrap_or_else(PoisonError::into_inner),
+                None => result = self.ended.wait_locked(result),
             }
         }
     }
@@ -51,7 +52,7 @@ impl<T> Outcome<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Result<T>>> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner)
+        self.result.locked()
     }
 }
 

@@ -1,11 +1,11 @@
 //! A piece of a tensor on its way through the pipeline, and where its parts lie in an update slot.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crossbeam_channel::Sender;
 use memascend_kernels::GRADIENT_BLOCK;
-use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, round_up_to_page};
 use memascend_store::{Extent, Rewrite};
 
 use crate::gradients::Chunk;
@@ -70,7 +70,7 @@ impl Reads {
     }
 
     fn lock(&self) -> MutexGuard<'_, (Option<OptimError>, Option<Work>)> {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+        self.outcome.locked()
     }
 }
 
