@@ -29,7 +29,7 @@ from memascend.formats.hugging_face import empty_model
 from memascend.layout.units import PAGE_BYTES, partition, round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
-from memascend.optim.update import rule_for
+from memascend.optim.rules import rule_for
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan

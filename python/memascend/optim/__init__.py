@@ -9,7 +9,8 @@ from memascend.optim.sgd import SGD
 
 __all__ = ["NAMED", "SGD", "Adam", "AdamW", "Lion", "OffloadedOptimizer"]
 
-#: What the command line offers: the class, its algorithm's name, and the options that make it what people mean by it.
+#: What the command line offers: the class, its algorithm for `Rule`, and options that differ from
+#: the defaults.
 NAMED: dict[str, tuple[type[OffloadedOptimizer], str, dict[str, Any]]] = {
     "adamw": (AdamW, "adamw", {}),
     "lion": (Lion, "lion", {}),

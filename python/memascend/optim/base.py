@@ -1,4 +1,4 @@
-"""What every optimizer here shares: parameter groups, and PyTorch's interface to steps and saved states."""
+"""The base of every optimizer: parameter groups, and PyTorch's interface to steps and saved states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from memascend.optim.factors import GradientFactors
 from memascend.optim.homes import Homes
 from memascend.optim.own_store import OwnStores
 from memascend.optim.room import Room
+from memascend.optim.rules import rule_for
 from memascend.optim.states import check_saved, saved_steps
 from memascend.optim.step import NONFINITE, Algorithm, Step
-from memascend.optim.update import rule_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,32 +40,32 @@ _SEEDS = 1 << 32
 class OffloadedOptimizer(Optimizer):
     """An optimizer whose arithmetic is the same wherever its parameters and states live.
 
-    - Parameters of an offloaded model: weights, masters, states and gradients are on SSD. `step` is deferred:
-      the update of a unit runs when the unit is next fetched, so that it costs no pass of its own.
-    - Ordinary parameters with `store`: masters and states are on SSD, weights and gradients where they are.
-    - Ordinary parameters without `store`: everything in memory. The reference for exactness.
+    - Parameters of an offloaded model: weights, masters, states and gradients are on SSD. `step` is deferred: a unit is
+      updated when it is next fetched, so that the update costs no pass of its own.
+    - Ordinary parameters with `store`: masters and states are on SSD; weights and gradients stay in memory.
+    - Ordinary parameters without `store`: everything is in memory. This is the reference for exactness.
 
     A subclass names its algorithm and turns a group's options into the constants of a step; everything else is here.
     The arithmetic is in Rust (`kernels/rules/`).
 
-    Options of all, beside those of the namesake in `torch.optim`:
+    Options of every subclass, beside those that it has in `torch.optim`:
         states: "float32", "bfloat16" (rounded stochastically) or "8bit" (bitsandbytes' dynamic map in blocks of 256;
             parameters below 64 KiB keep float32). A group may have its own.
-        master: False lets bfloat16 weights do without an fp32 master: they are rounded stochastically. With True they
-            have one, kept as the weight and the low half of the master (int16); float16 weights always have one beside
-            them. A group may have its own.
-        seed: of stochastic rounding, below 2^32. The same seed gives the same bits, with any number of threads.
+        master: True keeps an fp32 master of each bfloat16 weight, as the weight and the low half of the master (int16).
+            False keeps none: the weight is rounded stochastically. A float16 weight always has an fp32 master beside
+            it. A group may have its own.
+        seed: seed of stochastic rounding, below 2^32. The same seed gives the same bits, with any number of threads.
         nonfinite: what `step` does where a gradient is infinite or NaN: "propagate" it as PyTorch does, "skip" the
             step (and count it in `skipped_steps`), or "raise" a MemascendError before anything has changed.
         store: directory, or several, for the states of ordinary parameters.
         host_memory: ceiling of the buffers that move those states (default: what they need).
         options: `engine`, `direct`, `allocator`, `huge_pages`, `compute_threads`, as in `memascend.offload`.
 
-    `foreach`, `fused`, `capturable` and `differentiable` are taken for the namesakes' sake. Every step is fused
-    already; the last two are refused, since updates run outside of autograd.
+    `foreach`, `fused`, `capturable` and `differentiable` are accepted because `torch.optim` has them. Every step is
+    fused; the last two are refused, since updates run outside of autograd.
 
-    Differences from `torch.optim`: `clip_grad_norm_` is a method and scales the gradient in fp32 inside
-    the update; `step` consumes gradients kept on SSD, as if `zero_grad` followed at once.
+    Differences from `torch.optim`: `clip_grad_norm_` is a method, and scales the gradient in fp32 inside the update;
+    `step` consumes gradients kept on SSD, as if `zero_grad` followed at once.
     """
 
     #: Options that `load_state_dict` leaves as they are.
@@ -129,7 +129,7 @@ class OffloadedOptimizer(Optimizer):
         self._built = True
         self._prepare(self.param_groups)
 
-    # ---- the algorithm, which a subclass gives ----------------------------------------------------------
+    # ---- the algorithm, which a subclass gives -----------------------------------------------------
 
     def _algorithm(self, group: dict[str, Any]) -> str:
         """Name the algorithm of a group, as `memascend._memascend.Rule` takes it."""
@@ -151,7 +151,7 @@ class OffloadedOptimizer(Optimizer):
         """Return the kernels and states of the parameter's last step, or of the next one if it is the first."""
         return self._homes.rules.get(parameter) or self.rule_of(group, parameter)
 
-    # ---- parameter groups -------------------------------------------------------------------------------
+    # ---- parameter groups --------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in PyTorch, and make room for its states."""
@@ -191,7 +191,7 @@ class OffloadedOptimizer(Optimizer):
     def _homes_with_gradient(self) -> list[Home]:
         return [self._homes.of(parameter) for _, parameter in self._with_gradient()]
 
-    # ---- step -------------------------------------------------------------------------------------------
+    # ---- step --------------------------------------------------------------------------------------
 
     def unscaled_by_torch(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `torch.amp.GradScaler` can unscale in place."""
@@ -199,10 +199,10 @@ class OffloadedOptimizer(Optimizer):
         return [parameter for parameter in parameters if not self._homes.of(parameter).unscaled_by_update]
 
     def unscale_in_step(self, inv_scale: float) -> bool:
-        """Have the next `step` multiply all other gradients by `inv_scale`, in fp32, and clip them so.
+        """Have the next `step` multiply all other gradients by `inv_scale`, in fp32.
 
-        Returns whether any of them is not finite. For `memascend.GradScaler`. The factor is forgotten after `step` and
-        `zero_grad`, and does not apply to a new gradient.
+        Returns whether one of them is not finite. `memascend.GradScaler` calls this. `clip_grad_norm_` takes the factor
+        into account, `step` and `zero_grad` forget it, and a new gradient does not have it.
         """
         homes = (home for home in self._homes_with_gradient() if home.unscaled_by_update)
         return self._factors.unscale(homes, inv_scale)
@@ -255,22 +255,22 @@ class OffloadedOptimizer(Optimizer):
         """Apply deferred updates now, and wait until they are on the store's drives."""
         self._homes.flush()
 
-    # ---- state ------------------------------------------------------------------------------------------
+    # ---- saved states ------------------------------------------------------------------------------
 
     def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, Place] | None:
         """Return the store that keeps a parameter's states and its place there; None for states in memory."""
         return self._homes.of(parameter).location
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states in PyTorch's format, to be saved by `torch.save` or loaded by a namesake in `torch.optim`.
+        """Return the states in PyTorch's format, for `torch.save` or the optimizer of the same name in `torch.optim`.
 
-        Per parameter: `step` (0-dim float32) and the algorithm's states, of the parameter's shape: float32, or bfloat16
-        where they are kept so; those of 8 bits become float32, and the same 8 bits again when loaded. Beside them
-        `master` (float32) of float16 weights, and `master_low` (int16) of bfloat16 weights: master bits =
+        Per parameter: `step` (0-dim float32) and the algorithm's states, of the parameter's shape. States are bfloat16
+        where they are kept so, and float32 otherwise; 8-bit states are decoded, and loading them restores the same 8
+        bits. Float16 weights also have `master` (float32), and bfloat16 weights `master_low` (int16): master bits =
         (weight bits << 16) + sign-extended low half.
 
-        States on SSD are copied piece by piece into nameless files beside the store and shown from there, so that they
-        take as much room on the drive as they have and host memory only as cache. `torch.load(..., mmap=True)` gives
+        States on SSD are copied one at a time into unnamed files beside the store, which the tensors map: the copy
+        takes as much room on the drive as the states, and host memory only as cache. `torch.load(..., mmap=True)` gives
         tensors of the same kind, from which `load_state_dict` reads one parameter at a time.
         """
         self.flush()
@@ -289,9 +289,9 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over states in PyTorch's format: ours, or those of the namesake in `torch.optim` over the same groups.
+        """Load states in PyTorch's format: of this class, or of the class of the same name in `torch.optim`.
 
-        Options of the groups are taken over too, but for `states` and `master`: what is loaded is converted.
+        Options of the groups are loaded too, except `states` and `master`: the loaded states are converted to them.
 
         Raises ValueError when groups or shapes do not match, before anything has changed.
         """
@@ -332,7 +332,7 @@ class OffloadedOptimizer(Optimizer):
             self._homes.make(room)
             home.load(rule, saved, steps)
 
-    # ---- what a store keeps -----------------------------------------------------------------------------
+    # ---- durable steps -----------------------------------------------------------------------------
 
     def trains_only(self, session: Session) -> bool:
         """Whether every parameter is of the model that `session` offloads."""

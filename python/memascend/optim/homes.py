@@ -13,10 +13,9 @@ from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import place_of
-from memascend.optim.room import make_room
+from memascend.optim.room import allocate_states, free_unused_states, make_room, missing_planes
 from memascend.optim.schedule import Operands
 from memascend.optim.states import load_states, read_states
-from memascend.optim.update import allocate_states, free_unused, missing_planes
 from memascend.residency.updates import Segment
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 class StateOwner(Optimizer, Protocol):
     """The optimizer whose parameters have homes; see `memascend.optim.base.OffloadedOptimizer`."""
 
-    #: As in `torch.optim.Optimizer`: for each parameter the number of steps, and the states that are in memory.
+    #: As in `torch.optim.Optimizer`: the steps of each parameter, and its states in memory.
     state: defaultdict[torch.Tensor, Any]
 
 
@@ -45,12 +44,12 @@ class Homes:
 
     def __init__(self, optimizer: StateOwner, own_stores: OwnStores | None = None) -> None:
         """Begin without parameters; with `own_stores`, states of ordinary parameters go there instead of memory."""
-        # Weak: a reference cycle would keep a deleted optimizer's states from being given up at once.
+        # Weak: in a cycle of references a deleted optimizer would own its states until collected.
         self._optimizer = weakref.ref(optimizer)
         self.own_stores = own_stores
         #: Offloaded models with room for this optimizer's states.
         self.sessions: list[Session] = []
-        #: The number of each parameter, which selects its sequence of random numbers for stochastic rounding.
+        #: The number of each parameter, which selects its random numbers for stochastic rounding.
         self.numbers: dict[nn.Parameter, int] = {}
         #: The rule of the last step taken on each parameter.
         self.rules: dict[nn.Parameter, Rule] = {}
@@ -111,7 +110,7 @@ class Home(ABC):
         self.homes = homes
         self.parameter = parameter
 
-    # ---- what every home has ----------------------------------------------------------------------------
+    # ---- the same for every home -------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
@@ -196,7 +195,7 @@ class Home(ABC):
             )
         return gradient
 
-    # ---- what each home answers -------------------------------------------------------------------------
+    # ---- what each home answers --------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -369,7 +368,7 @@ class OnModel(Home):
         place.made.clear()
         session.streamer.apply_update(place.tensor.unit)
         session.runtime.wait_unit(place.tensor.unit.index)
-        free_unused(session.runtime, place.tensor)
+        free_unused_states(session.runtime, place.tensor)
 
     def fresh_planes(self, rule: Rule) -> list[bool]:
         """Return which planes the store has no values of."""

@@ -20,8 +20,8 @@ class Lion(OffloadedOptimizer):
 
     Args:
         params: parameters or groups with options of their own, as for any `torch.optim.Optimizer`.
-        lr: what every weight moves by in a step.
-        betas: of the average that gives the direction, and of the state.
+        lr: the distance that every weight moves in a step.
+        betas: decay of the average whose sign is the direction, and of the average kept as the state.
         weight_decay: as in AdamW.
         maximize: follow the gradient upwards.
         options: `states`, `master`, `seed`, `nonfinite`, `store`, `host_memory` and others of `OffloadedOptimizer`.

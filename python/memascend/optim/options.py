@@ -1,4 +1,4 @@
-"""What the optimizers ask of their options, with the errors of their namesakes in `torch.optim`."""
+"""Checks of optimizer options. Errors have the same type and words as in `torch.optim`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_learning_rate(lr: float | torch.Tensor, foreach: bool | None = None) -
         raise ValueError(f"Invalid learning rate: {lr} (lr must be a number from 0 up)")
 
 
-def check_from_zero(what: str, name: str, value: float) -> None:
-    """Raise ValueError unless `value` is a number from 0 up."""
+def check_from_zero(label: str, name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a number from 0 up; `label` is the option's name in PyTorch's message."""
     if not 0.0 <= float(value) < math.inf:
-        raise ValueError(f"Invalid {what} value: {value} ({name} must be a number from 0 up)")
+        raise ValueError(f"Invalid {label} value: {value} ({name} must be a number from 0 up)")
 
 
 def check_betas(betas: Sequence[float | torch.Tensor], foreach: bool | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.common.sizes import parse_size
 from memascend.layout.units import Unit, lay_out
 from memascend.offloading.native import close_at_exit, open_runtime
-from memascend.optim.update import allocate_states
+from memascend.optim.room import allocate_states
 from memascend.plan.host import make_states_plan
 
 if TYPE_CHECKING:

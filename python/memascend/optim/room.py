@@ -1,4 +1,4 @@
-"""Room on drives that the states of several parameters take, made for all of them at once or for none."""
+"""Room on drives for gradients and states: asked for by several parameters, then made for all or for none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memascend.optim.update import allocate_states, missing_planes
+from memascend.layout.units import StorePlane
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memascend._memascend import Rule
+    from memascend._memascend import Plane, Rule, Runtime
     from memascend.durable.protocols import Optimizer
     from memascend.layout.units import StoreTensor
     from memascend.offloading.session import Session
@@ -29,6 +29,28 @@ class Room:
     def add(self, session: Session, tensor: StoreTensor, rule: Rule) -> None:
         """Ask for the gradient of a tensor of an offloaded model, and for the states that `rule` keeps."""
         self.on_sessions[session].setdefault(tensor, []).append(rule)
+
+
+def missing_planes(tensor: StoreTensor, rule: Rule) -> list[Plane]:
+    """Return the states of `rule` for which a tensor has no room yet."""
+    return [plane for plane in rule.planes if plane not in tensor.planes]
+
+
+def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
+    """Make room for the states that a tensor lacks; they begin as zeros without being written."""
+    for plane in missing_planes(tensor, rule):
+        name = f"{tensor.name}.{plane.name}"
+        if runtime.find_tensor(name) is not None:
+            # Two optimizers share a pack, and keep states of this name in different dtypes.
+            name = f"{name}.{plane.dtype}"
+        tensor.planes[plane] = StorePlane(plane, name, runtime.create_tensor(name, plane.bytes(tensor.numel)))
+
+
+def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
+    """Remove the states that no parameter of a tensor uses any more. No transfer of its unit may be under way."""
+    used = {plane for place in tensor.places if place.rule is not None for plane in place.rule.planes}
+    for plane in [plane for plane in tensor.planes if plane not in used]:
+        runtime.remove_tensor(tensor.planes.pop(plane).id)
 
 
 def make_room(session: Session, tensors: dict[StoreTensor, list[Rule]], optimizer: Optimizer) -> None:

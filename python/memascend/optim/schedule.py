@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend import _memascend
-from memascend.optim.update import add_segment
+from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.offloading.session import Session
     from memascend.optim.own_store import StatesStore
-    from memascend.residency.updates import Segment, Update
+    from memascend.residency.updates import Segment
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Operands:
     """Weight and gradient of an ordinary parameter as the kernels take them: contiguous and on the CPU."""
 
     parameter: nn.Parameter
-    #: The parameter's own memory, or a copy of a parameter that is not contiguous or not on the CPU.
+    #: The parameter's own memory, or a copy if it is not contiguous or not on the CPU.
     weight: torch.Tensor
     gradient: torch.Tensor
 
@@ -43,8 +43,8 @@ class Operands:
 class Schedule:
     """The updates of one step. Adding to it changes nothing; `defer` and `run` do.
 
-    Updates of offloaded models are deferred to the next fetch of their units. Updates on the optimizer's own stores run
-    at once, a store at a time, and those in memory a parameter at a time.
+    Updates of offloaded models are deferred to the next fetch of their units. Updates on the optimizer's own stores
+    run at once, a store at a time, and those in memory a parameter at a time.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Schedule:
 
     def add_deferred(self, session: Session, place: Place, segment: Segment) -> None:
         """Add the update of a parameter of an offloaded model."""
-        add_segment(self._deferred[session], place, segment, captured=True)
+        _add_segment(self._deferred[session], place, segment, captured=True)
 
     def add_on_store(self, store: StatesStore, place: Place, segment: Segment, operands: Operands) -> None:
         """Add the update of an ordinary parameter whose states are on a store of the optimizer's own."""
-        add_segment(self._on_stores[store], place, segment, captured=False)
+        _add_segment(self._on_stores[store], place, segment, captured=False)
         self._store_operands.append(operands)
 
     def add_in_memory(self, segment: Segment, states: list[torch.Tensor], operands: Operands) -> None:
@@ -105,3 +105,11 @@ class Schedule:
             store.run(list(updates.values()))
         for operands in self._store_operands:
             operands.copy_back()
+
+
+def _add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:
+    """Add one parameter's part to the update of its tensor."""
+    update = updates.get(place.tensor)
+    if update is None:
+        update = updates[place.tensor] = Update(place.tensor, captured=captured)
+    update.segments.append(segment)

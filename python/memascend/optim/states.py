@@ -1,4 +1,4 @@
-"""Optimizer states between where they are kept and PyTorch's `state_dict`."""
+"""Reading and writing optimizer states, on a store or in memory, in the form of PyTorch's `state_dict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 def read_states(
     parameter: torch.nn.Parameter, rule: Rule, state: dict[str, Any], location: tuple[Runtime, Place] | None
 ) -> dict[str, Any]:
-    """Return what `state_dict` shows of one parameter: `step` and a tensor for each of its states."""
+    """Return the entry of one parameter in `state_dict`: `step`, and a tensor for each of its states.
+
+    `state` is the parameter's entry in `Optimizer.state`; `location` is its store and place, or None for memory.
+    """
     values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
     for plane in rule.planes:
         values[plane.name] = read_state(parameter, plane, state, location)
@@ -42,25 +45,25 @@ def read_state(
 def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
     tensor = place.tensor
     dtype = shown_dtype(plane)
-    kept = tensor.planes.get(plane)
-    whole = torch.zeros(tensor.numel, dtype=dtype) if tensor.packed else _on_file(runtime, tensor.numel, dtype)
-    if kept is not None and kept.written:
+    store_plane = tensor.planes.get(plane)
+    whole = torch.zeros(tensor.numel, dtype=dtype) if tensor.packed else _file_backed(runtime, tensor.numel, dtype)
+    if store_plane is not None and store_plane.written:
         if plane.dtype == "uint8":
-            runtime.read_plane(kept.id, plane, tensor.numel, whole.data_ptr())
+            runtime.read_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
         else:
-            runtime.read(kept.id, whole.data_ptr(), whole.nbytes)
+            runtime.read(store_plane.id, whole.data_ptr(), whole.nbytes)
     part = whole[place.start : place.start + place.numel].view(place.shape)
     return part.clone() if tensor.packed else part
 
 
 class UnreadStates(dict[str, torch.Tensor]):
-    """Saved states of one parameter that stay where they are until `load_states` reads them, one at a time.
+    """Saved states of one parameter in a file, which `load_states` reads one at a time.
 
-    The tensors here show shapes and dtypes; `step` is the number itself.
+    The tensors in this dictionary only have the shapes and dtypes of the states; `step` has its value.
     """
 
     def __init__(self, shown: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
-        """Show what `read(name)` will return."""
+        """Have `shown` stand for the tensors that `read(name)` returns."""
         super().__init__(shown)
         self.read = read
 
@@ -68,12 +71,12 @@ class UnreadStates(dict[str, torch.Tensor]):
 def load_states(
     parameter: torch.nn.Parameter, rule: Rule, saved: dict[str, Any], location: tuple[Runtime, Place] | None
 ) -> dict[str, torch.Tensor]:
-    """Take over the saved states of one parameter; returns those that are kept in memory.
+    """Write the saved states of one parameter to its store, or return them if its states are in memory.
 
-    What is not there begins as zeros. So does a master, which then becomes the weight itself: also one that another
-    optimizer carried along and converted.
+    A state that was not saved begins as zeros. A master is zeros too, which stands for the weight itself, if it was not
+    saved, or if another optimizer has converted it to another dtype.
     """
-    kept: dict[str, torch.Tensor] = {}
+    in_memory: dict[str, torch.Tensor] = {}
     for plane in rule.planes:
         value = saved.get(plane.name)
         if value is None or (plane.name.startswith("master") and value.dtype != shown_dtype(plane)):
@@ -84,11 +87,11 @@ def load_states(
         if location is not None:
             _write(*location, plane, value)
         elif plane.dtype == "uint8":
-            kept[plane.name] = torch.zeros(plane.bytes(parameter.numel()), dtype=torch.uint8)
-            plane.encode(parameter.numel(), value.data_ptr(), kept[plane.name].data_ptr())
+            in_memory[plane.name] = torch.zeros(plane.bytes(parameter.numel()), dtype=torch.uint8)
+            plane.encode(parameter.numel(), value.data_ptr(), in_memory[plane.name].data_ptr())
         else:
-            kept[plane.name] = value.clone()
-    return kept
+            in_memory[plane.name] = value.clone()
+    return in_memory
 
 
 def saved_steps(saved: dict[str, Any]) -> int:
@@ -115,18 +118,18 @@ def check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
 
 def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) -> None:
     tensor = place.tensor
-    kept = tensor.planes[plane]
+    store_plane = tensor.planes[plane]
     whole = value.view(-1)
     if tensor.packed:
         whole = torch.zeros(tensor.numel, dtype=value.dtype)
-        if kept.written:
-            runtime.read(kept.id, whole.data_ptr(), whole.nbytes)
+        if store_plane.written:
+            runtime.read(store_plane.id, whole.data_ptr(), whole.nbytes)
         whole[place.start : place.start + place.numel] = value.view(-1)
     if plane.dtype == "uint8":
-        runtime.write_plane(kept.id, plane, tensor.numel, whole.data_ptr())
+        runtime.write_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
     else:
-        runtime.write(kept.id, whole.data_ptr(), whole.nbytes)
-    kept.written = True
+        runtime.write(store_plane.id, whole.data_ptr(), whole.nbytes)
+    store_plane.written = True
 
 
 def shown_dtype(plane: Plane) -> torch.dtype:
@@ -134,15 +137,15 @@ def shown_dtype(plane: Plane) -> torch.dtype:
     return torch.float32 if plane.dtype == "uint8" else getattr(torch, plane.dtype)
 
 
-def _on_file(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros in a nameless file beside the store: the system may take its memory back.
+def _file_backed(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros in an unnamed file beside the store, whose pages the system can reclaim.
 
     Raises OSError, naming the directory, where the drive has no room for it.
     """
     directory = _directory(runtime)
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
-            # Without room for all of it, writing to the mapping later would kill the process.
+            # Allocate every block now: writing to a mapping of a full drive raises SIGBUS.
             os.posix_fallocate(file.fileno(), 0, max(numel * dtype.itemsize, 1))
         except OSError as error:
             error.filename = str(directory)
@@ -151,7 +154,7 @@ def _on_file(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _directory(runtime: Runtime) -> Path:
-    """Return a directory on one of the store's drives; the system's temporary one for raw devices alone."""
+    """Return a directory on one of the store's drives, or the system's temporary directory if all are raw devices."""
     for volume in runtime.stats()["volumes"]:
         path = Path(volume["path"])
         if path.is_dir():
