@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly: what a store keeps of schedulers and random states. Never a pickle."""
+"""Python values as JSON and back, exactly, for the states of schedulers and random number generators. No pickles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from memascend.errors import MemascendError
 
-#: Marks an object of JSON that stands for something else.
+#: The key of JSON objects that stand for another kind of value.
 _KIND = "!"
 
 
@@ -23,16 +23,19 @@ def dumps(value: Any, what: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return as JSON what is made of JSON's own kinds, or by `encode`."""
+    """Return a value of JSON's own kinds, as `encode` returns them, as compact JSON text."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def loads(text: str) -> Any:
-    """Return the value that `dumps` was given; tensors are new ones on the CPU."""
+    """Return the value that `dumps` was given. Tensors are new ones on the CPU.
+
+    Raises ValueError for a text that is not such JSON.
+    """
     try:
         return json.loads(text, object_hook=_decode)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON text is nested too deeply") from None
 
 
 def encode(value: Any, what: str) -> Any:
@@ -54,20 +57,20 @@ def encode(value: Any, what: str) -> Any:
         return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
         if all(type(key) is str and key != _KIND for key in value):
-            return {key: encode(each, f"{what}[{key!r}]") for key, each in value.items()}
-        pairs = [[encode(key, what), encode(each, f"{what}[{key!r}]")] for key, each in value.items()]
+            return {key: encode(item, f"{what}[{key!r}]") for key, item in value.items()}
+        pairs = [[encode(key, what), encode(item, f"{what}[{key!r}]")] for key, item in value.items()]
         return {_KIND: "dict", "items": pairs}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [encode(each, f"{what}[{index}]") for index, each in enumerate(value)]
+        items = [encode(item, f"{what}[{index}]") for index, item in enumerate(value)]
         return (
             items
             if isinstance(value, list)
             else {_KIND: "set" if isinstance(value, set | frozenset) else "tuple", "items": items}
         )
     if type(value).__module__ == "numpy":
-        # Its numbers and arrays, without importing it for who does not use it.
+        # NumPy numbers and arrays, without importing NumPy for programs that do not use it.
         return encode(value.item() if getattr(value, "ndim", None) == 0 else torch.from_numpy(value), what)
-    if isinstance(value, bool | int | float | str):  # an enumeration's member, say
+    if isinstance(value, bool | int | float | str):  # For example a member of an enumeration.
         return encode({bool: bool, int: int, float: float, str: str}[_base(value)](value), what)
     raise MemascendError(
         f"{what} is a {type(value).__name__}, which a store does not keep: numbers, strings, lists, tuples, "
@@ -79,25 +82,25 @@ def _base(value: Any) -> type:
     return next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
 
 
-def _decode(found: dict[str, Any]) -> Any:
-    kind = found.get(_KIND)
+def _decode(encoded: dict[str, Any]) -> Any:
+    kind = encoded.get(_KIND)
     if kind is None:
-        return found
+        return encoded
     if kind == "tensor":
-        dtype = _dtype(found["dtype"])
-        raw = bytearray(base64.b64decode(found["data"]))
+        dtype = _dtype(encoded["dtype"])
+        raw = bytearray(base64.b64decode(encoded["data"]))
         data = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return data.view(found["shape"])
+        return data.view(encoded["shape"])
     if kind == "bytes":
-        return base64.b64decode(found["data"])
+        return base64.b64decode(encoded["data"])
     if kind == "dtype":
-        return _dtype(found["name"])
+        return _dtype(encoded["name"])
     if kind == "dict":
-        return {_hashable(key): value for key, value in found["items"]}
+        return {_hashable(key): value for key, value in encoded["items"]}
     if kind == "tuple":
-        return tuple(found["items"])
+        return tuple(encoded["items"])
     if kind == "set":
-        return set(found["items"])
+        return set(encoded["items"])
     raise ValueError(f"a value of kind {kind!r}, which this version does not know")
 
 

@@ -47,11 +47,11 @@ class ModelBuffers:
         small = [_bytes_of(buffer) for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         if small:
             packed = torch.cat(small)
-            copies[_SMALL] = packed, zlib.crc32(packed.numpy())
+            copies[_SMALL] = packed, _checksum(packed)
         for name, buffer in buffers.items():
             if buffer.nbytes > _LARGE_BYTES:
                 flat = _bytes_of(buffer)
-                copies[f"{_SMALL}.{name}"] = flat, zlib.crc32(flat.numpy())
+                copies[f"{_SMALL}.{name}"] = flat, _checksum(flat)
         copies = {name: copy for name, copy in copies.items() if self._checksums.get(name) != copy[1]}
         if not copies and described == self.described:
             return None
@@ -111,7 +111,7 @@ class ModelBuffers:
             if tensor is None:
                 raise CheckpointError(f"the store lacks the tensor {name}, which its record of buffers names")
             session.runtime.read(tensor, data.data_ptr(), nbytes)
-            self._checksums[name] = zlib.crc32(data.numpy())
+            self._checksums[name] = _checksum(data)
         return data
 
 
@@ -137,6 +137,11 @@ def buffers_bytes(model: torch.nn.Module) -> int:
     sizes = [buffer.nbytes for buffer in model.buffers()]
     large = sum(round_up(size, PAGE_BYTES) for size in sizes if size > _LARGE_BYTES)
     return large + round_up(sum(size for size in sizes if size <= _LARGE_BYTES), PAGE_BYTES)
+
+
+def _checksum(data: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor of bytes."""
+    return zlib.crc32(data.numpy().data)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -38,10 +38,10 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def trains_only(self, session: Session) -> bool:
+    def trains_only(self, session: Session, /) -> bool:
         """Whether every parameter of the optimizer is one of the session's model."""
 
-    def describe(self, session: Session) -> dict[str, Any]:
+    def describe(self, session: Session, /) -> dict[str, Any]:
         """Return the record of the optimizer, without tensors.
 
         Raises MemascendError where some of its parameters are not the model's.

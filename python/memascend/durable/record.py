@@ -114,11 +114,12 @@ def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> d
     name = type(model).__name__
     if transformers is None or getattr(transformers, name, None) is not type(model):
         return {"kind": "module", "class": f"{type(model).__module__}.{type(model).__qualname__}"}
-    generation_config = getattr(model, "generation_config", None)
+    generation_config: Any = getattr(model, "generation_config", None)
+    config: Any = model.config
     return {
         "kind": "transformers",
         "class": name,
-        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "config": json.loads(config.to_json_string(use_diff=False)),
         "generation_config": (
             None if generation_config is None else json.loads(generation_config.to_json_string(use_diff=False))
         ),
@@ -126,7 +127,7 @@ def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> d
         "implementations": {
             key: implementation
             for key in ("_attn_implementation", "_experts_implementation")
-            if isinstance(implementation := getattr(model.config, key, None), str)
+            if isinstance(implementation := getattr(config, key, None), str)
         },
     }
 

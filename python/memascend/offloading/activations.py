@@ -1,9 +1,9 @@
-"""Recompute a unit's activations in the backward pass; its inputs wait where they are, in host memory or on the SSD.
+"""Recomputes a unit's activations in the backward pass. Its inputs wait in place, in host memory or on the SSD.
 
-The scheme is that of Chen et al. 2016 (arXiv 1604.06174), with the graph of the first forward kept and only
-its saved tensors dropped, so that gradients flow through whatever the unit was called with. That inputs go to the SSD
-while the device computes on, each once, and are taken from where they are as long as they are there, is SSDTrain's idea
-(Wu et al. 2024, arXiv 2408.10013).
+The scheme is that of Chen et al. 2016 (arXiv 1604.06174), except that the graph of the first forward pass is kept and
+only its saved tensors are dropped, so that gradients flow to everything that the unit was called with. As in SSDTrain
+(Wu et al. 2024, arXiv 2408.10013), inputs are copied to the SSD while the device goes on computing, each of them once,
+and an input that is still in memory is used from there.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.machine.cuda import ComputeDevice
 
-#: Where the inputs of recomputed units wait: where they are; in host memory, and on the SSD when that is full; on the
-#: SSD.
+#: Where the inputs of recomputed units wait. "recompute": in place. "host": in host memory, and on the SSD once that is
+#: full. "ssd": on the SSD.
 POLICIES = ("recompute", "host", "ssd")
-#: Inputs below this stay where they are: an SSD request costs more than it frees.
+#: Smaller inputs stay in place: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
-#: Inputs that may be on their way from a device at once: one being copied, one that is used just now.
+#: Inputs that may be on their way from a device at once: one being copied, and one still in use.
 LEAVING_INPUTS = 2
 
 
 class StashedInput:
-    """An input put aside by the runtime; `restore` brings its values back into a fresh tensor."""
+    """An input that the runtime has copied out of the tensor; `restore` brings its values back into a new tensor."""
 
     def __init__(self, inputs: InputStash, tensor: torch.Tensor) -> None:
-        """Copy `tensor` out."""
+        """Copy the values of `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self.timeline = inputs.timeline
         with self.timeline.waiting("ssd_write"):
             self.stash: Stash = inputs.runtime.stash(tensor.data_ptr(), tensor.nbytes, inputs.policy == "ssd")
 
     def restore(self) -> torch.Tensor:
-        """Return the values; shape and dtype as they were."""
+        """Return the values, in a new tensor of the input's shape and dtype."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with self.timeline.waiting("ssd_read"):
             self.stash.restore(tensor.data_ptr())
@@ -57,7 +57,7 @@ class StashedInput:
 
 
 class _Source:
-    """A tensor that is being copied from the device: it lives until that is done, whoever lost interest."""
+    """Keeps a tensor alive until it has been copied from the device."""
 
     def __init__(self, inputs: InputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
@@ -68,7 +68,7 @@ class _Source:
         self.stash = inputs.runtime.stash_from_device(tensor.data_ptr(), tensor.nbytes, self._ready, spill)
 
     def leave(self, wait: bool) -> bool:
-        """Let go of the tensor once it was read, or `wait` for that; returns whether it is gone."""
+        """Drop the tensor once it has been copied, waiting for the copy if `wait`; return whether it was dropped."""
         if not self.stash.copied():
             if not wait:
                 return False
@@ -80,7 +80,7 @@ class _Source:
         return True
 
     def check(self) -> None:
-        """Raise MemascendError if the tensor was written to since it was put aside."""
+        """Raise MemascendError if the tensor was written to since the copy was started."""
         if self.tensor is not None and self.tensor._version != self._version:
             raise MemascendError(
                 "an input of a unit was changed in place after the unit was called, while it was copied from the "
@@ -89,7 +89,7 @@ class _Source:
 
 
 class LeavingInput(StashedInput):
-    """An input on a device, which is copied from there while the device computes on, and back before it is needed."""
+    """An input on a device: copied out while the device goes on computing, and back before it is needed."""
 
     def __init__(self, inputs: InputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
         """Start copying `tensor` out."""
@@ -98,22 +98,22 @@ class LeavingInput(StashedInput):
         self.timeline = inputs.timeline
         self.source = _Source(inputs, device, tensor)
         self.stash = self.source.stash
-        #: The values on their way back, when they are there, and the stream whose memory they have.
+        #: The tensor being filled, the copy that fills it, and the stream on which its memory was allocated.
         self._coming: tuple[torch.Tensor, Restore, int] | None = None
-        #: What was put aside before: the backward pass asks for it next.
-        self._before = inputs.latest
+        #: The input copied out before this one, which the backward pass needs next (a weak reference).
+        self._previous = inputs.latest
 
     def come(self) -> None:
-        """Start bringing the values back, unless they are still here."""
+        """Start copying the values back, unless the tensor still lives."""
         if self.source.tensor is None and self._coming is None:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device.torch_device)
             stream = self.device.stream()
-            # The memory may have been something else's, which is being computed with still.
+            # Kernels under way may still use this memory for an earlier tensor: copy after them.
             restore = self.stash.restore_to_device(tensor.data_ptr(), self.device.record(stream))
             self._coming = tensor, restore, stream
 
     def restore(self) -> torch.Tensor:
-        """Return the values, there for whatever is computed from now on, and start bringing the ones before."""
+        """Return the values, valid for every kernel launched from now on, and start copying the previous input back."""
         self.come()
         if self._coming is None:
             self.source.check()
@@ -125,31 +125,31 @@ class LeavingInput(StashedInput):
                 arrived = restore.enqueued()
             self._coming = None
             self.device.wait(arrived)
-        before = self._before()
-        if before is not None:
-            before.come()
+        previous = self._previous()
+        if previous is not None:
+            previous.come()
         return tensor.detach().requires_grad_(self.requires_grad)
 
     def __del__(self) -> None:
         coming, self._coming = getattr(self, "_coming", None), None
         if coming is not None:
-            # Brought back in vain: its memory must not become something else's while it is still written to.
+            # Never used. Its memory must not be allocated again while the copy still writes to it.
             _, restore, stream = coming
             with suppress(MemascendError):
                 self.device.wait(restore.enqueued(), stream)
 
 
 class InputStash:
-    """Puts the inputs of recomputed units aside, each tensor once however many units it is passed to."""
+    """Copies the inputs of recomputed units out, each tensor once, however many units it is passed to."""
 
     def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice | None = None) -> None:
-        """Put them into the keeping of `runtime`, by one of `POLICIES`; `device` is where they are."""
+        """Copy inputs on `device` into `runtime`, by the `policy` of that name in `POLICIES`."""
         self.runtime = runtime
         self.policy = policy
         self.timeline = timeline
         self.device = device
-        #: (version, stand-in) by identity of the tensor.
-        self._known = WeakIdKeyDictionary()
+        #: (version of the tensor, stand-in), by identity of the tensor.
+        self._stand_ins = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         #: Inputs on their way from the device, the oldest first.
         self._leaving: deque[_Source] = deque()
@@ -166,9 +166,9 @@ class InputStash:
         )
         if not movable:
             return tensor
-        known = self._known.get(tensor)
-        if known is not None and known[0] == tensor._version:
-            return known[1]
+        version, stashed = self._stand_ins.get(tensor) or (None, None)
+        if stashed is not None and version == tensor._version:
+            return stashed
         if self.device is None:
             stashed = StashedInput(self, tensor)
         else:
@@ -176,29 +176,29 @@ class InputStash:
             self.latest = weakref.ref(stashed)
             self._leaving.append(stashed.source)
             self._release()
-        self._known[tensor] = (tensor._version, stashed)
+        self._stand_ins[tensor] = (tensor._version, stashed)
         return stashed
 
     def _release(self) -> None:
-        """Let go of what the device has been read from, and of all but the last few in any case."""
+        """Drop inputs that have been copied from the device. Wait for all but the last `LEAVING_INPUTS`."""
         while self._leaving and self._leaving[0].leave(wait=len(self._leaving) > LEAVING_INPUTS):
             self._leaving.popleft()
 
     def close(self) -> None:
-        """Wait until the device is read from no more."""
+        """Wait until no copy reads the device."""
         while self._leaving:
             with suppress(MemascendError):
                 self._leaving.popleft().leave(wait=True)
 
 
-#: Recomputations that hold recomputed tensors, views of weights among them.
+#: Recomputations that hold recomputed tensors, some of which are views of weights.
 _holding: weakref.WeakSet[Recomputation] = weakref.WeakSet()
 
 
 def forget_recomputed() -> None:
-    """Drop what was recomputed and not asked for yet; what is asked for later is recomputed once more.
+    """Drop recomputed tensors that autograd has not asked for yet; asked for later, they are recomputed once more.
 
-    An abandoned backward pass holds buffers by it for as long as its loss lives.
+    An abandoned backward pass would hold unit buffers through them for as long as its loss lives.
     """
     for recomputation in list(_holding):
         recomputation.values = {}
@@ -209,7 +209,7 @@ class Recomputation:
     """One call of a unit whose saved tensors are computed again when the backward pass asks for the first."""
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash) -> None:
-        """Remember how to call `function` again: inputs, random state and autocast."""
+        """Keep what calling `function` again takes: its inputs, random states and autocast settings."""
         self.function = function
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -221,7 +221,7 @@ class Recomputation:
         self.values: dict[int, torch.Tensor] = {}
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the function; keep its graph and none of the tensors that the graph would save."""
+        """Call the function. Keep its autograd graph, but none of the tensors that the graph saves."""
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._recall):
             return self.function(*args, **kwargs)
 
@@ -244,7 +244,7 @@ class Recomputation:
                 "again: change a copy of it, or pass recompute=False"
             )
         leaves = [leaf.restore() if isinstance(leaf, StashedInput) else leaf for leaf in self.leaves]
-        # Detached inputs keep this second graph from reaching back into the first.
+        # Detach the inputs, so that this second graph does not reach back into the first.
         leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
@@ -280,7 +280,7 @@ _latest_random_state = torch.empty(0, dtype=torch.uint8)
 
 
 def _shared_random_state() -> torch.Tensor:
-    """Return the generator's state (5 KB), the same tensor as long as nothing draws from it."""
+    """Return the CPU generator's state (5 KB), as the same tensor until a random number is drawn."""
     global _latest_random_state
     state = torch.get_rng_state()
     if not torch.equal(state, _latest_random_state):

@@ -1,4 +1,4 @@
-"""Gradients taken over as autograd makes them: checked, summed and moved out of the way."""
+"""Captures gradients as autograd makes them: checks them for overflow, adds them up and moves them out of memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class GradientCapture:
-    """Hooks on parameters. While a gradient is kept here, `parameter.grad` shows a marker.
+    """Captures the gradients of parameters through autograd hooks. `parameter.grad` then shows a marker.
 
-    From a device, gradients are copied by a thread of the native side while the device computes on; whoever needs what
-    comes of it calls `finish` first.
+    A native thread copies gradients from a device while the device goes on computing. Call `finish` before using the
+    norm or the overflow check of such a gradient.
 
-    The marker has the right shape and dtype and NaN for every value, so that code which reads gradients by
-    itself cannot go wrong silently; setting `parameter.grad = None` discards the gradient, as in PyTorch.
+    The marker has the gradient's shape and dtype and NaN for every value, so that code which reads gradients by
+    itself cannot go wrong silently. Setting `parameter.grad = None` discards the gradient, as in PyTorch.
     """
 
     def __init__(
@@ -38,28 +38,29 @@ class GradientCapture:
         device: ComputeDevice | None = None,
         in_flight_bytes: int = 0,
     ) -> None:
-        """Keep gradients in `runtime`; of those on their way from `device`, at most about `in_flight_bytes` live."""
+        """Capture into `runtime`. Gradients on their way from `device` take about `in_flight_bytes` there at most."""
         self.runtime = runtime
         self.streamer = streamer
         self.timeline = timeline
         self.device = device
         self._accumulating: set[Place] = set()
         self._in_flight_bytes = in_flight_bytes
-        #: What the device is still reading, in the order in which it is copied, and its bytes.
+        #: Copies under way from the device, the oldest first: the capture, the event at which the gradient is computed,
+        #: its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[Capture, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
         self._leaving_bytes = 0
 
     def watch(self, place: Place) -> None:
-        """Take over the gradients of a parameter from now on."""
+        """Capture the gradients of a parameter from now on, if it is trained."""
         parameter = place.parameter
         if place.hooks or not parameter.requires_grad:
             return
 
         def before(_: torch.Tensor) -> None:
-            self._accumulating.discard(place)  # a backward pass that failed in between may have left it
+            self._accumulating.discard(place)  # A backward pass that failed may have left it.
             self.settle(place)
             if parameter.grad is place.marker:
-                # AccumulateGrad would add to the marker: let it find nothing, and add ourselves.
+                # AccumulateGrad would add to the marker. With None it stores the new gradient, which `capture` adds.
                 parameter.grad = None
                 self._accumulating.add(place)
 
@@ -70,31 +71,33 @@ class GradientCapture:
         place.hooks = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
 
     def unwatch(self, place: Place) -> None:
-        """Leave a parameter's gradients to PyTorch again."""
+        """Stop capturing: PyTorch keeps the parameter's gradients again."""
         for hook in place.hooks:
             hook.remove()
         place.hooks = []
 
     def capture(self, place: Place, accumulate: bool) -> None:
-        """Move `parameter.grad` (a real tensor) into the store's keeping."""
+        """Move `parameter.grad`, a tensor of values, out of memory; `accumulate` adds it to the one captured before.
+
+        Raises ValueError for a sparse gradient.
+        """
         gradient = place.parameter.grad
-        assert gradient is not None
+        assert gradient is not None, "called once autograd has stored a gradient"
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
         place.parameter.grad = None
         gradient = gradient.detach().contiguous()
         tensor = place.tensor
         self.streamer.apply_update(tensor.unit)
-        if tensor.gradient is None:
-            self.allocate(tensor)
+        gradient_id = self.allocate(tensor)
         start = place.start if tensor.packed else 0
         with span(f"gradient of {place.name}"):
             if self.device is None:
                 place.sum_squares, place.non_finite = self.runtime.capture(
-                    tensor.gradient, start, gradient.data_ptr(), place.numel, accumulate
+                    gradient_id, start, gradient.data_ptr(), place.numel, accumulate
                 )
             else:
-                self._capture_from_device(place, gradient, start, accumulate)
+                self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
         place.held = True
         if accumulate:
             place.added += 1
@@ -102,21 +105,28 @@ class GradientCapture:
             place.captured += 1
         place.parameter.grad = place.marker
 
-    def _capture_from_device(self, place: Place, gradient: torch.Tensor, start: int, accumulate: bool) -> None:
-        assert self.device is not None and place.tensor.gradient is not None
-        # Where it is the whole gradient, the device measures it: the host then never touches its bytes.
-        sums = None if accumulate else self.device.block_sums(gradient)
+    def _capture_from_device(
+        self,
+        device: ComputeDevice,
+        gradient_id: int,
+        place: Place,
+        gradient: torch.Tensor,
+        start: int,
+        accumulate: bool,
+    ) -> None:
+        # The device computes the sums of squares of a whole gradient, so that the host does not read its bytes.
+        sums = None if accumulate else device.block_sums(gradient)
         if accumulate:
             try:
-                self.finish(place)  # that of an earlier backward pass, which this one is added to
+                self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
             except BaseException:
-                place.parameter.grad = place.marker  # a step tells it again, and zero_grad ends it
+                place.parameter.grad = place.marker  # The next step raises the error again; zero_grad clears it.
                 raise
         else:
             self._discard(place)
-        ready = self.device.record()
+        ready = device.record()
         capture = self.runtime.capture_from_device(
-            place.tensor.gradient,
+            gradient_id,
             start,
             gradient.data_ptr(),
             place.numel,
@@ -131,7 +141,7 @@ class GradientCapture:
         self._release()
 
     def _release(self) -> None:
-        """Let go of gradients that the device has been read from; wait for some where too many are on their way."""
+        """Drop gradients that have been copied from the device. Wait for the oldest while too many are on their way."""
         while self._leaving:
             capture, ready, nbytes, _ = self._leaving[0]
             if not capture.copied():
@@ -144,9 +154,9 @@ class GradientCapture:
             self._leaving_bytes -= nbytes
 
     def finish(self, place: Place) -> None:
-        """Wait until a gradient on its way from the device is kept and measured.
+        """Wait until a gradient on its way from the device is captured, and its norm and overflow check are known.
 
-        Raises what went wrong on the way: the gradient is not to be used then.
+        Raises the error of a copy that failed: the gradient must not be used.
         """
         if place.capturing is not None:
             with self.timeline.waiting("d2h"):
@@ -154,10 +164,13 @@ class GradientCapture:
             place.capturing = None
             self._release()
 
-    def allocate(self, tensor: StoreTensor) -> None:
-        """Make room for a tensor's gradient."""
+    def allocate(self, tensor: StoreTensor) -> int:
+        """Return the number of a tensor's gradient in the store, making room for it the first time.
+
+        Raises MemascendError for a tensor that was frozen when the model was offloaded.
+        """
         if tensor.gradient is not None:
-            return
+            return tensor.gradient
         if not tensor.trained:
             raise MemascendError(
                 f"{tensor.places[0].name} was frozen when the model was offloaded, so that the plan of host memory "
@@ -170,9 +183,13 @@ class GradientCapture:
             tensor.gradient = self.runtime.create_gradient(
                 tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel
             )
+        return tensor.gradient
 
     def settle(self, place: Place) -> None:
-        """Make a gradient that was filled in place, as `model.zero_grad(set_to_none=False)` does, the true one."""
+        """Replace the captured gradient by the value with which the program has filled the marker, if it has.
+
+        `model.zero_grad(set_to_none=False)` fills it with zeros.
+        """
         parameter = place.parameter
         if parameter.grad is place.marker and (value := place.gradient_written()) is not None:
             self._discard(place)
@@ -182,20 +199,22 @@ class GradientCapture:
         """Discard a parameter's gradient, as `zero_grad` does."""
         self._discard(place)
         if place.parameter.grad is place.marker and not place.tensor.packed:
-            self.runtime.clear_gradient(place.tensor.gradient)
+            gradient_id = place.tensor.gradient
+            assert gradient_id is not None, "a marker stands for a gradient in the store"
+            self.runtime.clear_gradient(gradient_id)
         place.held = False
         place.parameter.grad = None
         self._accumulating.discard(place)
 
     def _discard(self, place: Place) -> None:
-        """Wait for the end of a gradient that nobody wants any more; whatever came of it."""
+        """Wait for the end of a copy whose gradient is no longer wanted, even if it fails."""
         if place.capturing is not None:
             with suppress(MemascendError):
                 place.capturing.wait()
             place.capturing = None
 
     def close(self) -> None:
-        """Wait until the device is read from no more."""
+        """Wait until no copy reads the device."""
         while self._leaving:
             with suppress(MemascendError):
                 self._leaving[0][0].wait_copied()
@@ -203,12 +222,13 @@ class GradientCapture:
         self._leaving_bytes = 0
 
     def read(self, place: Place) -> torch.Tensor | None:
-        """Return a copy of a gradient kept here, or None: for inspection."""
+        """Return a copy of a parameter's gradient, of its shape and dtype and on the CPU, or None if there is none."""
         tensor = place.tensor
         self.settle(place)
         if place.parameter.grad is not place.marker:
             return place.parameter.grad
         self.finish(place)
-        whole = torch.empty(tensor.numel, dtype=tensor.dtype)
-        self.runtime.read_gradient(tensor.gradient, whole.data_ptr(), whole.nbytes)
-        return whole[place.start : place.start + place.numel].view(place.shape).clone()
+        assert tensor.gradient is not None, "a marker stands for a gradient in the store"
+        pack = torch.empty(tensor.numel, dtype=tensor.dtype)  # (elements of the pack,)
+        self.runtime.read_gradient(tensor.gradient, pack.data_ptr(), pack.nbytes)
+        return pack[place.start : place.start + place.numel].view(place.shape).clone()

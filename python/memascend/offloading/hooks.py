@@ -54,6 +54,8 @@ class _WatchedParameters(dict):
 
     __slots__ = ("lookup",)
 
+    lookup: Callable[[nn.Parameter], None]
+
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
         # A compiled layer has its parameters before it runs. Fetching while Dynamo traces would compile the layer anew
@@ -201,7 +203,7 @@ class Hooks:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             wanted = recompute and (
-                session.recompute or (module.training and getattr(module, "gradient_checkpointing", 0))
+                session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of weights already.
@@ -256,7 +258,8 @@ class Hooks:
         """Wrap the forward of the whole model: one pass of the stream."""
         session, streamer = self.session, self.session.streamer
         # PEFT's models pass unknown arguments on to the model that they wrap.
-        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base_model: Any = getattr(model, "get_base_model", None)
+        wrapped = model if base_model is None else base_model()
         caches = "use_cache" in inspect.signature(wrapped.forward).parameters
         own = (parameter for parameter in model._parameters.values() if parameter is not None)
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
@@ -325,7 +328,7 @@ class Hooks:
                     "memascend.save_pretrained(model, directory) or memascend.parameters_of(model)"
                 )
 
-        def keep_trained(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        def keep_trained(_root: nn.Module, state_dict: dict[str, Any], prefix: str, *_local: Any) -> None:
             session.flush()
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 located = place_of(parameter)

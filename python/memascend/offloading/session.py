@@ -158,7 +158,7 @@ class Session:
 
     # ---- filling the store ------------------------------------------------------------------------------
 
-    def fill(self, read: Callable[[Place, torch.Tensor], None], progress: Callable[[int, int], None] | None) -> None:
+    def fill(self, read: Callable[[Place, torch.Tensor], object], progress: Callable[[int, int], None] | None) -> None:
         """Write every unit to the store.
 
         Args:

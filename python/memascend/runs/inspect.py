@@ -1,4 +1,4 @@
-"""What stands in a store, without training: inspected, verified, its checkpoints changed, written in other formats."""
+"""Working on a store without training: inspect it, verify it, change its checkpoints, export it to other formats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.durable.record import parse_record
+from memascend.formats.distributed import save_distributed
+from memascend.formats.hugging_face import save_pretrained
+from memascend.offloading.api import offload_of
 from memascend.runs.resume import resume
 
 if TYPE_CHECKING:
@@ -20,49 +23,56 @@ if TYPE_CHECKING:
 
 
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
-    """Return what a store holds, as JSON can tell it; `tbw` are terabytes that a drive may be written in its life."""
-    kept = KeptStore(list(paths))
+    """Return what a store holds, as values that JSON can hold.
+
+    Args:
+        paths: the volumes of the store, at least one.
+        tbw: terabytes that each drive is rated to be written in its life; adds `endurance_used` to each volume.
+
+    Raises StoreError for a store that cannot be opened, CheckpointError for one whose record cannot be read.
+    """
+    store = KeptStore(list(paths))
     try:
-        found = kept.report()
-        # After a run in place that was killed there may be nothing but checkpoints.
-        record = parse_record(kept.state, paths) if kept.state is not None else None
-        found["notices"] = kept.notices
-        found["checkpoints"] = [
-            {"tag": tag, "generation": generation, "bytes": held, "steps": parse_record(state, paths)["steps"]}
-            for tag, generation, held, state in kept.snapshots()
+        report = store.report()
+        # A run that updated in place and was killed leaves nothing but checkpoints.
+        record = parse_record(store.state, paths) if store.state is not None else None
+        report["notices"] = store.notices
+        report["checkpoints"] = [
+            {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
+            for tag, generation, nbytes, text in store.snapshots()
         ]
     finally:
-        kept.close()
+        store.close()
     if record is None:
-        return found | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
-    found["steps"] = record["steps"]
-    found["model"] = record["model"]["class"]
-    found["parameters"] = sum(
+        return report | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
+    report["steps"] = record["steps"]
+    report["model"] = record["model"]["class"]
+    report["parameters"] = sum(
         torch.Size(shape).numel()
         for unit in record["units"]
         for tensor in unit["tensors"]
         for _, shape, _, _ in tensor["parameters"]
     )
-    found["optimizers"] = [optimizer["class"] for optimizer in record["optimizers"]]
+    report["optimizers"] = [optimizer["class"] for optimizer in record["optimizers"]]
     if tbw:
-        for volume in found["volumes"]:
+        for volume in report["volumes"]:
             volume["endurance_used"] = volume["life_bytes_written"] / (tbw * 1e12)
-    return found
+    return report
 
 
-def as_text(found: dict[str, Any], tensors: bool) -> str:
-    """Return what `inspect` found as a text."""
+def as_text(report: dict[str, Any], tensors: bool) -> str:
+    """Return the report of `inspect` as text, with a line for each tensor if `tensors`."""
     lines = ["no durable step but the checkpoints"]
-    if found["steps"] is not None:
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
-        optimizers = ", ".join(found["optimizers"]) or "no optimizer yet"
+    if report["steps"] is not None:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["written"]))
+        optimizers = ", ".join(report["optimizers"]) or "no optimizer yet"
         lines = [
-            f"{found['model']}, {found['parameters'] / 1e6:,.1f}M parameters, {optimizers}",
-            f"step {found['steps']}, generation {found['generation']}, durable since {written}",
+            f"{report['model']}, {report['parameters'] / 1e6:,.1f}M parameters, {optimizers}",
+            f"step {report['steps']}, generation {report['generation']}, durable since {written}",
         ]
-    held = sum(tensor["bytes"] for tensor in found["tensors"])
-    lines.append(f"{len(found['tensors'])} tensors of {format_size(held)}")
-    for volume in found["volumes"]:
+    total_bytes = sum(tensor["bytes"] for tensor in report["tensors"])
+    lines.append(f"{len(report['tensors'])} tensors of {format_size(total_bytes)}")
+    for volume in report["volumes"]:
         free = "unknown" if volume["free_bytes"] is None else format_size(volume["free_bytes"])
         line = (
             f"{volume['path']}: {volume['share']:.0%} of the store, {format_size(volume['reserved_bytes'])} taken, "
@@ -71,28 +81,29 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
         if "endurance_used" in volume:
             line += f", {volume['endurance_used']:.2%} of the drive's rated endurance"
         lines.append(line)
-    lines.append(checkpoints_text(found))
-    lines += [f"note: {notice}" for notice in found["notices"]]
+    lines.append(checkpoints_text(report))
+    lines += [f"note: {notice}" for notice in report["notices"]]
     if tensors:
         lines += [
             f"  {tensor['name']:<60} {format_size(tensor['bytes']):>12}  in {tensor['extents']} slots"
-            for tensor in found["tensors"]
+            for tensor in report["tensors"]
         ]
     return "\n".join(lines)
 
 
-def checkpoints_text(found: dict[str, Any]) -> str:
-    """Return the checkpoints that `inspect` found, a line for each."""
-    if not found["checkpoints"]:
+def checkpoints_text(report: dict[str, Any]) -> str:
+    """Return the checkpoints in the report of `inspect`, a line for each."""
+    if not report["checkpoints"]:
         return "no checkpoints"
     return "\n".join(
-        f"checkpoint {kept['tag']}: step {kept['steps']}, {format_size(kept['bytes'])}" for kept in found["checkpoints"]
+        f"checkpoint {checkpoint['tag']}: step {checkpoint['steps']}, {format_size(checkpoint['bytes'])}"
+        for checkpoint in report["checkpoints"]
     )
 
 
 def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
-    """Read everything that a store holds; return how many bytes, and a line for each place that is damaged."""
-    kept = KeptStore(list(paths))
+    """Read everything that a store holds; return the bytes read, and a line for each damaged range."""
+    store = KeptStore(list(paths))
     bar: Progress | None = None
     read_bytes = 0
 
@@ -103,59 +114,64 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
         read_bytes = done
 
     try:
-        damaged = kept.verify(progress)
+        damaged = store.verify(progress)
     finally:
         if bar is not None:
             bar.close()
-        kept.close()
+        store.close()
     lines = []
-    for tensor, offset, length, places in damaged:
-        where = " and ".join(f"{path} at {position}" for path, position in places)
+    for tensor, offset, length, copies in damaged:
+        where = " and ".join(f"{path} at {position}" for path, position in copies)
         lines.append(f"damaged: {tensor}, bytes {offset} to {offset + length}: in {where}")
     return read_bytes, lines
 
 
 def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore: str | None) -> None:
-    """Delete checkpoints of a store, or go back to one.
+    """Delete the checkpoints `delete` of a store, then go back to the checkpoint `restore`.
 
-    Raises StoreError for one that there is not.
+    Raises StoreError for a checkpoint that the store does not have; nothing has been deleted then.
     """
     if not delete and restore is None:
         return
-    kept = KeptStore(list(paths))
+    store = KeptStore(list(paths))
     try:
-        tags = {tag for tag, _, _, _ in kept.snapshots()}
+        tags = {tag for tag, _, _, _ in store.snapshots()}
         missing = next((tag for tag in delete if tag not in tags), None)
         for tag in delete if missing is None else [missing]:
-            kept.delete_snapshot(tag)
+            store.delete_snapshot(tag)
         if restore is not None:
-            kept.restore_snapshot(restore)
+            store.restore_snapshot(restore)
     finally:
-        kept.close()
+        store.close()
 
 
 def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, host_memory: int | None) -> int:
-    """Write what a store holds as `layout`: "huggingface", "torch" or "distributed"; return its step.
+    """Write what a store holds to the directory `out`, and return its optimizer steps.
 
-    The store is as before. `out` appears whole, or not at all.
+    The store does not change. `out` appears whole, or not at all.
+
+    Args:
+        paths: the volumes of the store, at least one.
+        out: a directory that does not exist yet.
+        layout: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict) or "distributed".
+        dtype: dtype of the saved weights; None keeps each parameter's own.
+        host_memory: ceiling of host memory in bytes; None is the least that works.
     """
-    import memascend
-
     with workspace(out) as work:
-        # In place, since nothing is going to be updated.
+        # No second slots are needed, since nothing is updated.
         resumed = resume(list(paths), host_memory=host_memory, durability="none")
-        state = memascend.offload_of(resumed.model)
+        session = offload_of(resumed.model)
         try:
             finished = work / "finished"
             with writing(out):
                 if layout == "distributed":
                     optimizer = resumed.optimizer if resumed.optimizers else None
-                    memascend.save_distributed(resumed.model, optimizer, finished)
+                    save_distributed(resumed.model, optimizer, finished)
                 else:
-                    memascend.save_pretrained(resumed.model, finished, dtype=dtype)
+                    save_pretrained(resumed.model, finished, dtype=dtype)
                 if layout == "torch" and resumed.optimizers:
                     torch.save(resumed.optimizer.state_dict(), finished / "optimizer.pt")
                 put_in_place(finished, out)
         finally:
-            state.close(failed=True)  # nothing has changed, and all of it stays
+            session.close(failed=True)  # Keeps the store as it is.
     return resumed.steps

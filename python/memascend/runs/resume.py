@@ -247,7 +247,7 @@ def _make_model(source: dict[str, Any]) -> nn.Module:
     config.architectures = [source["class"]]
     for name, implementation in source["implementations"].items():
         setattr(config, name, implementation)
-    model = empty_model(config, "the store", torch.float32)
+    model: Any = empty_model(config, "the store", torch.float32)
     if source["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig.from_dict(source["generation_config"])
     if source["conversions"] is not None:
