@@ -78,48 +78,50 @@ __all__ = [
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Return what the store of an offloaded model has done so far.
+    """Return the counters of an offloaded model's session, most of them since it was opened.
 
-    - `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: moved since the start. `store_bytes_used`: on SSD now.
-      `file_bytes_read`: of frozen weights, from the model's own files.
-    - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at most at one time, and
-      the arena itself. `host_bytes_waste`: what leases are larger than was asked for. `host_bytes_planned`: the arena
-      and all else that memascend keeps. `host_bytes_budget`: what it may.
-    - `host_classes_at_peak`: per size class of units, gradient packs, staging and update pipeline (bytes of a buffer,
-      buffers, bytes in use when all together were highest).
-    - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, after waiting, and requests told that nothing
-      was free. `fetch_waits`: how often the computation waited for a unit. `parameters`: how many. `generation`: the
-      number of the durable step's, 0 for none.
-    - `seconds`: where the time since the beginning went, by what the program was blocked on: `ssd_read`, `ssd_write`,
-      `h2d`, `d2h`, `cpu_update`, and `compute` for all else; their sum is the time that has passed.
+    - `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: traffic of the store. `store_bytes_used`: its size now.
+      `file_bytes_read`: read from the model's own files, for frozen weights.
+    - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at the peak, and the
+      size of the arena. `host_bytes_waste`: bytes by which leases exceed the requests. `host_bytes_planned`: the arena
+      and all other memory in the plan. `host_bytes_budget`: the ceiling.
+    - `host_classes_at_peak`: for each size class of units, gradient packs, staging and update pipeline: bytes of a
+      buffer, number of buffers, bytes in use at the peak.
+    - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, leases served after waiting, and requests
+      refused because no buffer was free. `fetch_waits`: how often the computation waited for a unit. `parameters`:
+      number of elements. `generation`: number of the last durable generation, 0 for none.
+    - `seconds`: where the time went, by what the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
+      `cpu_update`, and `compute` for the remainder. Their sum is the time since the session was opened.
     - With a device: `device_bytes_budget`, `device_bytes_planned`; `device`: `h2d_bytes`, `d2h_bytes`, `h2d_copies`,
-      `d2h_copies`, and how often Python (`waits_python`) or a thread of ours (`waits_worker`) had to wait for it.
-    - `engine`, `direct_io`, `host_allocator`, `notices`: how it runs here, and what the user should know about it.
-    - `volumes`: for each drive `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share` of
-      the store; and for reads and writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`,
-      `latency_p99`, `latency_max` (seconds from submission to the end); `queue_depth_mean`, `queue_depth_max`,
-      `busy_seconds` with anything in flight, and `bytes_per_busy_second`.
+      `d2h_copies`, and how often Python (`waits_python`) or a native thread (`waits_worker`) waited for the device.
+    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `notices`: what the user should know about them.
+    - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
+      of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and
+      writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`
+      (seconds from submission to completion) and `bytes_per_busy_second`.
+
+    Raises MemascendError for an ordinary or a closed model, as do `plan_of` and `flush`.
     """
     return offload_of(model).stats()
 
 
 def plan_of(model: nn.Module) -> str:
     """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer."""
-    state = offload_of(model)
-    plans = [state.plan, state.device_plan]
+    session = offload_of(model)
+    plans = [session.plan, session.device_plan]
     return "\n".join(plan.table() for plan in plans if plan is not None)
 
 
 def flush(model: nn.Module) -> None:
-    """Apply the model's deferred updates and wait for the store's drives; what is to be durable is, then."""
+    """Apply the model's deferred updates, wait for the drives, and commit the step if steps are durable."""
     offload_of(model).flush()
 
 
 def close(model: nn.Module) -> None:
-    """Free the model's host memory and files. The store's files go unless it was made with keep_store=True.
+    """Free the model's host memory and close its store, whose files are removed unless `keep_store` keeps them.
 
-    Closing twice, or a model that is not offloaded, does nothing.
+    Does nothing for a closed or an ordinary model.
     """
-    state = find_offload(model)
-    if state is not None:
-        state.close()
+    session = find_offload(model)
+    if session is not None:
+        session.close()

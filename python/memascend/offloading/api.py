@@ -73,39 +73,40 @@ def offload(
     keep_store: bool | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Move the parameters of a model in memory to SSD, in place, and return the model.
+    """Move the parameters of a model from memory to SSD, in place, and return the model.
 
     Args:
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
-        store: a directory or a raw block device formatted by `memascend format` (its path or "UUID=..."), or several on
-            different drives, over which the bytes are striped: evenly, or as `memascend bench` has measured them.
-        host_memory: ceiling of what memascend holds in host memory, as bytes or "8GiB".
-        device: where the model computes: "cuda", "cuda:1", or the CPU (None). Weights come to the device as they are
-            needed, the model's buffers stay there, and inputs on the CPU are copied there.
-        device_memory: ceiling of device memory, as `host_memory`: of what memascend keeps there and of all that PyTorch
-            allocates there, without CUDA's own context (0.3 to 0.6 GiB). None is what is free.
-        recompute: compute the activations of the repeated layers again in the backward pass.
-        activations: where the inputs of these layers wait for it: "recompute", where they are; "host", in host memory
-            as far as `host_memory` has room, and else on the SSD; "ssd", all of them on the SSD. None is "host" on the
-            CPU and "recompute" on a device.
-        batch_tokens: tokens of a batch (sequences x length), for the plan's estimate of activations: a device that is
-            too small for them is refused before anything starts.
-        durability: "step" makes every step of an optimizer durable: whatever stops the run, `memascend.resume` goes on
-            from the last one. It takes room for a second copy of weights and states, and no traffic. "every:N" does so
-            for every N-th step; "none" updates in place. "auto" is "step" where the volumes have the room.
-        keep_store: leave the store's files in place on close, to be resumed. By default `close` removes them, but not
-            while an exception is on its way, nor where there are checkpoints; a program that ends without `close`
-            leaves its last durable step. False removes them in any of these cases.
-        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each place, which
-            decide on its share), `depth` (transfers in flight on each), `io_poll`, `sq_poll` (bool, see `memascend
+        store: a directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on
+            different drives are striped: evenly, or by the rates that `memascend bench` has measured.
+        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB".
+        device: where the model computes: "cuda", "cuda:1", or the CPU (None). Weights are copied to the device as they
+            are needed. The model's buffers stay on the device, and inputs on the CPU are copied there.
+        device_memory: ceiling of device memory, as `host_memory`. It counts what memascend and PyTorch allocate there,
+            not CUDA's own context (0.3 to 0.6 GiB). None is what is free.
+        recompute: recompute the activations of the repeated layers in the backward pass.
+        activations: where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far
+            as `host_memory` has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and
+            "recompute" on a device.
+        batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
+            is too small for them is refused before anything starts.
+        durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
+            stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
+            "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
+            the space, else "none".
+        keep_store: True leaves the store's files in place on `close`, for a later `resume`. None removes them, except
+            after an exception and where there are checkpoints; a program that ends without `close` leaves its last
+            durable step. False removes them always.
+        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
+            decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
             "locked", "pageable"), `huge_pages` (bool), `compute_threads` (int).
 
     Raises:
-        BudgetError: `host_memory` or `device_memory` is too small; the message and `smallest_bytes` say what would do.
-        DeviceError: there is no such device, or it cannot be used; the message says what is missing.
-        PinnedMemoryError: the system pins not even the least that works.
-        StoreError: a directory cannot be used, is in use, or has not the room.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message say what would do.
+        DeviceError: the device does not exist or cannot be used; the message says what is missing.
+        PinnedMemoryError: the system pins less memory than the smallest plan takes.
+        StoreError: a volume cannot be used, is in use, or lacks space.
         ValueError: a dtype or device that cannot be trained.
     """
     _check_not_offloaded(model)

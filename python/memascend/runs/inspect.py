@@ -129,7 +129,7 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
 def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore: str | None) -> None:
     """Delete the checkpoints `delete` of a store, then go back to the checkpoint `restore`.
 
-    Raises StoreError for a checkpoint that the store does not have; nothing has been deleted then.
+    Raises StoreError for a checkpoint that the store does not have. If one of `delete` is missing, none is deleted.
     """
     if not delete and restore is None:
         return

@@ -1,4 +1,4 @@
-"""Go on with a run from its store: the model, its optimizers and everything that belongs to the last durable step."""
+"""Resuming a run from its store: the model, its optimizers and everything that belongs to the last durable step."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on."""
+    """A resumed run: its model, its optimizers and its position."""
 
     model: nn.Module
-    #: All that trained the model, in the order in which they were made.
+    #: The optimizers that trained the model, in the order in which they were made.
     optimizers: list[OffloadedOptimizer]
-    #: Optimizer steps that were durable; those that were left out for a gradient that is not finite do not count.
+    #: Durable optimizer steps. Steps skipped for a gradient that is not finite do not count.
     steps: int
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
-        """The one optimizer.
+        """The run's only optimizer.
 
         Raises MemascendError if there is none yet, or more than one.
         """
@@ -68,25 +68,26 @@ def resume(
     optimizer_classes: Mapping[str, type] | None = None,
     **options: Any,
 ) -> Resumed:
-    """Go on with a run from its last durable step, whatever stopped it: nothing is read but the manifest.
+    """Go on with a run from its last durable step, whatever stopped it. Only the manifest is read.
 
-    Weights, states, options and step numbers of the optimizers, the model's buffers and the states of Python's, NumPy's
-    and PyTorch's random numbers are as they were. Call `memascend.track` before the loop for what else belongs to it
-    (schedulers, scalers, data); it goes on with the same bits then.
+    Weights, optimizer states, options and step numbers, the model's buffers and the states of Python's, NumPy's and
+    PyTorch's random number generators are restored. Call `memascend.track` before the training loop for schedulers,
+    scalers and data loaders. The run then goes on with the same bits.
 
     Args:
-        store: where the run was, one of its volumes at least.
-        host_memory: as in `memascend.offload`; it may be another than before. None is the least that works.
-        model: of a run that was begun with `memascend.offload`: the same module again, whatever its weights are. Models
-            of transformers need not be given.
-        tag: of a checkpoint to go on from, instead of the last durable step. What came after it is given up.
+        store: the volumes of the run's store, at least one.
+        host_memory: as in `memascend.offload`; may differ from before. None is the least that works.
+        model: for a run begun with `memascend.offload`, the same module again, with any weights. Models of
+            transformers need not be given.
+        tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
         device, device_memory, activations, batch_tokens, durability, keep_store, options: as in `memascend.offload`;
-            they may be others than before. `recompute` is as before unless given.
-        optimizer_classes: by name, those of optimizers that are not memascend's own.
+            may differ from before.
+        recompute: as in `memascend.offload`. None is as before.
+        optimizer_classes: classes by name, for optimizers that are not memascend's own.
 
     Raises:
-        StoreError: there is no such store, it is in use, or what it holds is damaged.
-        CheckpointError: it holds another model than the one given, or cannot be understood.
+        StoreError: the store does not exist, is in use, or is damaged.
+        CheckpointError: the store holds another model than the one given, or cannot be understood.
         BudgetError: as in `memascend.offload`.
     """
     return_large_blocks_to_system()
@@ -158,49 +159,53 @@ def _restore_snapshot(paths: list[Any], tag: str) -> None:
 
 
 def track(model: nn.Module, **objects: Any) -> None:
-    """Have the states of `objects` belong to every durable step of an offloaded model's run.
+    """Include the states of `objects` in every durable step of an offloaded model's run.
 
-    Objects have `state_dict()` and `load_state_dict()`, of numbers, strings, lists, tuples, dictionaries and tensors:
-    `scheduler=`, `scaler=`, or any other name. That of `data=`, a data loader that knows its position, is asked for
-    when the step is taken; the others when the next forward pass begins, after schedulers and scalers have followed it.
+    Objects are given by name, such as `scheduler=` or `scaler=`. Each has `state_dict()` and `load_state_dict()`, of
+    numbers, strings, lists, tuples, dictionaries and tensors. The state of `data=`, a data loader that knows its
+    position, is taken at the step. The states of the others are taken when the next forward pass begins, after
+    schedulers and scalers have followed the step.
 
-    In a resumed run each object gets the state that was kept under its name, and random numbers go on where they were:
-    call it last before the loop, with the same names. Make the iterator of a `DataLoader` before: it draws a number.
+    In a resumed run each object gets the state that was recorded under its name, and the random number generators are
+    restored: call `track` last before the loop, with the same names. Make the iterator of a `DataLoader` before it,
+    since that draws a random number.
+
+    Raises TypeError for an object without these methods, MemascendError for a state that a record cannot hold.
     """
     offload_of(model).generations.track(objects)
 
 
 def save_checkpoint(model: nn.Module, tag: str, *, keep_last: int | None = None) -> None:
-    """Keep the present state of a run in its store under a name, until it is deleted.
+    """Keep the present state of a run in its store under the name `tag`, until it is deleted.
 
-    Nothing is copied: what the checkpoint has is not written over any more, and takes as much room as weights and
-    states do. With `keep_last`, only so many checkpoints stay: the oldest go. `memascend.resume(store, tag=...)` goes
-    on from it.
+    Nothing is copied: later steps are written elsewhere, so that a checkpoint takes as much space as weights and
+    states. `memascend.resume(store, tag=...)` goes on from it. With `keep_last`, only that many checkpoints stay, and
+    the oldest are deleted.
 
     Raises:
-        StoreError: no room, or the tag is taken; nothing has changed then.
+        StoreError: the store lacks space, or has the tag already. The run is as before.
         MemascendError: the run updates in place (durability "none").
     """
     offload_of(model).save_checkpoint(tag, keep_last)
 
 
 def checkpoints(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Return (tag, generation, bytes) of the checkpoints in a model's store, the oldest first."""
+    """Return (tag, generation number, bytes) of each checkpoint in the store of `model`, the oldest first."""
     return offload_of(model).runtime.snapshots()
 
 
 def delete_checkpoint(model: nn.Module, tag: str) -> None:
-    """Delete a checkpoint of a model's store; its room is free.
+    """Delete a checkpoint in the store of `model`, and free its space.
 
-    Raises StoreError if there is none of that name.
+    Raises StoreError if the store has no checkpoint of that name.
     """
     offload_of(model).runtime.delete_snapshot(tag)
 
 
 def can_resume(store: StorePaths) -> bool:
-    """Whether there is a durable step to go on from.
+    """Whether `store` has a durable step to go on from.
 
-    Raises StoreError if a place cannot be read, or is in use.
+    Raises StoreError if a volume cannot be read, or is in use.
     """
     return KeptStore.is_there(store_paths(store))
 
