@@ -1,1 +1,1 @@
-"""Runs that are kept: resumed, inspected, verified, exported."""
+"""Runs in their stores: resumed, inspected, verified, exported."""
