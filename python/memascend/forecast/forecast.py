@@ -9,7 +9,7 @@ through its buffers first, and the time of a step follows from the rates of the 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,7 @@ from memascend.optim.rules import rule_for
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
-from memascend.residency.device import DEVICE_AHEAD
-from memascend.residency.host import NEVER, PREFETCH_UNITS
+from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -376,64 +375,51 @@ def spill(
 
 
 class Replay:
-    """Replays the order of uses through a plan's buffers by the rule of `stream.Streamer`: tells what is fetched."""
+    """Follows the rule of `residency.order` with counted buffers, over a known order of uses: tells what is fetched."""
 
     def __init__(self, units: Sequence[Unit], lines: Sequence[Line], ahead: int = PREFETCH_UNITS) -> None:
         """Use the buffers of `lines`, and fetch so many units `ahead`."""
-        buffers: Counter[int] = Counter()
+        self._buffers: Counter[int] = Counter()
         for line in lines:
-            buffers[line.nbytes] += line.count
-        #: By number of a unit: the size class that serves it, and how many buffers that has.
-        self.size = [min(nbytes for nbytes in buffers if nbytes >= unit.nbytes) for unit in units]
-        self.buffers = buffers
-        self.ahead = ahead
-        self.expected: Sequence[int] = ()
-        self.uses: dict[int, deque[int]] = {}
-        self.position = 0
-        self.resident: set[int] = set()
-        self.fetched: list[int] = []
+            self._buffers[line.nbytes] += line.count
+        #: By number of a unit: the size of the buffers that serve it.
+        self._size = [smallest_holding(unit.nbytes, self._buffers) for unit in units]
+        self._ahead = ahead
+        self._order: UseOrder[int] = UseOrder()
+        self._resident: set[int] = set()
+        self._in_use: int | None = None
+        self._fetched: list[int] = []
 
     def step(self, passes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses."""
         # The step before made every resident unit stale.
-        self.resident.clear()
-        fetched = []
-        for self.expected in passes:
-            self.position = 0
-            self.uses = {}
-            self.fetched = []
-            fetched.append(self.fetched)
-            for index, number in enumerate(self.expected):
-                self.uses.setdefault(number, deque()).append(index)
-            for index, number in enumerate(self.expected):
-                self.position = index + 1
-                if number not in self.resident:
-                    self._fetch(number, sooner_than=-1, user=None)
-                self._prefetch(number)
-        return fetched
+        self._resident.clear()
+        return [self._fetched_by(uses) for uses in passes]
 
-    def _prefetch(self, user: int) -> None:
-        for index in range(self.position, min(len(self.expected), self.position + self.ahead)):
-            number = self.expected[index]
-            if number not in self.resident and not self._fetch(number, sooner_than=index, user=user):
-                return
+    def _fetched_by(self, uses: Sequence[int]) -> list[int]:
+        self._fetched = []
+        self._order.begin_known(uses)
+        for number in uses:
+            self._order.record(number)
+            if number not in self._resident:
+                self._in_use = None
+                self._fetch(number, sooner_than=-1)
+            self._in_use = number
+            self._order.prefetch(self._ahead, self._resident.__contains__, self._fetch)
+        return self._fetched
 
-    def _fetch(self, number: int, sooner_than: int, user: int | None) -> bool:
-        rivals = sorted(other for other in self.resident if self.size[other] == self.size[number])
-        if len(rivals) >= self.buffers[self.size[number]]:
-            farthest = max((other for other in rivals if other != user), key=self._next_use, default=None)
-            if farthest is None or self._next_use(farthest) <= sooner_than:
+    def _fetch(self, number: int, sooner_than: int) -> bool:
+        size = self._size[number]
+        rivals = [other for other in sorted(self._resident) if self._size[other] == size]
+        if len(rivals) >= self._buffers[size]:
+            idle = (other for other in rivals if other != self._in_use)
+            victim = farthest(idle, self._order.next_use, beyond=sooner_than)
+            if victim is None:
                 return False
-            self.resident.discard(farthest)
-        self.resident.add(number)
-        self.fetched.append(number)
+            self._resident.discard(victim)
+        self._resident.add(number)
+        self._fetched.append(number)
         return True
-
-    def _next_use(self, number: int) -> int:
-        waiting = self.uses.get(number)
-        while waiting and waiting[0] < self.position:
-            waiting.popleft()
-        return waiting[0] if waiting else NEVER
 
 
 def _shape(config: Any) -> Shape:

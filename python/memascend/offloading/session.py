@@ -17,7 +17,7 @@ from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
 from memascend.errors import MemascendError, PinnedMemoryError
-from memascend.offloading.activations import InputStash
+from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.native import close_at_exit, open_runtime
 from memascend.plan.host import Plan, make_plan
@@ -137,9 +137,17 @@ class Session:
 
     def _make_streamer(self) -> Streamer:
         if self.device is None or self.device_plan is None:
-            return Streamer(self.runtime, self.units, self.plan, self.timeline)
+            return Streamer(self.runtime, self.units, self.plan, self.timeline, forget_recomputed=forget_recomputed)
         self.device.link = self.runtime.device
-        return DeviceStreamer(self.runtime, self.units, self.plan, self.timeline, self.device, self.device_plan)
+        return DeviceStreamer(
+            self.runtime,
+            self.units,
+            self.plan,
+            self.timeline,
+            self.device,
+            self.device_plan,
+            forget_recomputed=forget_recomputed,
+        )
 
     def _note_options(self, options: dict[str, Any]) -> None:
         """Add a notice for each option that slows this session down."""

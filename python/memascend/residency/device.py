@@ -17,12 +17,12 @@ from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import PAGE_BYTES, round_up
-from memascend.offloading.activations import forget_recomputed
 from memascend.residency.cuda import DevicePool
-from memascend.residency.host import NEVER, PREFETCH_UNITS, Streamer
+from memascend.residency.host import Streamer
+from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farthest, smallest_holding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from memascend.plan.host import Plan
     from memascend.residency.cuda import Buffer
     from memascend.residency.host import Residency
-
-#: Units copied to the device ahead of the one in use, when buffers allow.
-DEVICE_AHEAD = 2
 
 
 class _Upload(NamedTuple):
@@ -63,14 +60,15 @@ class DeviceStreamer(Streamer):
         timeline: Timeline,
         device: ComputeDevice,
         device_plan: DevicePlan,
+        *,
+        forget_recomputed: Callable[[], None],
     ) -> None:
         """Stream `units` through the host buffers of `plan` and the device buffers of `device_plan`."""
-        super().__init__(runtime, units, plan, timeline)
+        super().__init__(runtime, units, plan, timeline, forget_recomputed=forget_recomputed)
         self.device = device
         self.pool = DevicePool(device, device_plan)
-        sizes = sorted(self.pool.buffers)
         self._device_size = {
-            unit: next(size for size in sizes if size >= round_up(unit.nbytes, PAGE_BYTES)) for unit in units
+            unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers) for unit in units
         }
         #: Where the units are that the device has.
         self._on_device: dict[Unit, Buffer] = {}
@@ -141,7 +139,7 @@ class DeviceStreamer(Streamer):
                 return buffer
             if attempt == 0:
                 # Dead reference cycles and an abandoned backward pass hold views of buffers.
-                forget_recomputed()
+                self._forget_recomputed()
                 gc.collect()
         size = self._device_size
         alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
@@ -153,45 +151,46 @@ class DeviceStreamer(Streamer):
 
     def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
         """Return the buffer whose unit is used farthest away, beyond `sooner_than`, of those that are out of use."""
-        best, farthest = None, sooner_than
-        for buffer in self.pool.buffers[self._device_size[unit]]:
-            if buffer.users:
-                continue
-            if buffer.unit is None:
-                return buffer
-            use = self._next_use(buffer.unit)
-            if use > farthest:
-                best, farthest = buffer, use
-        return best
+        idle = [buffer for buffer in self.pool.buffers[self._device_size[unit]] if not buffer.users]
+        empty = next((buffer for buffer in idle if buffer.unit is None), None)
+        return empty or farthest(idle, self._next_use_of_contents, beyond=sooner_than)
+
+    def _next_use_of_contents(self, buffer: Buffer) -> int:
+        assert buffer.unit is not None
+        return self._order.next_use(buffer.unit)
 
     def _prefetch(self) -> None:
         if self._to_host:
             super()._prefetch()
             return
-        expected = self._expected[self._grad]
-        on_the_way, in_order = 0, True
-        for index in range(self._position, min(len(expected), self._position + DEVICE_AHEAD + PREFETCH_UNITS)):
-            unit = expected[index]
+        hosted, in_order = 0, True
+        for distance, (number, unit) in enumerate(self._order.upcoming(DEVICE_AHEAD + PREFETCH_UNITS)):
             if unit in self._on_device:
                 continue
-            residency = self.residencies[unit]
-            if in_order and index < self._position + DEVICE_AHEAD and self._is_hosted(residency):
-                if residency.ticket is not None:
-                    self._settle(residency)
-                buffer = self._spare_buffer(unit, index)
-                if buffer is not None:
-                    self._upload(unit, buffer)
-                    continue
-            # What comes later is copied later: buffers are for what comes first.
+            if in_order and distance < DEVICE_AHEAD and self._upload_ahead(unit, number):
+                continue
+            # Later units are copied later: buffers are for what is used first.
             in_order = False
-            if on_the_way == PREFETCH_UNITS:
+            if hosted == PREFETCH_UNITS:
                 return
-            if residency.storage is None and not self._fetch_ahead(unit, index):
+            if not self._is_hosted(unit) and not self._fetch_ahead(unit, number):
                 return
-            on_the_way += 1
+            hosted += 1
 
-    def _is_hosted(self, residency: Residency) -> bool:
-        return residency.storage is not None and (residency.ticket is None or residency.ticket.is_ready())
+    def _upload_ahead(self, unit: Unit, number: int) -> bool:
+        """Copy what use `number` needs, if it has arrived in host memory and a device buffer is to spare."""
+        residency = self.residencies[unit]
+        if residency.storage is None:
+            return False
+        if residency.ticket is not None:
+            if not residency.ticket.is_ready():
+                return False
+            self._settle(residency)
+        buffer = self._spare_buffer(unit, number)
+        if buffer is None:
+            return False
+        self._upload(unit, buffer)
+        return True
 
     # ---- host buffers -----------------------------------------------------------------------------------
 
@@ -200,7 +199,7 @@ class DeviceStreamer(Streamer):
         return super()._busy(residency) and (self._to_host or residency.unit not in self._on_device)
 
     def _next_fetch(self, unit: Unit) -> int:
-        use = self._next_use(unit)
+        use = self._order.next_use(unit)
         # What the device has is not needed here before the device lets go of it, if at all.
         return use if unit not in self._on_device else use + NEVER
 

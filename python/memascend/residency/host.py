@@ -1,13 +1,8 @@
-"""Residency: which units are in host memory, which are on their way, and which buffer is given up for the next.
-
-The order in which a model used its units in one pass predicts the next pass. On that prediction rest the
-prefetch and the choice of what to evict (the unit whose next use is farthest away, after Belady 1966).
-"""
+"""Residency in host memory: which units are there, and which are on their way, by the rule of `order`."""
 
 from __future__ import annotations
 
 import gc
-from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,20 +13,16 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.offloading.activations import forget_recomputed
+from memascend.residency.order import PREFETCH_UNITS, UseOrder, farthest, smallest_holding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
     from memascend.plan.host import Plan
     from memascend.residency.updates import Update
-
-#: Units fetched ahead of the one in use, when buffers allow.
-PREFETCH_UNITS = 2
-NEVER = 1 << 60
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +45,26 @@ class Residency:
 class Streamer:
     """Brings units into host memory before they are used and lets them go after."""
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], plan: Plan, timeline: Timeline) -> None:
-        """Stream `units` through the buffers of `runtime`, which are those of `plan`."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        units: Sequence[Unit],
+        plan: Plan,
+        timeline: Timeline,
+        *,
+        forget_recomputed: Callable[[], None],
+    ) -> None:
+        """Stream `units` through the buffers of `runtime`, which are those of `plan`.
+
+        `forget_recomputed` drops recomputed tensors that hold views of buffers; it is called when no buffer is free.
+        """
         self.runtime = runtime
         self.timeline = timeline
-        sizes = sorted({line.nbytes for line in plan.units})
+        self._forget_recomputed = forget_recomputed
+        sizes = {line.nbytes for line in plan.units}
         self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
-        self._buffer_size = {unit: next(size for size in sizes if size >= unit.nbytes) for unit in units}
+        self._buffer_size = {unit: smallest_holding(unit.nbytes, sizes) for unit in units}
         self.residencies = {unit: Residency(unit) for unit in units}
         #: Units by the address of their storage, for tensors that autograd saves.
         self.by_address: dict[int, Unit] = {}
@@ -69,12 +72,9 @@ class Streamer:
         self.depth = 0
         #: Units used outside their module's forward, let go at the end of the pass.
         self._loose: list[Unit] = []
-        order = list(units)
-        self._expected: dict[bool, list[Unit]] = {True: order + order[::-1], False: order}
-        self._grad = True
-        self._trace: list[Unit] = []
-        self._position = 0
-        self._next_uses: dict[Unit, deque[int]] = {}
+        #: Passes with a backward pass (True) and without (False).
+        self._order = UseOrder({True: [*units, *reversed(units)], False: list(units)})
+        self._order.begin(True)
 
     # ---- passes -----------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Streamer:
     def forward_pass(self, grad: bool) -> Iterator[None]:
         """One call of the whole model; with `grad` its backward pass belongs to it."""
         if self.depth == 0:
-            self._begin(grad)
+            self._order.begin(grad)
         with self.scope():
             yield
 
@@ -98,39 +98,6 @@ class Streamer:
             for unit in self._loose:
                 self.exit(unit)
             self._loose = loose
-
-    def _begin(self, grad: bool) -> None:
-        if self._trace:
-            self._expected[self._grad] = self._trace
-        self._grad = grad
-        self._trace = []
-        self._position = 0
-        self._index_uses()
-
-    def _index_uses(self) -> None:
-        uses: dict[Unit, deque[int]] = {}
-        for index, unit in enumerate(self._expected[self._grad]):
-            uses.setdefault(unit, deque()).append(index)
-        self._next_uses = uses
-
-    def _next_use(self, unit: Unit) -> int:
-        uses = self._next_uses.get(unit)
-        while uses and uses[0] < self._position:
-            uses.popleft()
-        return uses[0] if uses else NEVER
-
-    def _record(self, unit: Unit) -> None:
-        if self._trace and self._trace[-1] is unit:
-            return
-        self._trace.append(unit)
-        expected = self._expected[self._grad]
-        if self._position < len(expected) and expected[self._position] is unit:
-            self._position += 1
-            return
-        # A different order than last time: catch up with the next place where this unit was expected.
-        use = self._next_use(unit)
-        if use != NEVER:
-            self._position = use + 1
 
     # ---- use --------------------------------------------------------------------------------------------
 
@@ -164,7 +131,7 @@ class Streamer:
 
     def storage(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
-        self._record(unit)
+        self._order.record(unit)
         storage = self._bring(unit)
         # The prefetch may give up any idle unit, but not the one that is about to be used.
         residency = self.residencies[unit]
@@ -243,7 +210,7 @@ class Streamer:
                 for residency in self.residencies.values():
                     if residency.ticket is None:
                         self._wait_written(residency.unit)
-                forget_recomputed()
+                self._forget_recomputed()
                 gc.collect()
         size = self._buffer_size
         alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
@@ -256,14 +223,12 @@ class Streamer:
     def _victim(self, unit: Unit, sooner_than: int) -> Residency | None:
         """Return the idle unit in a buffer of the same size whose next use is farthest away, beyond `sooner_than`."""
         size = self._buffer_size
-        best, farthest = None, sooner_than
-        for residency in self.residencies.values():
-            if residency.storage is None or self._busy(residency) or size[residency.unit] != size[unit]:
-                continue
-            use = self._next_fetch(residency.unit)
-            if use > farthest:
-                best, farthest = residency, use
-        return best
+        idle = (
+            residency
+            for residency in self.residencies.values()
+            if residency.storage is not None and not self._busy(residency) and size[residency.unit] == size[unit]
+        )
+        return farthest(idle, lambda residency: self._next_fetch(residency.unit), beyond=sooner_than)
 
     def _busy(self, residency: Residency) -> bool:
         """Whether the bytes in host memory are in use."""
@@ -271,7 +236,7 @@ class Streamer:
 
     def _next_fetch(self, unit: Unit) -> int:
         """Return the next use for which the unit is needed in host memory."""
-        return self._next_use(unit)
+        return self._order.next_use(unit)
 
     def _drop(self, residency: Residency) -> None:
         try:
@@ -284,11 +249,11 @@ class Streamer:
             residency.lease = residency.storage = None
 
     def _prefetch(self) -> None:
-        expected = self._expected[self._grad]
-        for index in range(self._position, min(len(expected), self._position + PREFETCH_UNITS)):
-            unit = expected[index]
-            if self.residencies[unit].storage is None and not self._fetch_ahead(unit, index):
-                return
+        self._order.prefetch(PREFETCH_UNITS, self._is_hosted, self._fetch_ahead)
+
+    def _is_hosted(self, unit: Unit) -> bool:
+        """Whether the unit's bytes are in host memory, or on their way to it."""
+        return self.residencies[unit].storage is not None
 
     def _fetch_ahead(self, unit: Unit, index: int) -> bool:
         """Begin to fetch what use number `index` needs, if that takes no buffer from what is used before."""
@@ -327,21 +292,17 @@ class Streamer:
     def start_next_pass(self) -> None:
         """Begin fetching what the next training pass uses first, with the updates just deferred."""
         if self.depth == 0:
-            self._begin(True)
+            self._order.begin(True)
             self._prefetch()
 
     def apply_updates(self) -> None:
         """Apply every deferred update now and wait until it is on the store's drives."""
         waiting = [residency.unit for residency in self.residencies.values() if residency.updates]
         if waiting:
-            # Predicting exactly these makes the ordinary prefetch a pipeline over them.
-            trained, self._expected[False] = self._expected[False], waiting
-            self._begin(False)
-            try:
-                for unit in waiting:
-                    self.read(unit)
-            finally:
-                self._expected[False], self._trace = trained, []
+            # Expecting exactly these units makes the ordinary prefetch a pipeline over them.
+            self._order.begin_known(waiting)
+            for unit in waiting:
+                self.read(unit)
         for residency in self.residencies.values():
             if residency.ticket is not None:
                 self._settle(residency)
