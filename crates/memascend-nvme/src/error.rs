@@ -1,3 +1,5 @@
+//! Errors of engines and volumes, each with what to do.
+
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -169,6 +171,11 @@ fn directory_hint(source: &io::Error) -> &'static str {
         Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS | libc::EIO | libc::ELOOP) => errno_hint(source),
         _ => "a store needs a directory that you may write to, or a formatted device",
     }
+}
+
+/// An error of the operating system on a file.
+pub(crate) fn file_error(action: &'static str, path: &Path, source: io::Error) -> IoError {
+    IoError::File { action, path: path.to_owned(), source }
 }
 
 /// Remedies for what a file or a drive may answer.

@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::Mutex;
 
-use crate::block_device::node::Blocks;
+use crate::block_device::blocks::Blocks;
 use crate::block_device::notes::{FoundNote, Medium, Notes};
 use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, Uuid};

@@ -31,8 +31,9 @@ pub use engine::{
 };
 pub use error::{IoError, Result};
 pub use uuid::Uuid;
+pub use volume::Volume;
+pub use volume::file::VolumeFile;
 pub use volume::geometry::Geometry;
-pub use volume::{Volume, VolumeFile};
 
 /// What extents are multiples of, in bytes: the larger of the two logical block sizes in use (512 and 4096), so that
 /// every drive's alignment is met and no drive has to read before it writes.

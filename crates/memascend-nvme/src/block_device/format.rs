@@ -5,8 +5,9 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crate::block_device::blocks::Blocks;
 use crate::block_device::error::list;
-use crate::block_device::node::{self, Blocks, Node};
+use crate::block_device::node::{self, Node};
 use crate::block_device::notes::Notes;
 use crate::block_device::signatures::Blkid;
 use crate::block_device::superblock::{MIB, NotSuperblock, Superblock};

@@ -1,5 +1,6 @@
 //! Raw block devices: what the kernel tells of them, what is on them, and the format that makes one a store's.
 
+pub(crate) mod blocks;
 pub(crate) mod content;
 pub(crate) mod device;
 pub(crate) mod error;

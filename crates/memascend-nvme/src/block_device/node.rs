@@ -6,10 +6,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
-use std::{slice, thread};
 
 use crate::block_device::superblock::DEVICE_BYTES_MIN;
 use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult};
@@ -348,56 +348,6 @@ fn processes(numbers: &BTreeSet<u64>) -> Vec<String> {
     }
     found
 }
-
-/// Memory that O_DIRECT can use.
-#[derive(Clone)]
-#[repr(C, align(4096))]
-struct Block([u8; BLOCK_BYTES]);
-
-/// Whole blocks of memory, aligned, to be transferred by O_DIRECT.
-pub(crate) struct Blocks(Vec<Block>);
-
-impl Blocks {
-    /// Zeros, as many bytes as asked for or up to a block more.
-    pub(crate) fn zeroed(bytes: usize) -> Self {
-        Self(vec![Block([0; BLOCK_BYTES]); bytes.div_ceil(BLOCK_BYTES)])
-    }
-
-    /// Reads `bytes` bytes, rounded up to whole blocks.
-    pub(crate) fn read(file: &File, offset: u64, bytes: usize) -> io::Result<Self> {
-        let mut blocks = Self::zeroed(bytes);
-        file.read_exact_at(blocks.bytes_mut(), offset)?;
-        Ok(blocks)
-    }
-
-    /// Writes all of it.
-    pub(crate) fn write(&self, file: &File, offset: u64) -> io::Result<()> {
-        file.write_all_at(self.bytes(), offset)
-    }
-
-    /// The first block.
-    pub(crate) fn first(&self) -> &[u8; BLOCK_BYTES] {
-        &self.0[0].0
-    }
-
-    pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: a block is exactly its bytes, so that blocks in a row are bytes in a row.
-        unsafe { slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * BLOCK_BYTES) }
-    }
-
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and the borrow is exclusive.
-        unsafe { slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * BLOCK_BYTES) }
-    }
-}
-
-impl From<[u8; BLOCK_BYTES]> for Blocks {
-    fn from(block: [u8; BLOCK_BYTES]) -> Self {
-        Self(vec![Block(block)])
-    }
-}
-
-const _: () = assert!(size_of::<Block>() == BLOCK_BYTES && align_of::<Block>() == BLOCK_BYTES);
 
 #[cfg(test)]
 mod tests {

@@ -16,7 +16,7 @@
 use std::fs::File;
 use std::io;
 
-use crate::block_device::node::Blocks;
+use crate::block_device::blocks::Blocks;
 use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, Result, Uuid};
 

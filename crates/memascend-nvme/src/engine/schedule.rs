@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::engine::run_callback;
 use crate::error::errno_hint;
-use crate::volume::MADE_SHORTER;
+use crate::volume::file::MADE_SHORTER;
 use crate::{Completion, Counters, Geometry, IoError, Operation, Request, VolumeFile};
 
 /// How often a part is tried again when the system says so, and nothing moves.

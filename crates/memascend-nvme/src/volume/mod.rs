@@ -1,108 +1,26 @@
 //! Volumes: where a store's bytes lie, a directory with a preallocated file or a raw block device.
 
+mod directory;
+pub(crate) mod file;
 pub(crate) mod geometry;
 mod lock;
+mod notes;
+#[cfg(test)]
+mod tests;
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
-use std::os::fd::{AsRawFd, RawFd};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use memascend_mem::{LeaseSlice, LockExt, Origin};
+use memascend_mem::{LockExt, Origin};
 
-use crate::volume::lock::DirectoryLock;
-use crate::{BLOCK_BYTES, Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
-
-/// The open file or device of a volume, shared with the engine that transfers on it.
-#[derive(Debug)]
-pub struct VolumeFile {
-    file: File,
-    path: PathBuf,
-    geometry: Geometry,
-    /// Where the volume's data begins: behind the superblock of a device.
-    base: u64,
-    /// How many bytes of data a device has; None for a file, which grows.
-    data_bytes: Option<u64>,
-    /// How long a file is at least, unless somebody else makes it shorter.
-    least_bytes: AtomicU64,
-}
-
-impl VolumeFile {
-    /// The descriptor to transfer on.
-    pub fn fd(&self) -> RawFd {
-        self.file.as_raw_fd()
-    }
-
-    /// The path, for messages.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// What transfers have to look like.
-    pub fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    /// Where byte `offset` of the volume's data lies in the file or device.
-    pub fn position(&self, offset: u64) -> u64 {
-        self.base + offset
-    }
-
-    /// Whether its drive can be polled for completions.
-    pub(crate) fn polls(&self) -> bool {
-        crate::volume::geometry::has_poll_queues(&self.file)
-    }
-
-    /// Waits until everything written is on the medium.
-    pub fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| file_error("sync", &self.path, source))
-    }
-
-    /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno and why.
-    pub(crate) fn check(
-        &self,
-        offset: u64,
-        buffer: &LeaseSlice,
-    ) -> std::result::Result<(), (i32, &'static str)> {
-        let (bytes, address) = (buffer.bytes() as u64, buffer.address().as_ptr() as usize);
-        let Geometry { block_bytes, memory_bytes, .. } = self.geometry;
-        if bytes == 0 {
-            return Err((libc::EINVAL, "a transfer of nothing"));
-        }
-        if !(offset | bytes).is_multiple_of(block_bytes as u64) {
-            return Err((libc::EINVAL, "offset and length must be multiples of the drive's logical block"));
-        }
-        if !address.is_multiple_of(memory_bytes) {
-            return Err((libc::EINVAL, "the buffer is not aligned as the drive asks for"));
-        }
-        let end = offset.checked_add(bytes).and_then(|end| end.checked_add(self.base));
-        match (end, self.data_bytes) {
-            (Some(end), Some(data)) if end > self.base + data => {
-                return Err((libc::EINVAL, "it leaves the device's data area"));
-            }
-            (Some(end), _) if i64::try_from(end).is_ok() => {}
-            _ => return Err((libc::EFBIG, "the offset is beyond what files can have")),
-        }
-        Ok(())
-    }
-
-    /// Whether the file is still as long as it was made. A read behind the end fails; but a write there would make the file
-    /// long again, and what lies between would read as zeros from then on: so every write asks first.
-    pub(crate) fn check_length(&self) -> io::Result<()> {
-        let least_bytes = self.least_bytes.load(Ordering::Acquire);
-        if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        Ok(())
-    }
-}
-
-/// What is wrong when a file ends before its time.
-pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by somebody else while in use";
+use crate::error::file_error;
+use crate::volume::directory::{HeldDirectory, write_in_place};
+use crate::volume::file::VolumeFile;
+use crate::{Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
 
 /// One directory with a preallocated file in it, or one raw block device formatted for memascend. It is held
 /// exclusively. A directory's file is removed on drop unless [`Volume::keep`] was called.
@@ -120,31 +38,8 @@ pub struct Volume {
 
 #[derive(Debug)]
 enum Place {
-    Directory {
-        directory: PathBuf,
-        lock: DirectoryLock,
-        /// Did not exist before: removed with the files when nothing else lies in it.
-        made: bool,
-    },
+    Directory(HeldDirectory),
     Device(Device),
-}
-
-/// Undoes what was made of a directory when its volume cannot be.
-struct Making {
-    directory: PathBuf,
-    made: bool,
-    lock: Option<DirectoryLock>,
-}
-
-impl Drop for Making {
-    fn drop(&mut self) {
-        if let Some(lock) = &self.lock {
-            lock.remove_file();
-        }
-        if self.made {
-            let _ = std::fs::remove_dir(&self.directory);
-        }
-    }
 }
 
 impl Volume {
@@ -166,7 +61,7 @@ impl Volume {
             return Err(volume.kept_error());
         }
         volume.keep.store(false, Ordering::Release);
-        if let Place::Directory { .. } = volume.place {
+        if let Place::Directory(_) = volume.place {
             let file = &volume.file;
             file.file.set_len(0).map_err(|source| file_error("empty", &file.path, source))?;
             write_in_place(&file.file);
@@ -197,59 +92,25 @@ impl Volume {
     }
 
     fn open_directory(given: &Path, direct: bool, create: bool) -> Result<Self> {
-        let failed = |action| move |source| IoError::Directory { action, path: given.to_owned(), source };
-        // The process may go elsewhere before the volume is closed.
-        let directory = &std::path::absolute(given).map_err(failed("find"))?;
-        let mut making = Making { directory: directory.to_owned(), made: false, lock: None };
-        if create && !directory.exists() {
-            // Only the last part of the path: a missing parent is a typing error or a drive not mounted.
-            std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
-            making.made = true;
-            // What is committed there is not to be lost with the directory's name; but one may write where one may not read.
-            let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
-        }
-        if !create && !directory.join(Self::FILE_NAME).exists() {
-            return Err(IoError::NotKept { path: given.to_owned() });
-        }
-        making.lock = Some(DirectoryLock::take(directory)?);
-        let path = directory.join(Self::FILE_NAME);
-        let open = |flags: i32| {
-            let mut options = OpenOptions::new();
-            // Nobody may have put a link to another file in our place.
-            let flags = flags | libc::O_NOFOLLOW;
-            options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
-        };
-        let action = if create { "create" } else { "open" };
-        let mut found = None;
-        if direct {
-            match open(libc::O_DIRECT) {
-                Ok(file) => found = Geometry::direct(&file).map(|geometry| (file, geometry)),
-                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-                Err(source) => return Err(file_error(action, &path, source)),
-            }
-            // Extents are multiples of no more.
-            found = found.filter(|(_, geometry)| geometry.block_bytes <= BLOCK_BYTES);
-        }
-        let is_direct = found.is_some();
-        let (file, geometry) = match found {
-            Some(found) => found,
-            None => (open(0).map_err(|source| file_error(action, &path, source))?, Geometry::buffered()),
-        };
-        let notice = (direct && !is_direct).then(|| {
+        let held = HeldDirectory::take(given, create)?;
+        let opened = held.open_file(direct, create)?;
+        let notice = (direct && !opened.is_direct).then(|| {
             format!(
                 "the filesystem of {} refuses O_DIRECT: using buffered I/O, slower and with the page cache on top",
-                directory.display()
+                held.path().display()
             )
         });
-        let reserved = if create { 0 } else { file.metadata().map_or(0, |metadata| metadata.len()) };
-        let place = Place::Directory {
-            directory: directory.to_owned(),
-            lock: making.lock.take().expect("taken above"),
-            made: std::mem::take(&mut making.made),
+        let reserved = if create { 0 } else { opened.file.metadata().map_or(0, |metadata| metadata.len()) };
+        let file = VolumeFile {
+            file: opened.file,
+            path: opened.path,
+            geometry: opened.geometry,
+            base: 0,
+            data_bytes: None,
+            least_bytes: AtomicU64::new(reserved),
         };
-        let least_bytes = AtomicU64::new(reserved);
-        let file = VolumeFile { file, path, geometry, base: 0, data_bytes: None, least_bytes };
-        Ok(Self::of(given, place, file, is_direct, notice, reserved))
+        let place = Place::Directory(held);
+        Ok(Self::of(given, place, file, opened.is_direct, notice, reserved))
     }
 
     fn open_device(path: &Path) -> Result<Self> {
@@ -307,8 +168,9 @@ impl Volume {
     pub fn identity(&self) -> String {
         match &self.place {
             Place::Device(device) => format!("UUID={}", device.id()),
-            Place::Directory { directory, .. } => {
-                directory.canonicalize().unwrap_or_else(|_| directory.clone()).display().to_string()
+            Place::Directory(directory) => {
+                let path = directory.path();
+                path.canonicalize().unwrap_or_else(|_| path.to_owned()).display().to_string()
             }
         }
     }
@@ -430,7 +292,7 @@ impl Volume {
     /// What says that a store is in the way.
     pub fn kept_error(&self) -> IoError {
         let remedy = match &self.place {
-            Place::Directory { .. } => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
+            Place::Directory(_) => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
             Place::Device(device) => {
                 let path = device.path().display();
                 format!("empty it with `memascend format {path} --destroy {path}`")
@@ -444,44 +306,21 @@ impl NoteKeeper for Volume {
     fn find_note(&self) -> Result<FoundNote> {
         match &self.place {
             Place::Device(device) => Ok(device.find_note()?),
-            Place::Directory { directory, .. } => {
-                let path = directory.join(Self::NOTE_NAME);
-                let synced = |note| File::open(directory)?.sync_all().map(|()| note);
-                match read_no_link(&path).and_then(synced) {
-                    Ok(mut note) => {
-                        // The room that it has beyond its end; no note ends in zeros.
-                        note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
-                        Ok(FoundNote { note: Some(note), damaged: false })
-                    }
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(FoundNote::default()),
-                    Err(source) => Err(file_error("read", &path, source)),
-                }
-            }
+            Place::Directory(directory) => notes::find(directory.path()),
         }
     }
 
     fn write_note(&self, note: &[u8]) -> Result<()> {
         match &self.place {
             Place::Device(device) => Ok(device.write_note(note)?),
-            Place::Directory { directory, .. } => write_whole(directory, Self::NOTE_NAME, note),
+            Place::Directory(directory) => notes::write(directory.path(), note),
         }
     }
 
     fn clear_note(&self) -> Result<()> {
         match &self.place {
             Place::Device(device) => Ok(device.clear_note()?),
-            Place::Directory { directory, .. } => {
-                let path = directory.join(Self::NOTE_NAME);
-                let _ = std::fs::remove_file(spare_of(directory, Self::NOTE_NAME));
-                let removed = match std::fs::remove_file(&path) {
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                    removed => removed,
-                };
-                // Who takes a note back is about to change what it speaks of.
-                removed
-                    .and_then(|()| File::open(directory)?.sync_all())
-                    .map_err(|source| file_error("remove", &path, source))
-            }
+            Place::Directory(directory) => notes::clear(directory.path()),
         }
     }
 }
@@ -492,228 +331,11 @@ impl Drop for Volume {
         if !self.origin.is_here() {
             return;
         }
-        let Place::Directory { directory, lock, made } = &self.place else { return };
-        if !self.keep.load(Ordering::Acquire) {
+        if let Place::Directory(directory) = &self.place
+            && !self.keep.load(Ordering::Acquire)
+        {
             let _ = std::fs::remove_file(&self.file.path);
-            let _ = std::fs::remove_file(spare_of(directory, Self::NOTE_NAME));
+            notes::remove_spare(directory.path());
         }
-        lock.remove_file();
-        if *made {
-            let _ = std::fs::remove_dir(directory);
-        }
-    }
-}
-
-/// The longest note that is read from a directory: far above what any store writes, and no danger to the memory.
-const NOTE_BYTES_MAX: u64 = 256 << 20;
-
-/// The contents of a note that is no symbolic link.
-fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    if file.metadata()?.len() > NOTE_BYTES_MAX {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
-    }
-    file.sync_all()?;
-    let mut bytes = Vec::new();
-    file.take(NOTE_BYTES_MAX).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
-/// Has a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file where they are: else room for them that was
-/// allocated beforehand does not help when the drive is full. Others refuse it, and need not be asked.
-fn write_in_place(file: &File) {
-    const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
-    let mut flags: libc::c_int = 0;
-    // SAFETY: the first request writes an int, the second reads one; both get a live one.
-    unsafe {
-        if libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS, &raw mut flags) == 0 {
-            flags |= FS_NOCOW_FL;
-            libc::ioctl(file.as_raw_fd(), libc::FS_IOC_SETFLAGS, &raw const flags);
-        }
-    }
-}
-
-/// Writes a file that appears whole and durably, or not at all, with zeros behind it.
-///
-/// Two files take it by turns: the one that is written is not the one that is there, and has its blocks already. So a note
-/// that is about as long as the one before can be written when the filesystem is full.
-fn write_whole(directory: &Path, name: &str, bytes: &[u8]) -> Result<()> {
-    let (path, spare) = (directory.join(name), spare_of(directory, name));
-    let write = || {
-        let length = fill_spare(&spare, bytes, 0)?;
-        if exchange(&spare, &path).is_err() {
-            // There was none before, or the filesystem cannot.
-            std::fs::rename(&spare, &path)?;
-            // The next one's room, as long as there is some; without, the next write says so.
-            let _ = fill_spare(&spare, &[], length);
-        }
-        File::open(directory)?.sync_all()
-    };
-    write().map_err(|source| file_error("write", &path, source))
-}
-
-fn spare_of(directory: &Path, name: &str) -> PathBuf {
-    directory.join(format!("{name}.new"))
-}
-
-/// Writes `bytes` and zeros, over all that the file has, and `least` bytes at least; returns how long it is then.
-fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
-    let open = || {
-        let mut options = OpenOptions::new();
-        options
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(spare)
-    };
-    let file = match open() {
-        // Somebody's link, which is in the way and not followed.
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
-            std::fs::remove_file(spare)?;
-            open()?
-        }
-        opened => opened?,
-    };
-    let had = file.metadata()?.len();
-    if had == 0 {
-        write_in_place(&file);
-    }
-    // A little more than it takes: the next one may be longer.
-    let wanted = (bytes.len() as u64 + bytes.len() as u64 / 8).next_multiple_of(4 * BLOCK_BYTES as u64);
-    let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
-    let mut padded = bytes.to_vec();
-    padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
-    file.write_all_at(&padded, 0)?;
-    file.sync_all()?;
-    Ok(length)
-}
-
-/// Has two files change their names, in one go.
-fn exchange(one: &Path, other: &Path) -> io::Result<()> {
-    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other);
-    let (one, other) = (path(one)?, path(other)?);
-    // SAFETY: both are C strings that live through the call.
-    let done = unsafe {
-        libc::syscall(
-            libc::SYS_renameat2,
-            libc::AT_FDCWD,
-            one.as_ptr(),
-            libc::AT_FDCWD,
-            other.as_ptr(),
-            libc::RENAME_EXCHANGE,
-        )
-    };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-fn file_error(action: &'static str, path: &Path, source: io::Error) -> IoError {
-    IoError::File { action, path: path.to_owned(), source }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reserving_more_than_the_disk_has_changes_nothing() {
-        let directory = tempfile::tempdir().unwrap();
-        let volume = Volume::create(directory.path(), true).unwrap();
-        volume.reserve(8192).unwrap();
-        let error = volume.reserve(1 << 60).unwrap_err();
-        assert!(matches!(error, IoError::NoSpace { .. }));
-        assert_eq!(error.errno(), Some(libc::ENOSPC));
-        assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 8192);
-    }
-
-    #[test]
-    fn a_store_is_its_owners_alone() {
-        use std::os::unix::fs::PermissionsExt;
-        let root = tempfile::tempdir().unwrap();
-        let directory = root.path().join("volume");
-        let volume = Volume::create(&directory, true).unwrap();
-        volume.keep(b"a note").unwrap();
-        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!(mode(&directory), 0o700);
-        let mut files = 0;
-        for entry in std::fs::read_dir(&directory).unwrap() {
-            let path = entry.unwrap().path();
-            assert_eq!(mode(&path), 0o600, "{}", path.display());
-            files += 1;
-        }
-        assert_eq!(files, 4, "data, lock, note and the room for the next");
-    }
-
-    /// Whoever can write to the directory could otherwise have any file of ours written over.
-    #[test]
-    fn links_in_the_place_of_its_files_are_not_followed() {
-        let names = [Volume::FILE_NAME, "memascend.lock", Volume::NOTE_NAME];
-        for (name, direct) in names.into_iter().flat_map(|name| [(name, false), (name, true)]) {
-            let root = tempfile::tempdir().unwrap();
-            let (victim, directory) = (root.path().join("victim"), root.path().join("volume"));
-            std::fs::write(&victim, "precious").unwrap();
-            std::fs::create_dir(&directory).unwrap();
-            std::os::unix::fs::symlink(&victim, directory.join(name)).unwrap();
-            let error = Volume::create(&directory, direct).unwrap_err();
-            assert_eq!(error.errno(), Some(libc::ELOOP), "{name}: {error}");
-            assert!(error.to_string().contains("symbolic link"), "{error}");
-            assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
-        }
-        // The directory itself may well be a link to where the drive is.
-        let root = tempfile::tempdir().unwrap();
-        std::fs::create_dir(root.path().join("drive")).unwrap();
-        std::os::unix::fs::symlink(root.path().join("drive"), root.path().join("link")).unwrap();
-        let volume = Volume::create(&root.path().join("link"), true).unwrap();
-        // Nor is a link that waits for the note.
-        let victim = root.path().join("victim");
-        std::fs::write(&victim, "precious").unwrap();
-        let unfinished = root.path().join("drive").join(format!("{}.new", Volume::NOTE_NAME));
-        std::os::unix::fs::symlink(&victim, unfinished).unwrap();
-        volume.keep(b"a note").unwrap();
-        assert_eq!(volume.read_note().unwrap(), Some(b"a note".to_vec()));
-        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
-    }
-
-    #[test]
-    fn a_missing_directory_is_named() {
-        let error = Volume::create(Path::new("/nonexistent/memascend"), true).unwrap_err();
-        assert!(error.to_string().contains("/nonexistent/memascend"), "{error}");
-    }
-
-    #[test]
-    fn a_directory_in_use_is_refused_and_free_again_after() {
-        let root = tempfile::tempdir().unwrap();
-        let directory = root.path().join("volume");
-        let first = Volume::create(&directory, true).unwrap();
-        let error = Volume::create(&directory, true).unwrap_err();
-        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
-        assert_eq!(error.errno(), Some(libc::EBUSY));
-        drop(first);
-        assert!(!directory.exists(), "nothing is left behind");
-        Volume::create(&directory, true).unwrap();
-    }
-
-    #[test]
-    fn what_was_kept_is_opened_again_and_not_overwritten() {
-        let root = tempfile::tempdir().unwrap();
-        let directory = root.path().join("volume");
-        assert!(matches!(Volume::open(&directory, true).unwrap_err(), IoError::NotKept { .. }));
-        let first = Volume::create(&directory, true).unwrap();
-        first.reserve(8192).unwrap();
-        first.keep(b"note").unwrap();
-        drop(first);
-        for _ in 0..2 {
-            let error = Volume::create(&directory, true).unwrap_err();
-            assert!(matches!(error, IoError::Kept { .. }), "{error}");
-        }
-        for _ in 0..2 {
-            let again = Volume::open(&directory, true).unwrap();
-            assert_eq!(again.read_note().unwrap().unwrap(), b"note");
-            assert_eq!(std::fs::metadata(again.file().path()).unwrap().len(), 8192);
-        }
-        let left: Vec<_> =
-            std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
     }
 }

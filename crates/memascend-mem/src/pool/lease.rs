@@ -1,0 +1,132 @@
+//! Leases: buffers of a pool while they are in use.
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::pool::arena::{Arena, Fence, Fences};
+use crate::sync::LockExt;
+
+/// A pool buffer in use; returned to the pool when dropped. It cannot be cloned, so it cannot be
+/// returned twice; share it as `Arc<Lease>`.
+pub struct Lease {
+    pub(super) arena: Arc<Arena>,
+    pub(super) class: usize,
+    pub(super) offset: usize,
+    pub(super) requested: usize,
+    pub(super) capacity: usize,
+    pub(super) fences: std::sync::Mutex<Fences>,
+}
+
+impl Lease {
+    /// First byte of the buffer, page aligned.
+    pub fn address(&self) -> NonNull<u8> {
+        // SAFETY: `offset + capacity` lies inside the arena, by construction of the classes.
+        unsafe { self.arena.block.address().add(self.offset) }
+    }
+
+    /// Has the buffer return to its pool, once the lease is dropped, only when `fence` is done too.
+    pub fn return_after(&self, fence: Arc<dyn Fence>) {
+        let mut fences = self.fences.locked();
+        // A lease that is kept and copied from again and again gathers no more of them than are still going on.
+        fences.retain(|fence| !matches!(fence.is_done(), Ok(true)));
+        fences.push(fence);
+    }
+
+    /// Bytes that may be used: the size class, at least what was asked for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // A forked child holds a copy of the bookkeeping but not the memory, and perhaps a lock that a
+        // thread of the parent held: it must not touch either.
+        if !self.arena.origin.is_here() {
+            return;
+        }
+        let fences = std::mem::take(self.fences.exclusive());
+        let mut state = self.arena.lock();
+        state.note_return(self.class, self.requested);
+        if fences.is_empty() {
+            state.classes[self.class].free.push(self.offset);
+        } else {
+            let pool = state.classes[self.class].pool;
+            state.counters[pool].fenced_bytes += self.capacity;
+            state.classes[self.class].fenced.push_back((self.offset, fences));
+        }
+        let somebody_waits = state.waiting > 0;
+        drop(state);
+        // All of them: those who wait for another class go back to sleep.
+        if somebody_waits {
+            self.arena.returned.notify_all();
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("offset", &self.offset).field("capacity", &self.capacity).finish()
+    }
+}
+
+/// A byte range of a shared lease: what an I/O request owns while it is in flight.
+#[derive(Debug, Clone)]
+pub struct LeaseSlice {
+    lease: Arc<Lease>,
+    offset: usize,
+    bytes: usize,
+}
+
+impl LeaseSlice {
+    /// The range `offset .. offset + bytes` of `lease`.
+    ///
+    /// # Panics
+    /// If the range does not lie inside the lease.
+    pub fn new(lease: Arc<Lease>, offset: usize, bytes: usize) -> Self {
+        let end = offset.checked_add(bytes).expect("slice end overflows");
+        assert!(end <= lease.capacity(), "slice {offset}..{end} exceeds a lease of {}", lease.capacity());
+        Self { lease, offset, bytes }
+    }
+
+    /// The range `offset .. offset + bytes` of this slice.
+    ///
+    /// # Panics
+    /// If the range does not lie inside the slice.
+    pub fn narrow(&self, offset: usize, bytes: usize) -> Self {
+        let end = offset.checked_add(bytes).expect("slice end overflows");
+        assert!(end <= self.bytes, "narrowing {offset}..{end} of {}", self.bytes);
+        Self { lease: Arc::clone(&self.lease), offset: self.offset + offset, bytes }
+    }
+
+    /// First byte.
+    pub fn address(&self) -> NonNull<u8> {
+        // SAFETY: the range lies inside the lease, checked by `new` and `narrow`.
+        unsafe { self.lease.address().add(self.offset) }
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The bytes, to read.
+    ///
+    /// # Safety
+    /// Nobody may write the range while the returned slice lives.
+    pub unsafe fn as_slice(&self) -> &[u8] {
+        // SAFETY: in bounds and alive as long as self; the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.address().as_ptr(), self.bytes) }
+    }
+
+    /// The bytes, to write.
+    ///
+    /// # Safety
+    /// Nobody else may read or write the range while the returned slice lives.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn as_mut_slice(&self) -> &mut [u8] {
+        // SAFETY: in bounds and alive as long as self; the caller excludes every other access.
+        unsafe { std::slice::from_raw_parts_mut(self.address().as_ptr(), self.bytes) }
+    }
+}

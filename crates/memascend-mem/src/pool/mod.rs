@@ -1,0 +1,230 @@
+//! One arena, cut into pools of size classes; a buffer is leased and returns when the lease is dropped.
+
+mod arena;
+mod counters;
+mod lease;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io::ErrorKind;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub use self::arena::Fence;
+use self::arena::{Arena, Class, FENCE_POLL, State};
+pub use self::counters::{ClassAtPeak, PoolCounters};
+pub use self::lease::{Lease, LeaseSlice};
+use crate::sync::{Condvar, Mutex, WaitExt};
+use crate::{HostAllocator, MemError, Origin, Result, round_up_to_page};
+
+/// One line of the pool's plan: `count` buffers of `bytes` bytes for `consumer`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SizeClass {
+    /// What the buffers are for, as printed in the plan.
+    pub consumer: String,
+    /// Bytes of one buffer (rounded up to a page by the pool).
+    pub bytes: usize,
+    /// How many buffers.
+    pub count: usize,
+}
+
+/// A part of an arena cut into size classes. Cheap to clone; the arena lives until the last lease is gone.
+#[derive(Clone)]
+pub struct Pool {
+    arena: Arc<Arena>,
+    /// Which of the arena's pools this is.
+    index: usize,
+    /// Which of the arena's classes are this pool's.
+    classes: Range<usize>,
+}
+
+impl Pool {
+    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the
+    /// consumers of one group can never starve those of another. Within a group, classes of equal size
+    /// serve one another.
+    pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
+        let mut offset = 0;
+        let mut state =
+            State { classes: Vec::new(), counters: Vec::new(), live_bytes: 0, live_bytes_max: 0, waiting: 0 };
+        let mut ranges = Vec::new();
+        for (pool, group) in groups.iter().enumerate() {
+            let (first, first_offset) = (state.classes.len(), offset);
+            let mut sizes: Vec<(usize, usize)> = group
+                .iter()
+                .filter(|class| class.count > 0)
+                .map(|class| (round_up_to_page(class.bytes.max(1)), class.count))
+                .collect();
+            sizes.sort_unstable();
+            for (bytes, count) in sizes {
+                let start = offset;
+                offset = bytes.checked_mul(count).and_then(|class| class.checked_add(offset)).ok_or_else(
+                    || MemError::Reserve { bytes: usize::MAX, source: ErrorKind::OutOfMemory.into() },
+                )?;
+                let offsets = (start..offset).step_by(bytes);
+                match state.classes[first..].last_mut() {
+                    Some(class) if class.bytes == bytes => {
+                        class.free.extend(offsets);
+                        class.count += count;
+                    }
+                    _ => state.classes.push(Class {
+                        bytes,
+                        count,
+                        pool,
+                        live_bytes: 0,
+                        live_bytes_at_peak: 0,
+                        free: offsets.collect(),
+                        fenced: Default::default(),
+                    }),
+                }
+            }
+            let reserved_bytes = offset - first_offset;
+            state.counters.push(PoolCounters { reserved_bytes, ..PoolCounters::default() });
+            ranges.push(first..state.classes.len());
+        }
+        let arena = Arc::new(Arena {
+            block: allocator.allocate(offset)?,
+            allocator: allocator.name(),
+            origin: Origin::here(),
+            state: Mutex::new(state),
+            returned: Condvar::new(),
+        });
+        let pool = |(index, classes)| Self { arena: Arc::clone(&arena), index, classes };
+        Ok(ranges.into_iter().enumerate().map(pool).collect())
+    }
+
+    /// Reserves one arena for `classes` alone.
+    pub fn new(allocator: &dyn HostAllocator, classes: &[SizeClass]) -> Result<Self> {
+        let mut pools = Self::carve(allocator, &[classes.to_vec()])?;
+        Ok(pools.pop().expect("one group gives one pool"))
+    }
+
+    /// A buffer of the smallest class that holds `bytes`, or `None` when that class has none free. A larger
+    /// class never steps in: its buffers are planned for somebody else, who could then starve.
+    ///
+    /// # Errors
+    /// [`MemError::TooLarge`] if no class could ever hold it; what a [`Fence`] says when it is all that is left.
+    pub fn try_lease(&self, bytes: usize) -> Result<Option<Lease>> {
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        let lease = self.take(&mut state, class, bytes)?;
+        match lease {
+            Some(_) => state.counters[self.index].hits += 1,
+            None => state.counters[self.index].refusals += 1,
+        }
+        Ok(lease)
+    }
+
+    /// As [`Pool::try_lease`], waiting up to `patience` for a return.
+    pub fn lease(&self, bytes: usize, patience: Duration) -> Result<Option<Lease>> {
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        if let Some(lease) = self.take(&mut state, class, bytes)? {
+            state.counters[self.index].hits += 1;
+            return Ok(Some(lease));
+        }
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                state.counters[self.index].refusals += 1;
+                return Ok(None);
+            }
+            let nap = if state.classes[class].fenced.is_empty() { left } else { left.min(FENCE_POLL) };
+            state.waiting += 1;
+            state = self.arena.returned.wait_locked_for(state, nap);
+            state.waiting -= 1;
+            if let Some(lease) = self.take(&mut state, class, bytes)? {
+                state.counters[self.index].waits += 1;
+                return Ok(Some(lease));
+            }
+        }
+    }
+
+    /// A buffer as by [`Pool::try_lease`], if more than `reserve` of its class are free.
+    pub fn try_lease_spare(&self, bytes: usize, reserve: usize) -> Result<Option<Lease>> {
+        let mut state = self.arena.lock();
+        let class = self.class_of(&state, bytes)?;
+        if state.classes[class].free.len() <= reserve {
+            match state.settle(class) {
+                // What is left without it still serves somebody.
+                Err(error) if state.classes[class].free.is_empty() => return Err(error),
+                _ => {}
+            }
+            if state.classes[class].free.len() <= reserve {
+                return Ok(None);
+            }
+        }
+        state.counters[self.index].hits += 1;
+        self.take(&mut state, class, bytes)
+    }
+
+    /// How many buffers would serve requests of `bytes` bytes now.
+    pub fn free_buffers(&self, bytes: usize) -> usize {
+        let state = self.arena.lock();
+        let class = self.classes.clone().find(|class| state.classes[*class].bytes >= bytes);
+        class.map_or(0, |class| state.classes[class].free.len())
+    }
+
+    /// The whole arena that this pool is a part of: its first byte and its length.
+    pub fn arena(&self) -> (NonNull<u8>, usize) {
+        (self.arena.block.address(), self.arena.block.bytes())
+    }
+
+    /// Counters so far.
+    pub fn counters(&self) -> PoolCounters {
+        self.arena.lock().counters[self.index]
+    }
+
+    /// The highest sum of live bytes over all pools carved together, and every class at that moment, in the order
+    /// of the groups and of the sizes within them.
+    pub fn joint_peak(&self) -> (usize, Vec<ClassAtPeak>) {
+        let state = self.arena.lock();
+        let classes = state.classes.iter().map(|class| ClassAtPeak {
+            bytes: class.bytes,
+            count: class.count,
+            live_bytes_at_peak: class.live_bytes_at_peak,
+        });
+        (state.live_bytes_max, classes.collect())
+    }
+
+    /// Name of the allocator behind the arena.
+    pub fn allocator(&self) -> &'static str {
+        self.arena.allocator
+    }
+
+    /// Number of the smallest class that holds `bytes`.
+    fn class_of(&self, state: &State, bytes: usize) -> Result<usize> {
+        let classes = &state.classes[self.classes.clone()];
+        let found = classes.iter().position(|class| class.bytes >= bytes);
+        found.map(|index| self.classes.start + index).ok_or_else(|| MemError::TooLarge {
+            bytes,
+            largest_bytes: classes.last().map_or(0, |class| class.bytes),
+        })
+    }
+
+    fn take(&self, state: &mut State, class: usize, bytes: usize) -> Result<Option<Lease>> {
+        if state.classes[class].free.is_empty() {
+            state.settle(class)?;
+        }
+        let Some(offset) = state.classes[class].free.pop() else { return Ok(None) };
+        let capacity = state.classes[class].bytes;
+        state.note_lease(class, bytes);
+        Ok(Some(Lease {
+            arena: Arc::clone(&self.arena),
+            class,
+            offset,
+            requested: bytes,
+            capacity,
+            fences: std::sync::Mutex::default(),
+        }))
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("counters", &self.counters()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,332 @@
+//! Tests of the pool.
+
+use std::sync::atomic::Ordering;
+
+use super::*;
+use crate::{PAGE_BYTES, PageableAllocator};
+use proptest::prelude::*;
+
+fn class(bytes: usize, count: usize) -> SizeClass {
+    SizeClass { consumer: "test".into(), bytes, count }
+}
+
+fn pool(classes: &[SizeClass]) -> Pool {
+    Pool::new(&PageableAllocator, classes).unwrap()
+}
+
+#[test]
+fn reserves_exactly_the_sum_of_its_classes() {
+    let pool = pool(&[class(10_000, 3), class(4096, 2), class(1, 1)]);
+    assert_eq!(pool.counters().reserved_bytes, 3 * 12_288 + 3 * 4096);
+}
+
+#[test]
+fn groups_share_one_arena_but_never_each_others_buffers() {
+    let groups = [vec![class(4096, 1)], vec![class(8192, 2)]];
+    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    let held = pools[0].try_lease(4096).unwrap().unwrap();
+    assert!(pools[0].try_lease(1).unwrap().is_none(), "the second group's buffers are not ours");
+    let other = pools[1].try_lease(1).unwrap().unwrap();
+    assert_eq!(other.address().as_ptr() as usize - held.address().as_ptr() as usize, 4096 + 8192);
+}
+
+#[test]
+fn the_joint_peak_is_that_of_one_moment() {
+    let groups = [vec![class(4096, 1), class(4096, 1)], vec![class(8192, 2)]];
+    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    drop(pools[0].try_lease(4000).unwrap().unwrap());
+    drop(pools[1].try_lease(8000).unwrap().unwrap());
+    let at_peak = |bytes, count, live_bytes_at_peak| ClassAtPeak { bytes, count, live_bytes_at_peak };
+    // Each pool had its own peak; together they never held 12,000 bytes.
+    let expected = (8000, vec![at_peak(4096, 2, 0), at_peak(8192, 2, 8000)]);
+    assert_eq!(pools[0].joint_peak(), expected);
+    let _held = [pools[0].try_lease(100).unwrap(), pools[1].try_lease(8192).unwrap()];
+    assert_eq!(pools[1].joint_peak(), (8292, vec![at_peak(4096, 2, 100), at_peak(8192, 2, 8192)]));
+}
+
+#[test]
+fn exhaustion_is_a_value_and_a_return_serves_the_next() {
+    let pool = pool(&[class(8192, 1)]);
+    let held = pool.try_lease(5000).unwrap().unwrap();
+    assert!(pool.try_lease(1).unwrap().is_none());
+    assert!(matches!(pool.try_lease(8193), Err(MemError::TooLarge { largest_bytes: 8192, .. })));
+    drop(held);
+    assert!(pool.try_lease(8192).unwrap().is_some());
+}
+
+#[test]
+fn a_waiting_lease_gets_the_buffer_that_another_thread_returns() {
+    let pool = pool(&[class(4096, 1)]);
+    let held = pool.try_lease(1).unwrap().unwrap();
+    let waiter = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.lease(1, Duration::from_secs(30)).unwrap().is_some()
+    });
+    drop(held);
+    assert!(waiter.join().unwrap());
+}
+
+#[test]
+fn the_arena_outlives_the_pool_while_a_lease_lives() {
+    let pool = pool(&[class(4096, 1)]);
+    let slice = LeaseSlice::new(Arc::new(pool.try_lease(4096).unwrap().unwrap()), 0, 4096);
+    drop(pool);
+    // SAFETY: this test holds the only handle to the range.
+    unsafe { slice.as_mut_slice().fill(7) };
+    // SAFETY: as above.
+    assert!(unsafe { slice.as_slice() }.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+#[should_panic(expected = "exceeds a lease")]
+fn a_slice_past_its_lease_is_refused() {
+    let pool = pool(&[class(4096, 1)]);
+    let lease = Arc::new(pool.try_lease(1).unwrap().unwrap());
+    let _ = LeaseSlice::new(lease, 4096, 1);
+}
+
+/// A fence that a test opens, or breaks.
+#[derive(Default)]
+struct Gate {
+    open: std::sync::atomic::AtomicBool,
+    broken: std::sync::atomic::AtomicBool,
+}
+
+impl Gate {
+    fn open(&self) {
+        self.open.store(true, Ordering::Release);
+    }
+}
+
+impl Fence for Gate {
+    fn is_done(&self) -> Result<bool> {
+        if self.broken.load(Ordering::Acquire) {
+            return Err(MemError::TooLarge { bytes: 1, largest_bytes: 0 });
+        }
+        Ok(self.open.load(Ordering::Acquire))
+    }
+}
+
+#[test]
+fn a_fenced_buffer_returns_when_lease_and_every_fence_are_gone() {
+    let pool = pool(&[class(4096, 1)]);
+    let gates = [Arc::new(Gate::default()), Arc::new(Gate::default())];
+    let lease = pool.try_lease(1).unwrap().unwrap();
+    for gate in &gates {
+        lease.return_after(Arc::clone(gate) as Arc<dyn Fence>);
+    }
+    gates[0].open();
+    assert!(pool.try_lease(1).unwrap().is_none(), "the lease lives");
+    drop(lease);
+    assert_eq!((pool.counters().live_bytes, pool.counters().fenced_bytes), (0, 4096));
+    assert!(pool.try_lease(1).unwrap().is_none(), "one fence is left");
+    gates[1].open();
+    assert!(pool.try_lease(1).unwrap().is_some());
+    assert_eq!(pool.counters().fenced_bytes, 0);
+}
+
+#[test]
+fn waiting_for_a_fence_ends_when_it_is_done_though_nobody_calls() {
+    let pool = pool(&[class(4096, 1)]);
+    let gate = Arc::new(Gate::default());
+    let lease = pool.try_lease(1).unwrap().unwrap();
+    lease.return_after(Arc::clone(&gate) as Arc<dyn Fence>);
+    drop(lease);
+    assert!(pool.lease(1, Duration::from_millis(5)).unwrap().is_none());
+    let waiter = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.lease(1, Duration::from_secs(30)).unwrap().is_some()
+    });
+    while pool.arena.lock().waiting == 0 {
+        std::thread::yield_now();
+    }
+    gate.open();
+    assert!(waiter.join().unwrap());
+    assert_eq!(pool.counters().waits, 1);
+}
+
+#[test]
+fn the_arena_waits_for_the_device_that_uses_it() {
+    let (gate, freed) = (Arc::new(Gate::default()), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+    let pool = pool(&[class(4096, 1)]);
+    let lease = pool.try_lease(1).unwrap().unwrap();
+    let address = lease.address().as_ptr() as usize;
+    lease.return_after(Arc::clone(&gate) as Arc<dyn Fence>);
+    drop(lease);
+    let closing = std::thread::spawn({
+        let freed = Arc::clone(&freed);
+        move || {
+            drop(pool);
+            freed.store(true, Ordering::Release);
+        }
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!freed.load(Ordering::Acquire), "freed while the device was at work");
+    // SAFETY: the arena is still there, which is what is tested; nobody else touches it.
+    unsafe { (address as *mut u8).write_volatile(1) };
+    gate.open();
+    closing.join().unwrap();
+}
+
+#[test]
+fn a_fence_that_cannot_tell_keeps_its_buffer_and_says_why() {
+    let pool = pool(&[class(4096, 2)]);
+    let gate = Arc::new(Gate::default());
+    let lease = pool.try_lease(1).unwrap().unwrap();
+    lease.return_after(Arc::clone(&gate) as Arc<dyn Fence>);
+    drop(lease);
+    gate.broken.store(true, Ordering::Release);
+    let other = pool.try_lease(1).unwrap().expect("the second buffer is free");
+    assert!(pool.try_lease(1).is_err());
+    drop(other);
+    assert!(pool.try_lease(1).unwrap().is_some());
+}
+
+#[test]
+fn counters_tell_hits_waits_refusals_and_waste() {
+    let groups = [vec![class(8192, 1)], vec![class(4096, 1)]];
+    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    let first = pools[0].try_lease(5000).unwrap().unwrap();
+    let second = pools[1].try_lease(100).unwrap().unwrap();
+    assert!(pools[0].try_lease(1).unwrap().is_none());
+    let counters = pools[0].counters();
+    assert_eq!((counters.hits, counters.waits, counters.refusals), (1, 0, 1));
+    assert_eq!((counters.live_bytes, counters.leased_bytes, counters.waste_bytes()), (5000, 8192, 3192));
+    drop(second);
+    drop(first);
+    let _third = pools[0].try_lease(8192).unwrap().unwrap();
+    assert_eq!(pools[0].counters().live_bytes_max, 8192);
+    assert!(pools[1].try_lease_spare(1, 1).unwrap().is_none());
+    assert!(pools[1].try_lease_spare(1, 0).unwrap().is_some());
+}
+
+/// A small generator of well-mixed numbers (Steele and others 2014, SplitMix64): seeded, so that a failure repeats.
+struct Mix(u64);
+
+impl Mix {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut value = self.0;
+        value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((value ^ (value >> 31)) % below as u64) as usize
+    }
+}
+
+/// What must hold whatever happened: buffers are live, free or fenced, each once, and the counters agree.
+fn check(pool: &Pool, live: &[Lease]) {
+    let state = pool.arena.lock();
+    let arena = pool.arena.block.address().as_ptr() as usize;
+    let mut ranges: Vec<(usize, usize)> =
+        live.iter().map(|lease| (lease.address().as_ptr() as usize - arena, lease.capacity())).collect();
+    let mut fenced_bytes = 0;
+    for class in &state.classes {
+        ranges.extend(class.free.iter().map(|offset| (*offset, class.bytes)));
+        ranges.extend(class.fenced.iter().map(|(offset, _)| (*offset, class.bytes)));
+        fenced_bytes += class.fenced.len() * class.bytes;
+    }
+    ranges.sort_unstable();
+    assert!(ranges.iter().all(|(offset, bytes)| (offset | bytes).is_multiple_of(PAGE_BYTES)));
+    // Every byte of the arena is in exactly one of them.
+    let end = ranges.iter().fold(0, |end, (offset, bytes)| {
+        assert_eq!(*offset, end, "a gap or an overlap");
+        offset + bytes
+    });
+    let counters = state.counters[0];
+    assert_eq!(end, counters.reserved_bytes);
+    assert_eq!(counters.fenced_bytes, fenced_bytes);
+    assert_eq!(counters.leased_bytes, live.iter().map(Lease::capacity).sum::<usize>());
+    assert_eq!(counters.live_bytes, live.iter().map(|lease| lease.requested).sum::<usize>());
+    assert!(counters.live_bytes <= counters.live_bytes_max && counters.live_bytes <= counters.leased_bytes);
+}
+
+#[test]
+fn a_million_random_steps_keep_every_byte_accounted_for() {
+    let mut mix = Mix(4);
+    for _ in 0..100 {
+        let classes: Vec<_> =
+            (0..=mix.next(4)).map(|_| class(1 + mix.next(60_000), 1 + mix.next(6))).collect();
+        let largest = classes.iter().map(|class| class.bytes).max().unwrap();
+        let pool = pool(&classes);
+        let (mut live, mut gates): (Vec<Lease>, Vec<Arc<Gate>>) = Default::default();
+        for step in 0..10_000 {
+            match mix.next(5) {
+                0 | 1 => live.extend(pool.try_lease(1 + mix.next(largest)).unwrap()),
+                2 if !live.is_empty() => drop(live.swap_remove(mix.next(live.len()))),
+                3 if !live.is_empty() => {
+                    let gate = Arc::new(Gate::default());
+                    live[mix.next(live.len())].return_after(Arc::clone(&gate) as Arc<dyn Fence>);
+                    gates.push(gate);
+                }
+                4 if !gates.is_empty() => gates.swap_remove(mix.next(gates.len())).open(),
+                _ => {}
+            }
+            if step % 16 == 0 {
+                check(&pool, &live);
+            }
+        }
+        gates.iter().for_each(|gate| gate.open());
+        live.clear();
+        check(&pool, &live);
+    }
+}
+
+#[test]
+fn sixteen_threads_never_share_a_buffer() {
+    let pool = pool(&[class(4096, 3), class(8192, 2)]);
+    let workers: Vec<_> = (0..16_u64)
+        .map(|worker| {
+            let pool = pool.clone();
+            std::thread::spawn(move || {
+                let mut mix = Mix(worker);
+                for turn in 0..2000 {
+                    let bytes = [4096, 8192][mix.next(2)];
+                    let lease =
+                        pool.lease(bytes, Duration::from_secs(60)).unwrap().expect("somebody returns one");
+                    let slice = LeaseSlice::new(Arc::new(lease), 0, bytes);
+                    let mark = (worker as u8).wrapping_mul(31).wrapping_add(turn as u8);
+                    // SAFETY: the lease is this thread's alone, which is what is tested.
+                    unsafe { slice.as_mut_slice() }.fill(mark);
+                    std::thread::yield_now();
+                    // SAFETY: as above.
+                    assert!(unsafe { slice.as_slice() }.iter().all(|byte| *byte == mark));
+                }
+            })
+        })
+        .collect();
+    workers.into_iter().for_each(|worker| worker.join().unwrap());
+    let counters = pool.counters();
+    assert_eq!(counters.hits + counters.waits, 16 * 2000);
+    check(&pool, &[]);
+}
+
+proptest! {
+    /// Any sequence of requests, drops and fences leaves every byte live, free or fenced.
+    #[test]
+    fn every_byte_is_in_one_place(
+        classes in prop::collection::vec((1_usize..40_000, 1_usize..5), 1..5),
+        actions in prop::collection::vec((0_u8..4, 1_usize..50_000, any::<prop::sample::Index>()), 1..80),
+    ) {
+        let classes: Vec<_> = classes.into_iter().map(|(bytes, count)| class(bytes, count)).collect();
+        let pool = pool(&classes);
+        let (mut live, mut gates): (Vec<Lease>, Vec<Arc<Gate>>) = Default::default();
+        for (action, bytes, pick) in actions {
+            match action {
+                0 => if let Ok(Some(lease)) = pool.try_lease(bytes) {
+                    prop_assert!(lease.capacity() >= bytes);
+                    live.push(lease);
+                },
+                1 if !live.is_empty() => drop(live.swap_remove(pick.index(live.len()))),
+                2 if !live.is_empty() => {
+                    gates.push(Arc::new(Gate::default()));
+                    let gate = Arc::clone(gates.last().unwrap());
+                    live[pick.index(live.len())].return_after(gate);
+                }
+                3 if !gates.is_empty() => gates.swap_remove(pick.index(gates.len())).open(),
+                _ => {}
+            }
+            check(&pool, &live);
+        }
+        gates.iter().for_each(|gate| gate.open());
+    }
+}

@@ -1,0 +1,147 @@
+//! Notes on a simulated disk: in two slots, or in a file that is replaced.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::block_device::blocks::Blocks;
+use crate::block_device::notes::{Medium, Notes};
+use crate::engine::sim::SimDisk;
+use crate::engine::sim::disk::{Die, NOTE_OFFSET, PART_BYTES};
+use crate::engine::sim::power::gone;
+use crate::{FoundNote, IoError, NoteKeeper, Operation, Result, Uuid, VolumeFile};
+
+/// How long the slots for notes are together.
+const NOTE_BYTES: u64 = 1 << 20;
+
+/// The disk as a note sees it: transfers that are whole or fail.
+impl Medium for SimDisk {
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
+        let mut blocks = Blocks::zeroed(bytes);
+        self.carry_out_whole(Operation::Read, offset, blocks.bytes_mut())?;
+        Ok(blocks)
+    }
+
+    fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
+        self.carry_out_whole(Operation::Write, offset, &mut blocks.bytes().to_vec())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.flush()
+    }
+}
+
+impl SimDisk {
+    fn carry_out_whole(&self, operation: Operation, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let end = buffer.len().min(done + PART_BYTES);
+            match self.carry_out(operation, offset + done as u64, &mut buffer[done..end]) {
+                // As the schedule does: what ends inside a block is done again from there.
+                Ok(bytes) => done += bytes / self.geometry().block_bytes * self.geometry().block_bytes,
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts a file in the place of the note's: it is written and flushed, then renamed, then the directory is flushed.
+    fn replace_file(&self, note: Option<&[u8]>) -> io::Result<()> {
+        let mut flushed = false;
+        if note.is_some() {
+            let cut = self.power.step()?;
+            let mut disk = self.lock();
+            let draw = self.hits(&mut disk, self.faults.write_error_one_in, Die::WriteError, NOTE_OFFSET);
+            if draw.is_some() && !cut {
+                disk.injected.write_errors += 1;
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            flushed = !self.loses_flush(&mut disk);
+            drop(disk);
+            // Nobody has seen the file yet.
+            if cut || self.power.step()? {
+                return Err(gone());
+            }
+        }
+        let cut = self.power.step()?;
+        self.lock().file.renamed = Some(note.map(|note| (note.to_vec(), flushed)));
+        if cut { Err(gone()) } else { self.flush_directory() }
+    }
+
+    fn flush_directory(&self) -> io::Result<()> {
+        if self.power.step()? {
+            return Err(gone());
+        }
+        let mut disk = self.lock();
+        // A name that is on the medium before the bytes are: a crash shows it.
+        let unflushed = matches!(disk.file.renamed, Some(Some((_, false))));
+        if !self.loses_flush(&mut disk)
+            && !unflushed
+            && let Some(renamed) = disk.file.renamed.take()
+        {
+            disk.file.durable = renamed.map(|(bytes, _)| bytes);
+        }
+        Ok(())
+    }
+}
+
+/// A note on a simulated disk: in two slots, as that of a device, or in a file that is replaced.
+pub(super) struct SimNotes {
+    disk: Arc<SimDisk>,
+    slots: Option<Notes>,
+    file: Arc<VolumeFile>,
+}
+
+impl SimNotes {
+    pub(super) fn new(disk: Arc<SimDisk>, place: SimNotePlace, file: Arc<VolumeFile>) -> Self {
+        let id = Uuid::from_bytes(*b"a simulated disk");
+        let slots = (place == SimNotePlace::Slots).then(|| Notes::at(id, NOTE_OFFSET, NOTE_BYTES));
+        Self { disk, slots, file }
+    }
+
+    fn failed<T>(&self, action: &'static str, result: io::Result<T>) -> Result<T> {
+        result.map_err(|source| IoError::File { action, path: self.file.path().to_owned(), source })
+    }
+}
+
+impl NoteKeeper for SimNotes {
+    fn find_note(&self) -> Result<FoundNote> {
+        let found = match &self.slots {
+            Some(notes) => notes.find(&*self.disk).and_then(|found| self.disk.flush().map(|()| found)),
+            None => self.disk.flush_directory().map(|()| {
+                let disk = self.disk.lock();
+                let note = match &disk.file.renamed {
+                    Some(renamed) => renamed.as_ref().map(|(bytes, _)| bytes.clone()),
+                    None => disk.file.durable.clone(),
+                };
+                FoundNote { note, damaged: false }
+            }),
+        };
+        self.failed("read the note of", found)
+    }
+
+    fn write_note(&self, note: &[u8]) -> Result<()> {
+        let written = match &self.slots {
+            Some(notes) => notes.write(&*self.disk, note),
+            None => self.disk.replace_file(Some(note)),
+        };
+        self.failed("write the note of", written)
+    }
+
+    fn clear_note(&self) -> Result<()> {
+        let cleared = match &self.slots {
+            Some(notes) => notes.clear(&*self.disk),
+            None => self.disk.replace_file(None),
+        };
+        self.failed("clear the note of", cleared)
+    }
+}
+
+/// Where the notes of a simulated volume lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SimNotePlace {
+    /// In two slots on the simulated disk.
+    Slots,
+    /// In a file on the simulated disk, which is replaced by renaming.
+    File,
+}

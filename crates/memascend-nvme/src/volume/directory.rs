@@ -1,0 +1,119 @@
+//! A directory as a volume: made, locked, and its file opened.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use memascend_mem::Origin;
+
+use crate::error::file_error;
+use crate::volume::lock::DirectoryLock;
+use crate::{BLOCK_BYTES, Geometry, IoError, Result, Volume};
+
+/// A directory that this process alone uses. Dropping the value removes the lock file, and the directory too if this
+/// process made the directory and nothing else lies in it.
+#[derive(Debug)]
+pub(super) struct HeldDirectory {
+    /// Absolute: the process may change its working directory before the volume is closed.
+    path: PathBuf,
+    /// Whether the directory did not exist before.
+    made: bool,
+    lock: Option<DirectoryLock>,
+    origin: Origin,
+}
+
+/// The file of a volume in a directory.
+pub(super) struct OpenedFile {
+    pub(super) file: File,
+    pub(super) path: PathBuf,
+    pub(super) geometry: Geometry,
+    /// Whether transfers bypass the page cache.
+    pub(super) is_direct: bool,
+}
+
+impl HeldDirectory {
+    /// Locks the directory `given`, which is made first if it is missing and `create` is set.
+    pub(super) fn take(given: &Path, create: bool) -> Result<Self> {
+        let failed = |action| move |source| IoError::Directory { action, path: given.to_owned(), source };
+        let path = std::path::absolute(given).map_err(failed("find"))?;
+        let mut held = Self { path, made: false, lock: None, origin: Origin::here() };
+        let directory = &held.path;
+        if create && !directory.exists() {
+            // Only the last part of the path: a missing parent is a typing error or a drive that is not mounted.
+            std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
+            held.made = true;
+            // A crash must not lose the directory's name with what is committed in the directory. A failure is ignored:
+            // a user may have the right to write to the parent and not the right to read the parent.
+            let directory = &held.path;
+            let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
+        }
+        if !create && !held.path.join(Volume::FILE_NAME).exists() {
+            return Err(IoError::NotKept { path: given.to_owned() });
+        }
+        held.lock = Some(DirectoryLock::take(&held.path)?);
+        Ok(held)
+    }
+
+    /// The absolute path.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens the volume's file, with O_DIRECT if `direct` is set and the filesystem allows that.
+    pub(super) fn open_file(&self, direct: bool, create: bool) -> Result<OpenedFile> {
+        let path = self.path.join(Volume::FILE_NAME);
+        let open = |flags: i32| {
+            let mut options = OpenOptions::new();
+            // A link to another file in this place is not followed: writing would destroy that file.
+            let flags = flags | libc::O_NOFOLLOW;
+            options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
+        };
+        let action = if create { "create" } else { "open" };
+        if direct {
+            match open(libc::O_DIRECT) {
+                Ok(file) => {
+                    // Extents are multiples of BLOCK_BYTES, which a larger block would not divide.
+                    let geometry =
+                        Geometry::direct(&file).filter(|geometry| geometry.block_bytes <= BLOCK_BYTES);
+                    if let Some(geometry) = geometry {
+                        return Ok(OpenedFile { file, path, geometry, is_direct: true });
+                    }
+                }
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(source) => return Err(file_error(action, &path, source)),
+            }
+        }
+        let file = open(0).map_err(|source| file_error(action, &path, source))?;
+        Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false })
+    }
+}
+
+impl Drop for HeldDirectory {
+    fn drop(&mut self) {
+        // The files belong to the process that made them, not to a forked DataLoader worker.
+        if !self.origin.is_here() {
+            return;
+        }
+        if let Some(lock) = &self.lock {
+            lock.remove_file();
+        }
+        if self.made {
+            let _ = std::fs::remove_dir(&self.path);
+        }
+    }
+}
+
+/// Has a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file where they are: else room for them that was
+/// allocated beforehand does not help when the drive is full. Others refuse it, and need not be asked.
+pub(super) fn write_in_place(file: &File) {
+    const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
+    let mut flags: libc::c_int = 0;
+    // SAFETY: the first request writes an int, the second reads one; both get a live one.
+    unsafe {
+        if libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS, &raw mut flags) == 0 {
+            flags |= FS_NOCOW_FL;
+            libc::ioctl(file.as_raw_fd(), libc::FS_IOC_SETFLAGS, &raw const flags);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The open file or device that engines transfer on.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memascend_mem::LeaseSlice;
+
+use crate::error::file_error;
+use crate::volume::geometry::has_poll_queues;
+use crate::{Geometry, Result};
+
+/// The open file or device of a volume, shared with the engine that transfers on it.
+#[derive(Debug)]
+pub struct VolumeFile {
+    pub(super) file: File,
+    pub(super) path: PathBuf,
+    pub(super) geometry: Geometry,
+    /// Where the volume's data begins: behind the superblock of a device.
+    pub(super) base: u64,
+    /// How many bytes of data a device has; None for a file, which grows.
+    pub(super) data_bytes: Option<u64>,
+    /// How long a file is at least, unless somebody else makes it shorter.
+    pub(super) least_bytes: AtomicU64,
+}
+
+impl VolumeFile {
+    /// The descriptor to transfer on.
+    pub fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// The path, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What transfers have to look like.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Where byte `offset` of the volume's data lies in the file or device.
+    pub fn position(&self, offset: u64) -> u64 {
+        self.base + offset
+    }
+
+    /// Whether its drive can be polled for completions.
+    pub(crate) fn polls(&self) -> bool {
+        has_poll_queues(&self.file)
+    }
+
+    /// Waits until everything written is on the medium.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|source| file_error("sync", &self.path, source))
+    }
+
+    /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno and why.
+    pub(crate) fn check(
+        &self,
+        offset: u64,
+        buffer: &LeaseSlice,
+    ) -> std::result::Result<(), (i32, &'static str)> {
+        let (bytes, address) = (buffer.bytes() as u64, buffer.address().as_ptr() as usize);
+        let Geometry { block_bytes, memory_bytes, .. } = self.geometry;
+        if bytes == 0 {
+            return Err((libc::EINVAL, "a transfer of nothing"));
+        }
+        if !(offset | bytes).is_multiple_of(block_bytes as u64) {
+            return Err((libc::EINVAL, "offset and length must be multiples of the drive's logical block"));
+        }
+        if !address.is_multiple_of(memory_bytes) {
+            return Err((libc::EINVAL, "the buffer is not aligned as the drive asks for"));
+        }
+        let end = offset.checked_add(bytes).and_then(|end| end.checked_add(self.base));
+        match (end, self.data_bytes) {
+            (Some(end), Some(data)) if end > self.base + data => {
+                return Err((libc::EINVAL, "it leaves the device's data area"));
+            }
+            (Some(end), _) if i64::try_from(end).is_ok() => {}
+            _ => return Err((libc::EFBIG, "the offset is beyond what files can have")),
+        }
+        Ok(())
+    }
+
+    /// Whether the file is still as long as it was made. A read behind the end fails; but a write there would make the file
+    /// long again, and what lies between would read as zeros from then on: so every write asks first.
+    pub(crate) fn check_length(&self) -> io::Result<()> {
+        let least_bytes = self.least_bytes.load(Ordering::Acquire);
+        if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong when a file ends before its time.
+pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by somebody else while in use";

@@ -1,0 +1,135 @@
+//! The note of a volume in a directory: a file that appears whole and durably, or not at all.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::file_error;
+use crate::volume::directory::write_in_place;
+use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
+
+/// The longest note that is read from a directory: far above what any store writes, and no danger to the memory.
+const NOTE_BYTES_MAX: u64 = 256 << 20;
+
+/// The contents of a note that is no symbolic link.
+fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    if file.metadata()?.len() > NOTE_BYTES_MAX {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    file.sync_all()?;
+    let mut bytes = Vec::new();
+    file.take(NOTE_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The note in `directory`.
+pub(super) fn find(directory: &Path) -> Result<FoundNote> {
+    let path = directory.join(Volume::NOTE_NAME);
+    let synced = |note| File::open(directory)?.sync_all().map(|()| note);
+    match read_no_link(&path).and_then(synced) {
+        Ok(mut note) => {
+            // The room that it has beyond its end; no note ends in zeros.
+            note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+            Ok(FoundNote { note: Some(note), damaged: false })
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(FoundNote::default()),
+        Err(source) => Err(file_error("read", &path, source)),
+    }
+}
+
+/// Writes a file that appears whole and durably, or not at all, with zeros behind it.
+///
+/// Two files take it by turns: the one that is written is not the one that is there, and has its blocks already. So a note
+/// that is about as long as the one before can be written when the filesystem is full.
+pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
+    let (path, spare) = (directory.join(Volume::NOTE_NAME), spare_of(directory));
+    let replace = || {
+        let length = fill_spare(&spare, bytes, 0)?;
+        if exchange(&spare, &path).is_err() {
+            // There was none before, or the filesystem cannot.
+            std::fs::rename(&spare, &path)?;
+            // The next one's room, as long as there is some; without, the next write says so.
+            let _ = fill_spare(&spare, &[], length);
+        }
+        File::open(directory)?.sync_all()
+    };
+    replace().map_err(|source| file_error("write", &path, source))
+}
+
+/// Removes the note in `directory`, and the room for the next.
+pub(super) fn clear(directory: &Path) -> Result<()> {
+    let path = directory.join(Volume::NOTE_NAME);
+    remove_spare(directory);
+    let removed = match std::fs::remove_file(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    };
+    // Who takes a note back is about to change what it speaks of.
+    removed
+        .and_then(|()| File::open(directory)?.sync_all())
+        .map_err(|source| file_error("remove", &path, source))
+}
+
+fn spare_of(directory: &Path) -> PathBuf {
+    directory.join(format!("{}.new", Volume::NOTE_NAME))
+}
+
+/// Removes the room for the next note.
+pub(super) fn remove_spare(directory: &Path) {
+    let _ = std::fs::remove_file(spare_of(directory));
+}
+
+/// Writes `bytes` and zeros, over all that the file has, and `least` bytes at least; returns how long it is then.
+fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
+    let open = || {
+        let mut options = OpenOptions::new();
+        options
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(spare)
+    };
+    let file = match open() {
+        // Somebody's link, which is in the way and not followed.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            std::fs::remove_file(spare)?;
+            open()?
+        }
+        opened => opened?,
+    };
+    let had = file.metadata()?.len();
+    if had == 0 {
+        write_in_place(&file);
+    }
+    // A little more than it takes: the next one may be longer.
+    let wanted = (bytes.len() as u64 + bytes.len() as u64 / 8).next_multiple_of(4 * BLOCK_BYTES as u64);
+    let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
+    let mut padded = bytes.to_vec();
+    padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
+    file.write_all_at(&padded, 0)?;
+    file.sync_all()?;
+    Ok(length)
+}
+
+/// Has two files change their names, in one go.
+fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other);
+    let (one, other) = (path(one)?, path(other)?);
+    // SAFETY: both are C strings that live through the call.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_renameat2,
+            libc::AT_FDCWD,
+            one.as_ptr(),
+            libc::AT_FDCWD,
+            other.as_ptr(),
+            libc::RENAME_EXCHANGE,
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,104 @@
+//! Tests of volumes in directories.
+
+use super::*;
+
+#[test]
+fn reserving_more_than_the_disk_has_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let volume = Volume::create(directory.path(), true).unwrap();
+    volume.reserve(8192).unwrap();
+    let error = volume.reserve(1 << 60).unwrap_err();
+    assert!(matches!(error, IoError::NoSpace { .. }));
+    assert_eq!(error.errno(), Some(libc::ENOSPC));
+    assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 8192);
+}
+
+#[test]
+fn a_store_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    let volume = Volume::create(&directory, true).unwrap();
+    volume.keep(b"a note").unwrap();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&directory), 0o700);
+    let mut files = 0;
+    for entry in std::fs::read_dir(&directory).unwrap() {
+        let path = entry.unwrap().path();
+        assert_eq!(mode(&path), 0o600, "{}", path.display());
+        files += 1;
+    }
+    assert_eq!(files, 4, "data, lock, note and the room for the next");
+}
+
+/// Whoever can write to the directory could otherwise have any file of ours written over.
+#[test]
+fn links_in_the_place_of_its_files_are_not_followed() {
+    let names = [Volume::FILE_NAME, "memascend.lock", Volume::NOTE_NAME];
+    for (name, direct) in names.into_iter().flat_map(|name| [(name, false), (name, true)]) {
+        let root = tempfile::tempdir().unwrap();
+        let (victim, directory) = (root.path().join("victim"), root.path().join("volume"));
+        std::fs::write(&victim, "precious").unwrap();
+        std::fs::create_dir(&directory).unwrap();
+        std::os::unix::fs::symlink(&victim, directory.join(name)).unwrap();
+        let error = Volume::create(&directory, direct).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ELOOP), "{name}: {error}");
+        assert!(error.to_string().contains("symbolic link"), "{error}");
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+    }
+    // The directory itself may well be a link to where the drive is.
+    let root = tempfile::tempdir().unwrap();
+    std::fs::create_dir(root.path().join("drive")).unwrap();
+    std::os::unix::fs::symlink(root.path().join("drive"), root.path().join("link")).unwrap();
+    let volume = Volume::create(&root.path().join("link"), true).unwrap();
+    // Nor is a link that waits for the note.
+    let victim = root.path().join("victim");
+    std::fs::write(&victim, "precious").unwrap();
+    let unfinished = root.path().join("drive").join(format!("{}.new", Volume::NOTE_NAME));
+    std::os::unix::fs::symlink(&victim, unfinished).unwrap();
+    volume.keep(b"a note").unwrap();
+    assert_eq!(volume.read_note().unwrap(), Some(b"a note".to_vec()));
+    assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+}
+
+#[test]
+fn a_missing_directory_is_named() {
+    let error = Volume::create(Path::new("/nonexistent/memascend"), true).unwrap_err();
+    assert!(error.to_string().contains("/nonexistent/memascend"), "{error}");
+}
+
+#[test]
+fn a_directory_in_use_is_refused_and_free_again_after() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    let first = Volume::create(&directory, true).unwrap();
+    let error = Volume::create(&directory, true).unwrap_err();
+    assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
+    assert_eq!(error.errno(), Some(libc::EBUSY));
+    drop(first);
+    assert!(!directory.exists(), "nothing is left behind");
+    Volume::create(&directory, true).unwrap();
+}
+
+#[test]
+fn what_was_kept_is_opened_again_and_not_overwritten() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    assert!(matches!(Volume::open(&directory, true).unwrap_err(), IoError::NotKept { .. }));
+    let first = Volume::create(&directory, true).unwrap();
+    first.reserve(8192).unwrap();
+    first.keep(b"note").unwrap();
+    drop(first);
+    for _ in 0..2 {
+        let error = Volume::create(&directory, true).unwrap_err();
+        assert!(matches!(error, IoError::Kept { .. }), "{error}");
+    }
+    for _ in 0..2 {
+        let again = Volume::open(&directory, true).unwrap();
+        assert_eq!(again.read_note().unwrap().unwrap(), b"note");
+        assert_eq!(std::fs::metadata(again.file().path()).unwrap().len(), 8192);
+    }
+    let left: Vec<_> =
+        std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
+}
