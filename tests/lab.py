@@ -343,6 +343,27 @@ def _begin(files: list[Path], pipe: Any, target: Callable[..., Any], arguments: 
     target(pipe, *arguments)
 
 
+def run_script(source: str, words: list[str], environment: dict[str, str | None], seconds: float = 300) -> str:
+    """Run a script in a process of its own, which has PyTorch at once; return what it printed.
+
+    `words` are its arguments. `environment` sets variables, or removes those whose value is None.
+    """
+    with tempfile.TemporaryDirectory() as room, Child(Path(room), _script, source, words, environment) as child:
+        ended = child.wait(seconds)
+        assert ended.code == 0, ended.out + ended.err
+        return ended.out
+
+
+def _script(_pipe: Any, source: str, words: list[str], environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.argv = ["-c", *words]
+    exec(compile(source, "<script>", "exec"), {"__name__": "__main__"})
+
+
 if __name__ == "__main__":
     refuse_io_uring()
     os.execvp(sys.argv[1], sys.argv[1:])

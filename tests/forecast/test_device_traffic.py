@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import products
 import pytest
 import tiny
 from traffic import build, saved, steps
@@ -14,7 +15,7 @@ from memascend.forecast.forecast import Gpu, forecast
 from memascend.machine.gpu import NAMES, Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import nn
@@ -32,6 +33,13 @@ SMALL = LlamaConfig(
 )
 #: One micro-batch.
 SEQUENCES, LENGTH = 1, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_products() -> Iterator[None]:
+    """Bytes moved do not depend on digits: multiply in float32, which is quick on every processor."""
+    with products.in_float32():
+        yield
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fake_cuda
+import lab
 import pytest
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 #: Both allocators that need CUDA.
 KIND = ("cuda", "registered")
@@ -54,18 +52,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def alone(script: str, cudart: str | Path | None, *words: object) -> str:
     """Run a script in a process of its own, which searches for its CUDA runtime anew; return what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name != fake_cuda.VARIABLE}
-    if cudart is not None:
-        environment[fake_cuda.VARIABLE] = str(cudart)
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script, *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    environment = {fake_cuda.VARIABLE: None if cudart is None else str(cudart)}
+    return lab.run_script(PREAMBLE + script, list(map(str, words)), environment)
 
 
 # ---- pinned tensors -----------------------------------------------------------------------------------------

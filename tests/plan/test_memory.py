@@ -170,6 +170,8 @@ def _own_memory_cgroup() -> tuple[Path, str]:
 #: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a
 #: plan with budget to spare takes four times that, and the smallest one once.
 LARGE_VOCABULARY, MATRIX = 65_536, 128 * MIB
+#: Few, since products take longest of what is done with them.
+TOKENS = 2
 
 
 @pytest.fixture
@@ -216,7 +218,7 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
 
     def finetune(group: Path, host_memory: str) -> subprocess.CompletedProcess[str]:
         words = ["-m", "memascend", "finetune", str(large_model), "--data", "text.txt", "--store", "store"]
-        words += ["--host-memory", host_memory, "--out", "out", "--steps", "1", "--seq-len", "16"]
+        words += ["--host-memory", host_memory, "--out", "out", "--steps", "1", "--seq-len", str(TOKENS)]
         return run(words, group)
 
     # What the interpreter and its libraries take, in memory that the kernel cannot take back.
@@ -224,7 +226,8 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
     script += "of = lambda key: int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1]) << 10;"
     script += "print(of('RssAnon'));"
     # And what PyTorch takes beside the gradient of a matrix: one in float32 where the processor has no bfloat16.
-    script += f"left, right = torch.zeros(16, {LARGE_VOCABULARY}), torch.zeros(16, {MATRIX // 2 // LARGE_VOCABULARY});"
+    wide, narrow = LARGE_VOCABULARY, MATRIX // 2 // LARGE_VOCABULARY
+    script += f"left, right = torch.zeros({TOKENS}, {wide}), torch.zeros({TOKENS}, {narrow});"
     script += "left, right = left.bfloat16(), right.bfloat16(); open('/proc/self/clear_refs', 'w').write('5');"
     script += "before = of('VmHWM'); product = left.t() @ right; print(of('VmHWM') - before - product.nbytes)"
     baseline, beside = map(int, run(["-c", script]).stdout.split())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fake_cuda
+import lab
 import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: Streams and events as CUDA's functions make them, for the scripts.
 PREAMBLE = """
@@ -97,14 +98,7 @@ def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def alone(script: str, cudart: Path) -> None:
     """Run a script in a process of its own, whose CUDA runtime is the simulated one."""
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {fake_cuda.VARIABLE: str(cudart)},
-        cwd=Path(__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    lab.run_script(PREAMBLE + script, [], {fake_cuda.VARIABLE: str(cudart)})
 
 
 # ---- streams ------------------------------------------------------------------------------------------------
