@@ -1,1 +1,1 @@
-"""Small tools that every other folder uses: no model, no store."""
+"""Small tools for every other folder: sizes, directories that appear whole, signals, progress, timing."""

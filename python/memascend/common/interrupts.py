@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what is unfinished is cleaned up, and in a run the first one is only a request."""
+"""Ctrl-C and SIGTERM: unfinished work is cleaned up, and in a run the first signal is only a request to stop."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from memascend.errors import Abandoned
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C, and SIGTERM where it is handled, off until the end of the block."""
-    came: list[tuple[int, FrameType | None]] = []
+    """Defer Ctrl-C, and SIGTERM where it is handled, until the end of the block."""
+    deferred: list[tuple[int, FrameType | None]] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(number)
+        for handled in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(handled)
             if callable(handler):
-                previous[number] = handler
-                signal.signal(number, lambda number, frame: came.append((number, frame)))
+                previous[handled] = handler
+                signal.signal(handled, lambda number, frame: deferred.append((number, frame)))
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        for number, frame in came:
+        for number, frame in deferred:
             previous[number](number, frame)
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM: in a `graceful` run the first one only asks it to end; the next one abandons it."""
+    """Handlers of Ctrl-C and SIGTERM: in a `graceful` run the first signal asks it to end, the next abandons it."""
 
     def __init__(self) -> None:
-        """Nothing asked yet, and nothing to finish."""
+        """Begin without a request, and not `graceful`: the first signal abandons the run."""
         self.asked: int | None = None
         self.graceful = False
-        self.closing = False  # cleaning up: signals wait for no one, and nobody listens
+        self.closing = False  # while it cleans up, signals are ignored
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        """Take over the handlers; only a main thread may."""
+        """Replace the handlers, in the main thread only: Python allows it in no other."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -61,7 +61,7 @@ class Interrupts:
         if self.graceful and self.asked is None:
             self.asked = number
             # os.write: a handler may run inside a print of the code it interrupts
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # standard error is closed
                 os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
             return
         raise Abandoned(number)

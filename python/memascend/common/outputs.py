@@ -1,4 +1,4 @@
-"""Directories that appear whole under their names, or not at all."""
+"""Output directories that appear complete under their names, or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memascend.errors import MemascendError, OutputError
 
 @contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """A hidden directory beside `out` for everything unfinished; it is gone afterwards, whatever happens."""
+    """Make a hidden directory beside `out` for unfinished files, and remove it at the end of the block."""
     if os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
     try:
@@ -29,17 +29,17 @@ def workspace(out: Path) -> Iterator[Path]:
 
 
 def put_in_place(finished: Path, out: Path) -> None:
-    """Make the finished directory appear under its name, durably and in one go."""
+    """Rename the finished directory to `out`, atomically and durably."""
     for path in [*finished.rglob("*"), finished]:
         sync(path)
-    if os.path.lexists(out):  # since the start of the run; a rename onto an empty directory would succeed
+    if os.path.lexists(out):  # made since the start of the run; a rename onto an empty directory would succeed
         raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
     os.rename(finished, out)
     sync(out.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what a directory lists, is on the medium."""
+    """Wait until a file, or the entries of a directory, are on the medium."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,19 +48,19 @@ def sync(path: Path) -> None:
 
 
 def clear_away(out: Path) -> None:
-    """Remove what runs that were killed left beside the output."""
-    for left in out.parent.glob(f".{out.name}.partial-*"):
-        owner = left.name.removeprefix(f".{out.name}.partial-").partition("-")[0]
+    """Remove the unfinished directories that killed runs left beside `out`."""
+    for unfinished in out.parent.glob(f".{out.name}.partial-*"):
+        owner = unfinished.name.removeprefix(f".{out.name}.partial-").partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Have an error of the system name `what` was being written: of an open file it names nothing."""
+    """Turn an OSError into an OutputError that names `what`: for an open file the system gives no path."""
     try:
         yield
-    except MemascendError:  # it says what it is about; some are errors of the system too
+    except MemascendError:  # its message names the path already; some are OSErrors too
         raise
     except OSError as error:
         where = f": {error.filename}" if error.filename and str(error.filename) != str(what) else ""

@@ -1,4 +1,4 @@
-"""The progress of long work on standard error: a bar on a terminal, lines elsewhere."""
+"""Progress of long work on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, 
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line now and then."""
+    """A bar on a terminal; elsewhere a line every ten seconds."""
 
     def __init__(self, title: str, total: int, *, unit: str = "step", stream: TextIO | None = None) -> None:
         """Show `total` units of work under `title`. With unit "B" the numbers are bytes."""
         self._stream = stream if stream is not None else sys.stderr
         self._title, self._total, self._unit = title, total, unit
         self._bar: Any = None
-        self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work only what takes long
+        self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work a line comes only after a while
         if self._stream.isatty():
             from tqdm import tqdm
 
@@ -51,7 +51,7 @@ class Progress:
             self._stream.flush()
 
     def note(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

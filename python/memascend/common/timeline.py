@@ -1,18 +1,18 @@
 """Where a step's time goes: seconds blocked on each part of the machine, and names for the profilers.
 
-A step is driven by one thread at a time: the caller's, and, in the backward pass on a device, autograd's, which the
-caller waits for. What that thread does while it is blocked on none of `KINDS` is "compute".
+One thread at a time drives a step: the caller's, or, in the backward pass on a device, autograd's, for which the caller
+waits. The time in which that thread is blocked on none of `KINDS` is "compute".
 
-On the CPU this is the arithmetic, with the Python around it. A device computes while the host goes on, and its time
-appears where the host is stopped next: where a value is asked for, as in `loss.item()`, which is "compute" too, or at a
-copy that comes after the computing. There the two are told apart by what is waited for, in order: first, outside of
-`waiting`, for the event that the copy itself waits for, then, inside, for the copy.
+On the CPU this is the arithmetic, with the Python around it. A device computes while the host continues, and its time
+appears where the host next waits: for a value, as in `loss.item()`, which is "compute" too, or for a copy that comes
+after the computation. To separate the two, the host waits twice: first, outside of `waiting`, for the event that the
+copy itself waits for, then, inside, for the copy.
 
     event.wait()                       # the device still computes with the buffer: "compute"
     with timeline.waiting("h2d"):
         arrived.wait()                 # only the copy is left
 
-So nothing is measured on the device, and nothing is waited for that would not be waited for anyway.
+So nothing is measured on the device, and no wait is added.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
-#: What the thread that drives a step can be blocked on, by the names that are shown.
+#: The operations on which the thread that drives a step can be blocked, with their names on the screen.
 KINDS = {
     "ssd_read": "SSD read",
     "ssd_write": "SSD write",
@@ -35,7 +36,7 @@ KINDS = {
     "d2h": "D2H",
     "cpu_update": "CPU update",
 }
-#: All else that a step's time goes to.
+#: The rest of a step's time.
 COMPUTE = "compute"
 
 _WAITS = {kind: f"wait for {shown}" for kind, shown in KINDS.items()}
@@ -45,10 +46,10 @@ _NOTHING = nullcontext()
 class Timeline:
     """Seconds by kind, of one offloaded model.
 
-    Waits that overlap, in two threads, are counted once, under the kind of the one that began last.
+    Waits that overlap in two threads are counted once, under the kind of the wait that began last.
 
-    A fetch that carries updates reads, computes and writes at once. Of the time waited for it, "cpu_update" is no
-    more than what the kernels ran meanwhile; the rest is "ssd_read".
+    A fetch that carries updates reads, computes and writes at once. Of the wait for such a fetch, "cpu_update" is at
+    most the time for which the update kernels ran; the remainder is "ssd_read".
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Timeline:
         self._lapped_updating = 0.0 if updating is None else updating()
         self._spent_ns = dict.fromkeys((*KINDS, COMPUTE), 0)
         self._lapped_ns = dict(self._spent_ns)
-        #: What is being waited for, the innermost last.
+        #: The kinds of the waits under way, the innermost last.
         self._kinds = [COMPUTE]
         self._since_ns = clock()
 
@@ -80,7 +81,7 @@ class Timeline:
         return _divide({kind: spent / 1e9 for kind, spent in self._spent_ns.items()}, updating)
 
     def lap(self) -> dict[str, float]:
-        """Return the same since the last lap: those of a step, if called after each."""
+        """Return seconds by kind since the last lap: a step's, if called after each step."""
         self._count()
         lap = {kind: (spent - self._lapped_ns[kind]) / 1e9 for kind, spent in self._spent_ns.items()}
         self._lapped_ns = dict(self._spent_ns)
@@ -91,7 +92,7 @@ class Timeline:
 
 
 def _divide(seconds: dict[str, float], updating: float | None) -> dict[str, float]:
-    """Divide what was waited for fetches with updates between the kernels and the SSD."""
+    """Divide the waits for fetches with updates between the kernels and the SSD."""
     if updating is not None:
         beyond = max(0.0, seconds["cpu_update"] - updating)
         seconds["cpu_update"] -= beyond
@@ -100,7 +101,7 @@ def _divide(seconds: dict[str, float], updating: float | None) -> dict[str, floa
 
 
 class _Wait:
-    """One stretch of waiting; not a generator, which takes longer: there are some for every tensor."""
+    """The context of one wait. A generator would take longer, and every tensor has several waits."""
 
     __slots__ = ("_kind", "_span", "_timeline")
 
@@ -113,19 +114,21 @@ class _Wait:
         self._timeline._kinds.append(self._kind)
         self._span.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._span.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._span.__exit__(kind, error, traceback)
         self._timeline._count()
         self._timeline._kinds.pop()
 
 
 def binding(lap: Mapping[str, float]) -> str:
-    """Return the kind that most of a lap's time went to."""
+    """Return the kind with the largest share of a lap."""
     return max(lap, key=lambda kind: lap[kind])
 
 
 def bound_by(lap: Mapping[str, float]) -> str:
-    """Return the name of what most of a lap's time went to, and its share: "SSD read 62%"."""
+    """Return the name of the kind with the largest share of a lap, and that share: "SSD read 62%"."""
     kind = binding(lap)
     return f"{_shown(kind)} {lap[kind] / (sum(lap.values()) or 1):.0%}"
 
@@ -145,11 +148,11 @@ def _rounded(seconds: float) -> str:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Name what happens inside for who looks on: an NVTX range where CUDA is in use, `torch.profiler`'s where it runs.
+    """Name the block for profilers: with an NVTX range where CUDA is in use, and for `torch.profiler` where it runs.
 
-    Shown as "memascend: " and the name. Where nobody looks on, it costs two questions.
+    Profilers show "memascend: " and the name. Without a profiler the cost is two function calls.
     """
-    nvtx, profiled = torch.cuda.is_initialized(), torch.autograd._profiler_enabled()
+    nvtx, profiled = torch.cuda.is_initialized(), torch._C._autograd._profiler_enabled()
     return _named(f"memascend: {name}", nvtx, profiled) if nvtx or profiled else _NOTHING
 
 

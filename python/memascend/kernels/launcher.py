@@ -44,7 +44,7 @@ def _cupy() -> Any:
 
 @cache
 def has_cupy() -> bool:
-    """Whether the kernels can be used: CuPy is installed, finds NVRTC, and its CUDA is not too new for the driver."""
+    """Return whether CuPy is installed, finds NVRTC, and its CUDA is not too new for the driver."""
     try:
         cupy = _cupy()
         cupy.cuda.nvrtc.getVersion()
@@ -55,12 +55,12 @@ def has_cupy() -> bool:
 
 @cache
 def compiles(device: int) -> bool:
-    """Whether the kernels can be used on a device; why not, if CuPy is there, goes to the log."""
+    """Return whether the kernels compile for a device; log the reason if CuPy is installed and they do not."""
     if not has_cupy():
         return False
     try:
         _functions(device)
-    except Exception as error:  # whatever NVRTC and the driver say of a device that is too new, or too old
+    except Exception as error:  # NVRTC and the driver raise several kinds for a device too new or too old
         first = str(error).strip().partition("\n")[0]
         _log.warning("gradients are checked by the CPU: CuPy cannot compile for cuda:%d: %s", device, first)
         return False
@@ -68,21 +68,21 @@ def compiles(device: int) -> bool:
 
 
 class _Stream:
-    """A stream of torch's, by the protocol by which CuPy takes over others' streams."""
+    """One of torch's streams, under the protocol by which CuPy accepts streams of other libraries."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version and the stream's handle."""
-        # torch's 0 is the legacy default stream. CuPy's is that of the thread, if
-        # CUPY_CUDA_PER_THREAD_DEFAULT_STREAM says so, and would not come after what torch has launched.
+        # torch's 0 is the legacy default stream. CuPy's 0 is the thread's stream under
+        # CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, and would not be ordered after torch's launches.
         return 0, self.stream.cuda_stream or LEGACY_STREAM
 
 
 @contextmanager
 def _launching_on(device: torch.device, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
-    """Give the kernels of a device, which are launched on `stream` meanwhile."""
+    """Give the kernels of a device; launches within the block go to `stream`."""
     cupy = _cupy()
     functions = _functions(device.index)
     with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_Stream(stream)):
@@ -91,7 +91,7 @@ def _launching_on(device: torch.device, stream: torch.cuda.Stream) -> Iterator[d
 
 @cache
 def _functions(device: int) -> dict[str, Any]:
-    """Compile the kernels for a device, once."""
+    """Compile the kernels for a device, once per process."""
     cupy = _cupy()
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
@@ -99,7 +99,7 @@ def _functions(device: int) -> dict[str, Any]:
 
 
 def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return the table of tensors that are not empty, and how many chunks they have."""
+    """Return a table row for each tensor that is not empty, and the number of chunks of all."""
     table, chunks = [], 0
     for tensor in tensors:
         numel = tensor.numel()
@@ -112,11 +112,12 @@ def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int
 def check(
     device: torch.device, tensors: Sequence[torch.Tensor], norm: bool, unscale: float | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch a check of dense tensors of one device on its current stream, and wait for nothing.
+    """Launch a check of dense tensors of one device on its current stream, without waiting.
 
-    Returns tensors of the device: 1.0 or 0.0 (float32) for found or not, and the sum of squares (float64) if `norm`.
+    Returns scalars on the device: a float32 flag, 1.0 if an element is infinite or NaN, and the float64 sum of squares
+    if `norm`.
     """
-    _cupy()  # says so if it is missing, before anything else
+    _cupy()  # raises first if CuPy is missing
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         flag = torch.zeros((), dtype=torch.float32, device=device)
@@ -124,16 +125,16 @@ def check(
         table, chunks = rows(tensors)
         if not table:
             return flag, total
-        # torch keeps pinned memory until the copies from it are done, and reuses device memory in the stream's order:
-        # both may be dropped here.
-        pinned = torch.empty((len(table), ROW), dtype=torch.int64, pin_memory=True)
+        # Both tables may be dropped at the end: torch keeps pinned memory until its copies are done, and reuses device
+        # memory in the stream's order.
+        pinned = torch.empty((len(table), ROW), dtype=torch.int64, pin_memory=True)  # (rows, ROW)
         pinned.numpy()[:] = table
         on_device = pinned.to(device, non_blocking=True)
         arguments = [on_device.data_ptr(), len(table), chunks, flag.data_ptr()]
-        slots = factor = None
-        if norm:
-            slots = torch.empty(chunks, dtype=torch.float64, device=device)
-            arguments.append(slots.data_ptr())
+        partial_sums = factor = None
+        if total is not None:
+            partial_sums = torch.empty(chunks, dtype=torch.float64, device=device)  # (chunks,)
+            arguments.append(partial_sums.data_ptr())
         if unscale is not None:
             factor = _factor(unscale, device)
             arguments.append(factor.data_ptr())
@@ -142,25 +143,26 @@ def check(
         name = "_".join(["unscale"] * (unscale is not None) + ["sum"] * norm) or "find"
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         grid = min(chunks, processors * BLOCKS_PER_PROCESSOR)
-        # CuPy passes Python's integers in 64 bits, and so the kernels take all of theirs.
+        # CuPy passes Python's integers as 64 bits, so the kernels take 64-bit integers.
         with _launching_on(device, stream) as functions:
             functions[name]((grid,), (THREADS,), tuple(arguments))
-            if norm:
-                functions["total"]((1,), (THREADS,), (slots.data_ptr(), chunks, flag.data_ptr(), total.data_ptr()))
+            if total is not None and partial_sums is not None:
+                summing = (partial_sums.data_ptr(), chunks, flag.data_ptr(), total.data_ptr())
+                functions["total"]((1,), (THREADS,), summing)
     return flag, total
 
 
 def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> None:
-    """Launch the measuring of a gradient on torch's current stream, and wait for nothing.
+    """Launch the sums of squares of a gradient's blocks on torch's current stream, without waiting.
 
-    Each sum is, to the bit, what the CPU's kernels make of the block (`_memascend.gradient_stats`).
+    Each sum equals, to the bit, that of the CPU's kernels for the block (`_memascend.gradient_stats`).
 
     Args:
         tensor: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of any shape. Nothing is launched for
             an empty one.
         sums: float64 of that device, contiguous, shape (blocks of 65,536 elements in `tensor`, the last one maybe
             shorter,): the sum of squares of each, infinite or NaN where an element is.
-        flag: int32 of that device, shape (1,): becomes 1 when an element is infinite or NaN. The caller has cleared it.
+        flag: int32 of that device, shape (1,), cleared by the caller: set to 1 if an element is infinite or NaN.
 
     Raises:
         ImportError: CuPy is not installed; ask `has_cupy` before.
@@ -183,5 +185,5 @@ def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> 
 def _factor(unscale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(unscale, torch.Tensor) and unscale.device.type == "cuda":
         return unscale.detach().to(device, torch.float32, non_blocking=True)
-    # Filled by a kernel, so that nothing is copied from memory that is not pinned.
+    # A fill kernel, rather than a copy from memory that is not pinned.
     return torch.full((), float(unscale), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What moves together: the parameters of a model divided into units, and each unit laid out in bytes."""
+"""The layout of a model: its parameters divided into units, which move as a whole, and each unit's bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
 PACK_BELOW_BYTES = 64 * 1024
-#: A pack is closed when it reaches this many elements, so that it is one chunk of an update.
+#: The most elements of a pack, so that a pack is one chunk of an update.
 PACK_ELEMENTS_MAX = GRADIENT_BLOCK
 #: Members of a pack begin at multiples of this many elements: 64 bytes of bf16.
 PACK_ALIGN_ELEMENTS = 32
@@ -36,7 +36,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Place:
-    """Where one parameter is: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
+    """Where one parameter lies: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
 
     name: str
     parameter: nn.Parameter
@@ -46,34 +46,34 @@ class Place:
     tensor: StoreTensor
     start: int
     offset: int
-    #: What the parameter shows while it is not resident: its shape and dtype, and NaN for every value.
+    #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
     absent: torch.Tensor
-    #: What `parameter.grad` shows while its gradient is kept by memascend.
+    #: The value of `parameter.grad` while memascend keeps the gradient.
     marker: torch.Tensor
-    #: Of a frozen weight that is not on the store: the file that it is read from, and at which byte it begins there.
+    #: Of a frozen weight that is not on the store: the file it is read from, and its offset in bytes there.
     source: tuple[ExternalFile, int] | None = None
-    #: Optimizer steps taken on the parameter: a graph made before one of them is out of date.
+    #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of date.
     version: int = 0
-    #: Of gradients kept by memascend: whether there is one, how many were taken over, and how often they were added to.
+    #: Of gradients kept by memascend: whether there is one, the number of captures, and the number of additions.
     held: bool = False
     captured: int = 0
     added: int = 0
     sum_squares: float = 0.0
     non_finite: bool = False
-    #: While the gradient is on its way from a device: what `sum_squares` and `non_finite` will come from.
+    #: The capture under way from a device, which will give `sum_squares` and `non_finite`.
     capturing: Capture | None = None
-    #: The optimizer whose states are on the store (a weak reference), how it keeps them, and which of them it has made.
+    #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it has made.
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
     hooks: list = field(default_factory=list)
-    #: How often `absent` and `marker` had been written to when that was last looked into; of a parameter on a device,
-    #: whose values cannot be read without waiting for it.
+    #: The version counters of the parameter and of `marker` at the last check for writes. Only of a parameter on a
+    #: device: there, reading the values themselves would wait for the device.
     seen: list[int] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter."""
+        """Size of the parameter in bytes."""
         return self.numel * self.dtype.itemsize
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
@@ -87,26 +87,27 @@ class Place:
             self.seen[0] = self.parameter._version
 
     def weight_written(self) -> float | None:
-        """Return what somebody filled the absent weight with (`zero_()`, say), or None; it is NaN again after."""
-        # The parameter has its own count of writes, whatever its data.
+        """Return the value that the absent weight was filled with (`zero_()`, say), or None; reset it to NaN."""
+        # The parameter has a version counter of its own, whatever its data.
         return self._written(self.absent, 0, self.parameter)
 
     def gradient_written(self) -> float | None:
-        """Return what the marker was filled with, as `zero_grad(set_to_none=False)` does, or None; NaN again after."""
+        """Return the value that the marker was filled with (`zero_grad(set_to_none=False)`), or None; reset it."""
         return self._written(self.marker, 1, self.marker)
 
     def untouched(self, is_gradient: bool) -> bool:
-        """Whether nobody has written to the marker, or to the absent weight: they stand for what is elsewhere."""
+        """Return whether the marker, or the absent weight, still stands for values that lie elsewhere."""
         if self.seen is not None:
             return (self.marker if is_gradient else self.parameter)._version == self.seen[is_gradient]
         return math.isnan((self.marker if is_gradient else self.absent).as_strided((), ()).item())
 
-    def _written(self, shown: torch.Tensor, which: int, counted: torch.Tensor) -> float | None:
+    def _written(self, shown: torch.Tensor, index: int, counted: torch.Tensor) -> float | None:
+        """The value written to `shown`, or None; `seen[index]` is the version of `counted` at the last check."""
         if self.seen is not None:
-            if counted._version == self.seen[which]:
+            if counted._version == self.seen[index]:
                 return None
-            self.seen[which] = counted._version
-        element = shown.as_strided((), ())
+            self.seen[index] = counted._version
+        element = shown.as_strided((), ())  # the one element that all of `shown` shares
         value = element.item()
         if math.isnan(value):
             return None
@@ -119,46 +120,46 @@ class StorePlane:
     """One array of a tensor's states on SSD."""
 
     plane: Plane
-    #: Its name in the store, and its number there.
+    #: The plane's name and number in the store.
     name: str
     id: TensorId
-    #: Whether it was written; before, it is zeros.
+    #: Whether it was written; an unwritten plane is zeros.
     written: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class StoreTensor:
-    """Parameters whose weights, gradient and states each lie in one piece: one large one, or a pack of small ones."""
+    """Parameters that share one extent each for weights, gradient and states: a large one, or a pack of small ones."""
 
     name: str
     dtype: torch.dtype
     unit: Unit
     packed: bool
-    #: Whether its parameters were to be trained when it was laid out: only then does the plan hold what that takes.
+    #: Whether its parameters were trainable when it was laid out: the plan holds buffers for gradients only then.
     trained: bool = True
     offset: int = 0
     numel: int = 0
     places: list[Place] = field(default_factory=list)
     gradient: int | None = None
-    #: The number of the weights in the store; of a unit whose weights are there.
+    #: The number of the weights in the store, if they are there.
     id: TensorId | None = None
     #: The optimizer's states.
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, whole pages."""
+        """Size of the weights in bytes, rounded up to whole pages."""
         return round_up(self.numel * self.dtype.itemsize, PAGE_BYTES)
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Parameters that move together."""
+    """Parameters that are loaded and evicted together."""
 
     name: str
-    #: One of several like it that run one after another: a decoder layer.
+    #: Whether it is one of several alike that run one after another: a decoder layer.
     repeated: bool
-    #: It is in use while other units are: its module runs around theirs, or one module needs several.
+    #: Whether it is in use while other units are: its module runs around theirs, or one module needs several units.
     held: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
@@ -177,7 +178,7 @@ class Unit:
 
     @property
     def places(self) -> Iterator[Place]:
-        """All parameters, in the order of their bytes."""
+        """The places of all parameters, in the order of their bytes."""
         return (place for tensor in self.tensors for place in tensor.places)
 
 
@@ -187,10 +188,10 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 
 
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
-    """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
+    """Give every parameter its place in `unit`: large parameters page-aligned, small ones packed behind them.
 
-    Frozen ones are packed apart, so that no update writes them again. What stands for parameters while they are not
-    there is on `device`.
+    Frozen parameters are packed apart, so that no update writes them again. The tensors that stand for absent
+    parameters and gradients are on `device`.
 
     Raises ValueError for a dtype that cannot be trained.
     """
@@ -208,11 +209,12 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             unit.tensors.append(tensor)
             start = 0
         else:
-            tensor = packs.get((dtype, trained))
-            if tensor is None or tensor.numel + numel > PACK_ELEMENTS_MAX:
-                tensor = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True, trained=trained)
-                packs[dtype, trained] = tensor
-                small.append(tensor)
+            pack = packs.get((dtype, trained))
+            if pack is None or pack.numel + numel > PACK_ELEMENTS_MAX:
+                pack = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True, trained=trained)
+                packs[dtype, trained] = pack
+                small.append(pack)
+            tensor = pack
             start = tensor.numel
             tensor.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         tensor.places.append(

@@ -1,4 +1,4 @@
-"""What drives can do: measured by `memascend bench`, remembered, and used to give each its share of a store."""
+"""The rates of drives: measured by `memascend bench`, remembered, and used to give each drive its share of a store."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from typing import Any
 from memascend._memascend import Volume, device_uuid
 from memascend.errors import StoreError
 
-Place = str | os.PathLike[str]
+#: A directory or a raw block device that a store lies on, by its path or as `UUID=...`.
+Location = str | os.PathLike[str]
 
 #: What one step reads of a hundred bytes that it moves.
 STEP_READ_PERCENT = 55
 #: Bytes and requests in flight of the large workloads, and requests of the small one.
 LARGE, LARGE_DEPTH, SMALL, SMALL_DEPTH = 1 << 20, 32, 4096, 64
-#: name: (reads of a hundred requests, random places, bytes of a request, requests in flight)
+#: Name: (reads of a hundred requests, whether offsets are random, bytes of a request, requests in flight)
 WORKLOADS = {
     "write": (0, False, LARGE, LARGE_DEPTH),
     "read": (100, False, LARGE, LARGE_DEPTH),
     "mix": (STEP_READ_PERCENT, False, LARGE, LARGE_DEPTH),
     "random_read": (100, True, SMALL, SMALL_DEPTH),
 }
-#: What a feature that occupies a processor has to bring to be used.
+#: The gain that an option must bring to be used, since it occupies a processor.
 WORTH_A_PROCESSOR = 1.05
-#: Options of the engine that are worth a try if there are processors enough, and what they are judged by.
+#: Options of the engine that are tried where there are enough processors, and the workloads they are judged by.
 POLLING = ("io_poll", "sq_poll")
 PROCESSORS_TO_SPARE = 4
 COMPARED = ("mix", "random_read")
@@ -41,7 +42,7 @@ RATE = "bytes_per_second"
 
 
 def cache_directory() -> Path:
-    """Where memascend keeps what it can make again: `$XDG_CACHE_HOME/memascend`, else `~/.cache/memascend`."""
+    """Return the directory of files that can be made again: `$XDG_CACHE_HOME/memascend`, else `~/.cache/memascend`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memascend"
 
 
@@ -50,30 +51,30 @@ def remembered_in() -> Path:
     return cache_directory() / "drives.json"
 
 
-def is_device(place: Place) -> bool:
-    """Whether a store's place is a raw block device, by its path or as `UUID=...`."""
-    if os.fspath(place).startswith("UUID="):
+def is_device(location: Location) -> bool:
+    """Whether a location is a raw block device, by its path or as `UUID=...`."""
+    if os.fspath(location).startswith("UUID="):
         return True
     try:
-        return stat.S_ISBLK(os.stat(place).st_mode)
+        return stat.S_ISBLK(os.stat(location).st_mode)
     except OSError:
         return False
 
 
-def identity(place: Place) -> str | None:
-    """What stays the same of a drive when its name changes, or None if nothing is there.
+def identity(location: Location) -> str | None:
+    """Return a name of the drive that survives a new device name, or None if nothing is there.
 
-    `UUID=...` of a formatted device; the UUID of a directory's filesystem where udev knows it, else what is mounted
-    there. A directory that does not exist yet lies where it would be made.
+    The name is `UUID=...` of a formatted device; the UUID of a directory's filesystem where udev knows it, else the
+    source of the mount. A directory that does not exist yet counts to the filesystem in which it would be made.
     """
-    text = os.fspath(place)
+    text = os.fspath(location)
     if text.startswith("UUID="):
         return f"UUID={text.removeprefix('UUID=').lower()}"
     try:
-        if is_device(place):
-            uuid = device_uuid(place)
+        if is_device(location):
+            uuid = device_uuid(location)
             return None if uuid is None else f"UUID={uuid}"
-        mounted = _mounted(Path(os.path.realpath(place)))
+        mounted = _mounted(Path(os.path.realpath(location)))
     except (OSError, StoreError):
         return None
     if mounted is None:
@@ -83,18 +84,18 @@ def identity(place: Place) -> str | None:
 
 
 def _mounted(path: Path) -> tuple[str, str] | None:
-    """Type and source of the filesystem that a path lies in: of the mounts above it the nearest, and of those the last.
+    """Return type and source of the filesystem of a path: those of the last mount on the nearest mount point above it.
 
-    Device numbers would not do: Btrfs shows others to stat than in the list of mounts.
+    Device numbers do not identify it: Btrfs shows other numbers to stat than in the list of mounts.
     """
-    found, nearest = None, -1
+    filesystem, nearest = None, -1
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         fields, _, mounted = line.partition(" - ")
-        where = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
-        if path.is_relative_to(where) and len(where.parts) >= nearest:
+        mount_point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= nearest:
             kind, source = mounted.split()[:2]
-            found, nearest = (kind, source), len(where.parts)
-    return found
+            filesystem, nearest = (kind, source), len(mount_point.parts)
+    return filesystem
 
 
 def _filesystem_uuid(source: str) -> str | None:
@@ -107,7 +108,7 @@ def _filesystem_uuid(source: str) -> str | None:
 
 
 def measure(
-    place: Place,
+    location: Location,
     *,
     size: int = 1 << 30,
     seconds: float = 2.0,
@@ -116,20 +117,20 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a directory's drive, or a raw device formatted for memascend.
 
-    A file of `size` bytes is written into a temporary directory there and removed; on a device its data area is used,
-    which must not hold a kept store. Each workload runs for `seconds`.
+    In a directory, a temporary file of `size` bytes is written and removed; on a device the data area is used, which
+    must not hold a kept store. Each workload runs for `seconds`.
 
     Returns:
         `place`, `identity`, `engine`, `features`, `direct_io`, `block_bytes`, `notices`; `workloads`: for each of
         `write`, `read`, `mix` (55 % reads), all 1 MiB with 32 in flight, and `random_read`, 4 KiB with 64 in flight:
         bytes_per_second, requests_per_second, latency_p50, latency_p99, latency_max (seconds), cpu_seconds_per_gib;
-        `polling`: of the options that the drive and the kernel have, the mix and random reads with each, relative
-        to without; `worth_it`: those of them that bring 5 % or more of the mix.
+        `polling`: for each polling option that the drive and the kernel have, the rates of the mix and of random reads
+        with the option relative to those without; `worth_it`: the options that speed the mix up by 5 % or more.
 
     Raises:
-        StoreError: the place cannot be used, or a transfer failed.
+        StoreError: the location cannot be used, or a transfer failed.
     """
-    with _place_to_write(place) as path:
+    with _writable(location) as path:
         with _opened(path, engine) as volume:
             progress(f"writing {size / 1e9:.1f} GB")
             volume.reserve(size)
@@ -138,25 +139,13 @@ def measure(
             for name in WORKLOADS:
                 progress(name.replace("_", " "))
                 workloads[name] = _run(volume, name, size, seconds)
-            found = volume.stats()
-        polling = {}
-        for option in _polling_options() if found["engine"] == "ring" else ():
-            progress(f"with {option}")
-            polled = _compared(path, size, seconds, option)
-            if polled is None:
-                continue
-            progress("without, once more")
-            again = _compared(path, size, seconds)
-            assert again is not None
-            # Against the better of both: drives have their moments.
-            polling[option] = {
-                name: polled[name][RATE] / max(workloads[name][RATE], again[name][RATE]) for name in COMPARED
-            }
-    kept = ("engine", "features", "direct_io", "block_bytes", "part_bytes", "notices")
+            stats = volume.stats()
+        polling = _polling_gains(path, size, seconds, workloads, progress) if stats["engine"] == "ring" else {}
+    copied = ("engine", "features", "direct_io", "block_bytes", "part_bytes", "notices")
     return {
-        "place": os.fspath(place),
-        "identity": identity(place),
-        **{name: found[name] for name in kept},
+        "place": os.fspath(location),
+        "identity": identity(location),
+        **{name: stats[name] for name in copied},
         "size": size,
         "workloads": workloads,
         "polling": polling,
@@ -164,18 +153,41 @@ def measure(
     }
 
 
+def _polling_gains(
+    path: Location,
+    size: int,
+    seconds: float,
+    workloads: dict[str, dict[str, float]],
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, float]]:
+    """Return the rates with each polling option that is available, relative to those without."""
+    gains = {}
+    for option in _polling_options():
+        progress(f"with {option}")
+        polled = _compared(path, size, seconds, option)
+        if polled is None:
+            continue
+        progress("without, once more")
+        again = _compared(path, size, seconds)
+        assert again is not None
+        # Against the better of two runs without: the rates of a drive vary.
+        gains[option] = {name: polled[name][RATE] / max(workloads[name][RATE], again[name][RATE]) for name in COMPARED}
+    return gains
+
+
 @contextlib.contextmanager
-def _place_to_write(place: Place) -> Iterator[Place]:
-    if is_device(place):
-        yield place
+def _writable(location: Location) -> Iterator[Location]:
+    """Give a device as it is, or a temporary directory in a directory."""
+    if is_device(location):
+        yield location
         return
-    if not os.path.isdir(place):
-        raise StoreError(2, f"{os.fspath(place)} is neither a directory nor a block device", place)
+    if not os.path.isdir(location):
+        raise StoreError(2, f"{os.fspath(location)} is neither a directory nor a block device", location)
     try:
-        folder = tempfile.mkdtemp(prefix=".memascend-bench-", dir=place)
+        folder = tempfile.mkdtemp(prefix=".memascend-bench-", dir=location)
     except OSError as error:
-        message = f"cannot write in {os.fspath(place)}: {error.strerror}"
-        raise StoreError(error.errno, message, place) from error
+        message = f"cannot write in {os.fspath(location)}: {error.strerror}"
+        raise StoreError(error.errno, message, location) from error
     try:
         yield folder
     finally:
@@ -183,7 +195,7 @@ def _place_to_write(place: Place) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def _opened(path: Place, engine: str, **options: bool) -> Iterator[Volume]:
+def _opened(path: Location, engine: str, **options: bool) -> Iterator[Volume]:
     volume = Volume(path, buffer_bytes=LARGE, buffer_count=max(LARGE_DEPTH, SMALL_DEPTH), engine=engine, **options)
     try:
         yield volume
@@ -191,8 +203,8 @@ def _opened(path: Place, engine: str, **options: bool) -> Iterator[Volume]:
         volume.close()
 
 
-def _compared(path: Place, size: int, seconds: float, *options: str) -> dict[str, dict[str, float]] | None:
-    """Run the workloads that options are judged by, with these; None where one of them is not to be had."""
+def _compared(path: Location, size: int, seconds: float, *options: str) -> dict[str, dict[str, float]] | None:
+    """Run the workloads that options are judged by, with `options`; None where one of these is not available."""
     with _opened(path, "ring", **dict.fromkeys(options, True)) as volume:
         if not set(options) <= set(volume.stats()["features"]):
             return None
@@ -202,9 +214,8 @@ def _compared(path: Place, size: int, seconds: float, *options: str) -> dict[str
 
 
 def _fill(volume: Volume, size: int) -> None:
-    """Write all of it once: what was never written is not read from the drive."""
-    batch = 16
-    leases = [volume.lease(LARGE) for _ in range(2 * batch)]
+    """Write every byte once: reads of unwritten ranges would not reach the drive."""
+    leases = [lease for _ in range(LARGE_DEPTH) if (lease := volume.lease(LARGE)) is not None]
     running: list[Any] = []
     for index, offset in enumerate(range(0, size - LARGE + 1, LARGE)):
         if len(running) == len(leases):
@@ -238,39 +249,38 @@ def _cpu_seconds() -> float:
 
 
 def _polling_options() -> tuple[str, ...]:
-    """Options of the engine that are worth a try: each keeps a processor busy."""
+    """Return the options of the engine that are worth a try: each keeps a processor busy."""
     return POLLING if len(os.sched_getaffinity(0)) >= PROCESSORS_TO_SPARE else ()
 
 
 def _load() -> dict[str, Any]:
     try:
-        found = json.loads(remembered_in().read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: nobody's home
+        measurements = json.loads(remembered_in().read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: the user has no home directory
         return {}
-    return found if isinstance(found, dict) else {}
+    return measurements if isinstance(measurements, dict) else {}
 
 
 def remember(measurements: Sequence[dict[str, Any]]) -> Path:
-    """Keep measurements for the stores to come, and return the file they are kept in."""
-    path = remembered_in()
-    found = _load()
+    """Remember measurements for later stores, and return the file that holds them."""
+    remembered = _load()
     for measured in measurements:
         if measured["identity"] is not None:
-            found[measured["identity"]] = {**measured, "measured": now()}
-    return save(path, found)
+            remembered[measured["identity"]] = {**measured, "measured": now()}
+    return save(remembered_in(), remembered)
 
 
 def now() -> str:
-    """Return the time as measurements tell it."""
+    """Return the local time, as measurements record it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def save(path: Path, found: dict[str, Any]) -> Path:
+def save(path: Path, measurements: dict[str, Any]) -> Path:
     """Write a file of measurements in one go, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
-        json.dump(found, file, indent=1)
+        json.dump(measurements, file, indent=1)
     os.replace(unfinished, path)
     return path
 
@@ -280,39 +290,38 @@ def rate_of(measured: dict[str, Any]) -> float:
     return float(measured["workloads"]["mix"]["bytes_per_second"])
 
 
-def measured_rates(places: Sequence[Place] = ()) -> dict[str, float] | None:
-    """Return bytes per second of a step's mix by place, or None where one of `places` was not measured.
+def measured_rates(locations: Sequence[Location] = ()) -> dict[str, float] | None:
+    """Return bytes per second of a step's mix by location, or None where one of `locations` was not measured.
 
-    Without places it is the drive that was measured, if it is the only one.
+    Without locations it is the rate of the drive that was measured, if there is only one.
     """
-    found = _load()
+    remembered = _load()
     try:
-        if not places:
-            (only,) = found.values()
-            return {only["place"]: rate_of(only)}
-        # Places on one drive share what it can do.
-        names = {identity(place): os.fspath(place) for place in places}
-        return {place: rate_of(found[name]) for name, place in names.items()}
+        if not locations:
+            (measured,) = remembered.values()
+            return {measured["place"]: rate_of(measured)}
+        # Locations on one drive share its rate.
+        names = {identity(location): os.fspath(location) for location in locations}
+        return {location: rate_of(remembered[name or ""]) for name, location in names.items()}
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def store_options(places: Sequence[Place]) -> tuple[dict[str, Any], str | None]:
-    """Return options of the native store that follow from what was measured, and what to tell the user, if anything."""
-    identities = [identity(place) for place in places]
-    found = _load()
+def store_options(locations: Sequence[Location]) -> tuple[dict[str, Any], str | None]:
+    """Return the options of the native store that follow from measurements, and a note for the user, if any."""
+    identities = [identity(location) for location in locations]
+    remembered = _load()
     try:
-        known = [found[name] for name in identities if name is not None]
-        rates = [rate_of(measured) for measured in known]
-        options = {name: True for name in POLLING if known and all(name in one["worth_it"] for one in known)}
+        measurements = [remembered[name] for name in identities if name is not None]
+        rates = [rate_of(measured) for measured in measurements]
+        worth = [measured["worth_it"] for measured in measurements]
+        options: dict[str, Any] = {name: True for name in POLLING if worth and all(name in names for names in worth)}
     except (KeyError, TypeError, ValueError):
-        known, rates, options = [], [], {}
-    different = len(set(identities)) > 1
-    if len(known) == len(places):
-        if different:
-            return {**options, "rates": rates}, None
-        return options, None
-    if different:
-        names = " ".join(os.fspath(place) for place in places)
+        measurements, rates, options = [], [], {}
+    several_drives = len(set(identities)) > 1
+    if len(measurements) == len(locations):
+        return (options | {"rates": rates} if several_drives else options), None
+    if several_drives:
+        names = " ".join(os.fspath(location) for location in locations)
         return {}, f"the drives take equal shares of the store; `memascend bench {names}` measures what each can take"
     return {}, None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from memascend.machine.drives import Place
+    from memascend.machine.drives import Location
 
 #: Bytes of a copy between host and device, and the least where the system pins less (WSL2).
 COPY_BYTES, COPY_BYTES_MIN = 256 << 20, 16 << 20
@@ -158,7 +158,7 @@ def _remembered() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Place] = ()) -> dict[str, Rate]:
+def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Location] = ()) -> dict[str, Rate]:
     """Return the rates that a step passes through, by the keys of `NAMES`.
 
     What is given comes first, then what was measured; host memory is measured here and now if it was not. The drives

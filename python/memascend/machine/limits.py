@@ -1,4 +1,4 @@
-"""How much more host memory this process can have: what the machine, its memory cgroup and its limits leave."""
+"""How much more host memory this process can have under the machine's memory, its memory cgroups and its rlimits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> tuple[int, str]:
-    """Return the bytes that this process can still have, and what sets that bound.
+    """Return the bytes that this process can still have, and a description of the bound that sets them.
 
-    The least of: what the system has available (MemAvailable), what every memory cgroup above this process leaves
-    (page cache, which the kernel gives up first, counts as free) and RLIMIT_AS.
+    The least of: the memory that the system has available (MemAvailable), the memory that each memory cgroup above
+    this process leaves (page cache, which the kernel reclaims first, counts as free), RLIMIT_AS and RLIMIT_DATA.
     """
     bounds = [(_kib("/proc/meminfo", "MemAvailable"), "the system's available memory")]
     bounds += _cgroup_bounds()
-    for what, used, told in (
+    for resource_limit, used, description in (
         (resource.RLIMIT_AS, "VmSize", "the limit on address space, ulimit -v"),
         (resource.RLIMIT_DATA, "VmData", "the limit on data, ulimit -d"),
     ):
-        limit = resource.getrlimit(what)[0]
+        limit = resource.getrlimit(resource_limit)[0]
         if limit != resource.RLIM_INFINITY:
-            bounds.append((limit - _kib("/proc/self/status", used, absent=0), told))
+            bounds.append((limit - _kib("/proc/self/status", used, absent=0), description))
     least, why = min(bounds)
     return max(0, least), why
 
@@ -36,7 +36,7 @@ def _kib(file: str, name: str, absent: int = 1 << 62) -> int:
 
 
 def _lines(file: str | Path) -> list[str]:
-    """Return the lines of a file of /proc or a cgroup; none where it is hidden, as in some sandboxes."""
+    """Return the lines of a file of /proc or a cgroup; none where the file cannot be read, as in some sandboxes."""
     try:
         return Path(file).read_text().splitlines()
     except OSError:
@@ -44,8 +44,9 @@ def _lines(file: str | Path) -> list[str]:
 
 
 def _cgroup_bounds() -> list[tuple[int, str]]:
-    """What each memory cgroup from this process's upward leaves."""
+    """Return (bytes left, description) of each memory cgroup from this process's own up to the root."""
     bounds = []
+    limits: tuple[str, ...]
     for entry in _lines("/proc/self/cgroup"):
         _, controllers, path = entry.split(":", 2)
         if controllers == "":
@@ -54,7 +55,7 @@ def _cgroup_bounds() -> list[tuple[int, str]]:
             root, limits, usage = CGROUPS / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
-        # In a container the path may be that of the host: then only the root of what is mounted here is ours.
+        # In a container the path may be the host's: then only the root of the mounted hierarchy applies.
         group = root / path.lstrip("/")
         for directory in [group, *group.parents]:
             for limit in limits if directory.is_relative_to(root) else ():

@@ -1,4 +1,4 @@
-"""Page-locked tensors for everybody: exactly as large as asked for, and gone when the tensor is."""
+"""Page-locked tensors: exactly as large as asked for, and freed with the tensor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def empty_pinned(
     """Return a CPU tensor of zeros in page-locked memory, rounded up to a page (4096 bytes) and no further.
 
     torch's own pinned memory (`torch.empty(..., pin_memory=True)`) is rounded up to a power of two and kept for reuse
-    when the tensor dies. This is given back to the system at once; so allocate what lives for a while, not every batch
-    anew. Memory that CUDA knows ("cuda", "registered") is absent from forked processes: DataLoader workers must not
-    touch it. Locked and pageable memory they may read.
+    when the tensor is freed. This memory returns to the system at once: allocate long-lived tensors, not a new one for
+    every batch. Memory that CUDA knows ("cuda", "registered") is absent from forked processes: DataLoader workers must
+    not touch it. They may read locked and pageable memory.
 
     Args:
         shape: an extent, or a sequence of them.
@@ -46,7 +46,7 @@ def empty_pinned(
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
     buffer = HostBuffer(numel * dtype.itemsize, allocator, huge_pages)
-    # The tensor's storage holds the buffer, and is its only owner.
+    # The tensor's storage is the only owner of the buffer.
     return torch.frombuffer(buffer, dtype=dtype, count=numel).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Is there an infinity or a NaN in the gradients? One pass, no temporaries, with the norm and unscaling if wanted."""
+"""The check of gradients for infinities and NaNs: one pass, no temporaries, with the norm and unscaling on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 class Overflow:
-    """What a check found. What was found on CUDA devices is fetched, and waited for, when it is first asked for."""
+    """The result of a check. The part of CUDA devices is fetched, and waited for, when it is first read."""
 
     def __init__(
         self,
@@ -33,21 +33,21 @@ class Overflow:
         sum_squares: float | None,
         on_devices: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
     ) -> None:
-        """Take the results for CPU tensors, and (found, sum of squares) as tensors for each device."""
-        self._found = found_inf
+        """Take the results for CPU tensors, and (flag, sum of squares) as tensors for each device."""
+        self._found_on_cpu = found_inf
         self._sum_squares = sum_squares
         self._on_devices = list(on_devices)
         self._fetched: tuple[bool, float | None] | None = None
 
     def _fetch(self) -> tuple[bool, float | None]:
         if self._fetched is None:
-            found, total = self._found, self._sum_squares
+            found_inf, total = self._found_on_cpu, self._sum_squares
             for flag, part in self._on_devices:
-                found = bool(flag.item()) or found
+                found_inf = bool(flag.item()) or found_inf
                 if total is not None:
                     assert part is not None
                     total += part.item()
-            self._fetched = found, math.nan if found and total is not None else total
+            self._fetched = found_inf, math.nan if found_inf and total is not None else total
         return self._fetched
 
     @property
@@ -57,11 +57,11 @@ class Overflow:
 
     @property
     def found_inf_tensor(self) -> torch.Tensor:
-        """The same as a 0-dim float32 tensor, 1.0 or 0.0, as torch's gradient scalers want it; nothing is waited for.
+        """`found_inf` as a 0-dim float32 tensor, 1.0 or 0.0, as torch's gradient scalers take it, without waiting.
 
         On the first CUDA device of the list, or on the CPU if there is none.
         """
-        host = float(self._found)
+        host = float(self._found_on_cpu)
         if not self._on_devices:
             return torch.tensor(host)
         first = self._on_devices[0][0]
@@ -70,7 +70,7 @@ class Overflow:
 
     @property
     def sum_squares(self) -> float:
-        """The sum of the squares, in fp64; of the unscaled values, if they were. NaN when `found_inf`.
+        """The sum of the squares in fp64, after unscaling if that was asked for. NaN when `found_inf`.
 
         Raises:
             ValueError: the check was made without `norm=True`.
@@ -86,15 +86,15 @@ class Overflow:
         return math.sqrt(self.sum_squares)
 
     def __bool__(self) -> bool:
-        """Whether something was found."""
+        """Whether an infinity or a NaN was found."""
         return self.found_inf
 
     def __repr__(self) -> str:
-        """Show what is known without waiting for a device."""
+        """Show the result, or that it is still to come, without waiting for a device."""
         if self._on_devices and self._fetched is None:
             return "Overflow(on its way)"
-        found, total = self._fetch()
-        return f"Overflow(found_inf={found}" + (")" if total is None else f", norm={math.sqrt(total)})")
+        found_inf, total = self._fetch()
+        return f"Overflow(found_inf={found_inf}" + (")" if total is None else f", norm={math.sqrt(total)})")
 
 
 def check(
@@ -106,31 +106,32 @@ def check(
 ) -> Overflow:
     """Look for infinities and NaNs in float32, float16 and bfloat16 tensors, in one pass, without temporaries.
 
-    The first one found ends the check. CPU tensors are checked here and now; for CUDA tensors one kernel is launched on
-    each device's current stream, and nothing waits for it before the result is asked for. They need CuPy.
+    The first infinity or NaN ends the check. CPU tensors are checked before the call returns; for CUDA tensors one
+    kernel is launched on each device's current stream, and the host waits for it only when the result is read. CUDA
+    tensors need CuPy.
 
-    Of gradients that an offloaded model keeps (`parameter.grad` of its parameters) the recorded results are taken: they
-    were checked and summed as they were made. They cannot be unscaled here.
+    Gradients that an offloaded model keeps (`parameter.grad` of its parameters) were checked and summed as they were
+    made; the recorded results are taken. They cannot be unscaled here.
 
-    Tensors that are dense in any order of dimensions are read where they are. Others (slices of columns, expanded ones)
+    Tensors that are dense in any order of dimensions are read in place. Others (slices of columns, expanded tensors)
     are copied, and written back if unscaled.
 
     Args:
-        tensors: one, or any number of them, of any shape, mixed in dtype and device; empty ones too.
+        tensors: one tensor or any number of tensors, of any shape (empty included), dtypes and devices mixed.
         norm: sum the squares in the same pass, in fp64 and in a fixed order: the result depends neither on the number
             of threads nor on the run. On the CPU it is that of `memascend.AdamW.clip_grad_norm_`.
         unscale: multiply all elements by this in place: 1 / scale, torch's `inv_scale`. A number or a tensor of one
-            element; a CUDA one is not waited for, unless there are CPU tensors to unscale. As in torch's gradient
-            scaler, the product is taken in fp32 and rounded to the dtype, what counts as found is what was there
-            before, and everything is unscaled, whatever is found. The norm is that of the products. Autograd is told
-            of the change (graphs that saved a tensor will refuse it) but does not record it.
+            element; the host waits for a CUDA tensor only if there are CPU tensors to unscale. As in torch's gradient
+            scaler, the product is taken in fp32 and rounded to the dtype, the check sees the values before the
+            product, and all tensors are unscaled whatever the check finds. The norm is that of the products. Autograd
+            is told of the change (graphs that saved a tensor will refuse it) but does not record it.
         threads: for CPU tensors (default: `torch.get_num_threads()`).
 
     Raises:
-        ValueError: a tensor of another dtype, layout or device; weights that are not in memory; to unscale what
-            memascend keeps, tensors that share memory, or expanded ones. It names the tensor's index, and nothing was
-            changed.
-        ImportError: there are CUDA tensors and no CuPy.
+        ValueError: a tensor of another dtype, layout or device; weights that are not in memory; unscaling of gradients
+            that memascend keeps, of tensors that share memory, or of expanded tensors. The message names the tensor's
+            index, and no tensor was changed.
+        ImportError: there are CUDA tensors, and CuPy is not installed.
     """
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if isinstance(unscale, torch.Tensor) and unscale.numel() != 1:
@@ -138,56 +139,67 @@ def check(
     threads = torch.get_num_threads() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
-    kept = _kept(listed)
-    for index, tensor in enumerate(listed):
-        _refuse(index, tensor, kept.get(index), unscale is not None)
+    offloaded = _offloaded(listed)
+    _refuse_any(listed, offloaded, unscale is not None)
+    in_memory = _InMemory([(index, tensor) for index, tensor in enumerate(listed) if index not in offloaded])
+    # Before the CPU's part, so that the devices work meanwhile.
+    on_devices = [launcher.check(device, part, norm, unscale) for device, part in in_memory.on_cuda.items()]
+    non_finite, sums = in_memory.check_on_cpu(norm, unscale, threads)
     if unscale is not None:
-        _refuse_overlaps(listed)
-    on_cuda: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    on_cpu: list[tuple[int, torch.Tensor]] = []
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index, tensor in enumerate(listed):
-        if index in kept:
-            continue
-        # Neither the copies nor what is written into them are autograd's.
-        dense = tensor.detach()
-        if not _is_dense(dense):
-            dense = dense.contiguous()
-            copies.append((tensor, dense))
-        if dense.device.type == "cuda":
-            on_cuda[dense.device].append(dense)
-        else:
-            on_cpu.append((index, dense))
-
-    on_devices = []
-    if on_cuda:
-        # Before the CPU's part, so that the devices work meanwhile.
-        on_devices = [launcher.check(device, part, norm, unscale) for device, part in on_cuda.items()]
-    factor = None if unscale is None or not on_cpu else float(unscale)
-    described = [(_NAMES[dense.dtype], dense.numel(), dense.data_ptr()) for _, dense in on_cpu]
-    found, sums, _ = check_overflow(described, norm, factor, threads)
-    if unscale is not None:
-        _tell_autograd(listed, copies)
-    for place in kept.values():
+        _tell_autograd(listed, in_memory.copies)
+    for place in offloaded.values():
         finish_gradient(place)
-    found = found or any(place.non_finite for place in kept.values())
+    non_finite = non_finite or any(place.non_finite for place in offloaded.values())
     total = None
     if norm:
         # In the order of the list, as the optimizer adds them.
-        by_index = dict(zip((index for index, _ in on_cpu), sums, strict=True))
-        by_index |= {index: place.sum_squares for index, place in kept.items()}
-        total = sum((by_index[index] for index in sorted(by_index)), start=0.0)
-    return Overflow(found, math.nan if norm and found else total, on_devices)
+        sums |= {index: place.sum_squares for index, place in offloaded.items()}
+        total = sum((sums[index] for index in sorted(sums)), start=0.0)
+    return Overflow(non_finite, math.nan if norm and non_finite else total, on_devices)
 
 
-def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
-    """Find those that stand for gradients kept by an offloaded model; refuse those that stand for absent weights."""
+class _InMemory:
+    """The tensors to check whose elements are in memory, by device, dense each."""
+
+    def __init__(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Sort (index, tensor) by device; tensors that are not dense are copied."""
+        self.on_cuda: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        self.on_cpu: list[tuple[int, torch.Tensor]] = []
+        #: (tensor, its dense copy).
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, tensor in tensors:
+            # Autograd records neither the copies nor the writes to them.
+            dense = tensor.detach()
+            if not _is_dense(dense):
+                dense = dense.contiguous()
+                self.copies.append((tensor, dense))
+            if dense.device.type == "cuda":
+                self.on_cuda[dense.device].append(dense)
+            else:
+                self.on_cpu.append((index, dense))
+
+    def check_on_cpu(
+        self, norm: bool, unscale: float | torch.Tensor | None, threads: int
+    ) -> tuple[bool, dict[int, float]]:
+        """Check the CPU tensors: whether an element is not finite, and with `norm` the sums of squares by index."""
+        factor = None if unscale is None or not self.on_cpu else float(unscale)
+        described = [(_NAMES[dense.dtype], dense.numel(), dense.data_ptr()) for _, dense in self.on_cpu]
+        non_finite, sums, _ = check_overflow(described, norm, factor, threads)
+        return non_finite, dict(zip((index for index, _ in self.on_cpu), sums, strict=True)) if norm else {}
+
+
+def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
+    """Return, by index, the places of gradients that an offloaded model keeps.
+
+    Raises ValueError for a tensor that stands for weights that are not in memory.
+    """
     shown: dict[int, tuple[Place, bool]] | None = None
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
             continue
-        # Both are one NaN, expanded. Filled with something else, as by zero_(), they are what they show.
+        # An absent weight and the marker of a gradient are one NaN, expanded. Overwritten, as by zero_(), they are
+        # ordinary tensors.
         if is_traceable_wrapper_subclass(tensor) or not tensor.numel() or tensor.dtype not in _NAMES:
             continue
         if tensor.untyped_storage().nbytes() != tensor.itemsize:
@@ -207,17 +219,24 @@ def _kept(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
             raise ValueError(
                 f"tensors[{index}] is a part of {place.name}'s gradient, which memascend keeps: pass it whole"
             )
-        found[index] = place
-    return found
+        places[index] = place
+    return places
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda")
 
 
+def _refuse_any(tensors: Sequence[torch.Tensor], offloaded: dict[int, Place], unscale: bool) -> None:
+    for index, tensor in enumerate(tensors):
+        _refuse(index, tensor, offloaded.get(index), unscale)
+    if unscale:
+        _refuse_overlaps(tensors)
+
+
 def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool) -> None:
-    def refuse(what: str) -> None:
-        raise ValueError(f"tensors[{index}] {what}")
+    def refuse(reason: str) -> None:
+        raise ValueError(f"tensors[{index}] {reason}")
 
     if not isinstance(tensor, torch.Tensor):
         refuse(f"is a {type(tensor).__name__}, not a tensor")
@@ -238,7 +257,7 @@ def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool
 
 
 def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors whose ranges of memory meet: what lies in two would be unscaled twice, or by two threads."""
+    """Refuse tensors whose memory ranges overlap: shared elements would be unscaled twice, or by two threads."""
     ranges = []
     for index, tensor in enumerate(tensors):
         if tensor.numel():
@@ -253,7 +272,7 @@ def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order."""
+    """Whether the elements fill one range of memory, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -266,7 +285,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _tell_autograd(tensors: Sequence[torch.Tensor], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write copies back; the others were changed behind autograd's back."""
+    """Write copies back, and increment the versions of the tensors that were changed in place."""
     with torch.no_grad():
         for tensor, copy in copies:
             tensor.copy_(copy)

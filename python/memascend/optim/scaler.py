@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,13 +12,13 @@ from memascend.optim import OffloadedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for gradients on SSD: scale, unscale_, step, update and state_dict are PyTorch's own.
 
-    Whether a gradient overflowed is known since it was captured, so that unscaling reads nothing: the factor is applied
-    inside the update, in fp32. A step that overflowed is left out: weights, states and step numbers stay as they are,
-    and no state moves. Gradients of ordinary parameters are unscaled in place, as PyTorch does it; those in float16,
-    which PyTorch refuses, inside the update too.
+    Each gradient was checked for overflow when it was captured, so unscaling reads nothing: the factor is applied
+    inside the update, in fp32. A step that overflowed is skipped: weights, states and step numbers stay unchanged, and
+    no state is read or written. Gradients of ordinary parameters are unscaled in place, as PyTorch does it; those in
+    float16, which PyTorch refuses to unscale, inside the update too.
 
-    With a scale that is a power of two (the default, its growth and its backoff are) both give the same bits, unless
-    a gradient is so small that its dtype rounds it.
+    With a scale that is a power of two (as by default, with the default growth and backoff) unscaling inside the update
+    and in place give the same bits, unless a gradient is so small that its dtype rounds it.
 
     Args: those of `torch.amp.GradScaler`; `device` is "cpu" unless given.
     """
@@ -36,15 +36,16 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, OffloadedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = super()._unscale_grads_(_Rest(optimizer), inv_scale, found_inf, allow_fp16)
+        unscaled_in_place = cast(torch.optim.Optimizer, _UnscaledInPlace(optimizer))
+        flags = super()._unscale_grads_(unscaled_in_place, inv_scale, found_inf, allow_fp16)
         if optimizer.unscale_in_step(float(inv_scale)):
             found_inf.fill_(1.0)
-        found.setdefault(found_inf.device, found_inf)
-        return found
+        flags.setdefault(found_inf.device, found_inf)
+        return flags
 
 
-class _Rest:
-    """What PyTorch reads of an optimizer, without the parameters that it must leave alone."""
+class _UnscaledInPlace:
+    """The part of an optimizer that PyTorch's scaler reads, with only the parameters that it unscales itself."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self.param_groups = [{"params": optimizer.unscaled_by_torch()}]
