@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Mutex;
 
 use crate::block_device::blocks::Blocks;
+use crate::block_device::crc::crc32;
 use crate::block_device::notes::{FoundNote, Medium, Notes};
 use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, Uuid};
@@ -19,7 +20,7 @@ fn block_of(bytes: &[u8]) -> [u8; BLOCK_BYTES] {
 }
 
 fn sign(block: &mut [u8]) {
-    let crc = crc32fast::hash(&block[..CRC_AT]);
+    let crc = crc32(&block[..CRC_AT]);
     block[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
 }
 
@@ -87,7 +88,7 @@ pub fn notes(data: &[u8]) {
             slot[24..40].copy_from_slice(id.as_bytes());
             let says = u64::from_le_bytes(slot[48..56].try_into().expect("eight bytes"));
             if signs & 2 == 2 && says <= notes.limit_bytes() {
-                let crc = crc32fast::hash(&slot[BLOCK_BYTES..BLOCK_BYTES + says as usize]);
+                let crc = crc32(&slot[BLOCK_BYTES..BLOCK_BYTES + says as usize]);
                 slot[20..24].copy_from_slice(&crc.to_le_bytes());
             }
             sign(slot);

@@ -10,11 +10,16 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, slice, thread};
 
+use crc_fast::CrcAlgorithm::Crc32IsoHdlc;
 use memascend_nvme::{
     BlockDeviceError, BlockDeviceResult, Content, Device, find_device, format_device, random_uuid,
 };
 
 const MIB: u64 = 1 << 20;
+
+fn crc32(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(Crc32IsoHdlc, bytes) as u32
+}
 
 /// Whether this test can run.
 fn ready(tools: &[&str]) -> bool {
@@ -113,11 +118,11 @@ impl Loop {
 
     /// A checksum of every byte of it.
     fn checksum(&self) -> u32 {
-        let mut checksum = crc32fast::Hasher::new();
+        let mut checksum = crc_fast::Digest::new(Crc32IsoHdlc);
         for offset in (0..self.bytes()).step_by(MIB as usize) {
             checksum.update(&self.read(offset, (self.bytes() - offset).min(MIB) as usize));
         }
-        checksum.finalize()
+        checksum.finalize() as u32
     }
 
     /// What blkid says, without its cache; nothing when it finds nothing.
@@ -283,8 +288,8 @@ fn gpt(sector: u64, other: u64, entries_at: u64, sectors: u64) -> (Vec<u8>, Vec<
     header[56..72].fill(0x42);
     header[80] = 128;
     header[84] = 128;
-    header[88..92].copy_from_slice(&crc32fast::hash(&entries).to_le_bytes());
-    let crc = crc32fast::hash(&header[..92]);
+    header[88..92].copy_from_slice(&crc32(&entries).to_le_bytes());
+    let crc = crc32(&header[..92]);
     header[16..20].copy_from_slice(&crc.to_le_bytes());
     (header, entries)
 }
@@ -730,7 +735,7 @@ fn a_damaged_or_newer_superblock_is_refused() {
 
     let mut newer = whole;
     newer[16] = 9;
-    let crc = crc32fast::hash(&newer[..4092]);
+    let crc = crc32(&newer[..4092]);
     newer[4092..].copy_from_slice(&crc.to_le_bytes());
     device.write(0, &newer);
     let error = device.refused(|| Device::open(&device.path));

@@ -2,6 +2,7 @@
 
 pub(crate) mod blocks;
 pub(crate) mod content;
+pub(crate) mod crc;
 pub(crate) mod device;
 pub(crate) mod error;
 pub(crate) mod format;

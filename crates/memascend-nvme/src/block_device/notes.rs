@@ -17,6 +17,7 @@ use std::fs::File;
 use std::io;
 
 use crate::block_device::blocks::Blocks;
+use crate::block_device::crc::crc32;
 use crate::block_device::superblock::Superblock;
 use crate::{BLOCK_BYTES, Result, Uuid};
 
@@ -152,11 +153,11 @@ impl Notes {
         let bytes = blocks.bytes_mut();
         bytes[..16].copy_from_slice(MAGIC);
         bytes[16..20].copy_from_slice(&kind.to_le_bytes());
-        bytes[20..24].copy_from_slice(&crc32fast::hash(note).to_le_bytes());
+        bytes[20..24].copy_from_slice(&crc32(note).to_le_bytes());
         bytes[24..40].copy_from_slice(self.id.as_bytes());
         bytes[40..48].copy_from_slice(&sequence.to_le_bytes());
         bytes[48..56].copy_from_slice(&(note.len() as u64).to_le_bytes());
-        let crc = crc32fast::hash(&bytes[..CRC_AT]);
+        let crc = crc32(&bytes[..CRC_AT]);
         bytes[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
         bytes[BLOCK_BYTES..BLOCK_BYTES + note.len()].copy_from_slice(note);
         medium.write(self.slot_offsets()[index as usize], &blocks)?;
@@ -195,7 +196,7 @@ impl Notes {
         let (kind, note_crc, sequence, length) = (u32_at(16), u32_at(20), u64_at(40), u64_at(48));
         let is_header = header[..16] == *MAGIC
             && header[24..40] == *self.id.as_bytes()
-            && u32_at(CRC_AT) == crc32fast::hash(&header[..CRC_AT]);
+            && u32_at(CRC_AT) == crc32(&header[..CRC_AT]);
         let is_possible =
             matches!(kind, KEPT | CLEARED) && sequence <= SEQUENCE_MAX && length <= self.limit_bytes();
         if !is_header || !is_possible {
@@ -204,7 +205,7 @@ impl Notes {
         let length = usize::try_from(length).expect("a slot fits into memory");
         let note = medium.read(offset + BLOCK_BYTES as u64, length)?;
         let note = &note.bytes()[..length];
-        if crc32fast::hash(note) != note_crc {
+        if crc32(note) != note_crc {
             return Ok(Content::Damaged(Some(sequence)));
         }
         Ok(Content::Whole(Slot { index, sequence, kind, note: note.to_vec() }))

@@ -20,6 +20,7 @@
 //! | 64..72, 72..80 | offset and length of the data area |
 //! | 4092..4096 | CRC-32 of the 4092 bytes before, in this place in every version |
 
+use crate::block_device::crc::crc32;
 use crate::{BLOCK_BYTES, Uuid};
 
 /// The smallest device that can be formatted.
@@ -89,7 +90,7 @@ impl Superblock {
         for (place, number) in block[40..80].chunks_exact_mut(8).zip(numbers) {
             place.copy_from_slice(&number.to_le_bytes());
         }
-        let crc = crc32fast::hash(&block[..CRC_AT]);
+        let crc = crc32(&block[..CRC_AT]);
         block[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
         block
     }
@@ -100,7 +101,7 @@ impl Superblock {
         if block[..16] != *MAGIC {
             return Err(NotSuperblock::Absent);
         }
-        if u32_at(CRC_AT) != crc32fast::hash(&block[..CRC_AT]) {
+        if u32_at(CRC_AT) != crc32(&block[..CRC_AT]) {
             return Err(NotSuperblock::Damaged);
         }
         let version = u32_at(16);
@@ -150,7 +151,7 @@ mod tests {
         let mut block = superblock(1 << 30).encode();
         block[16..20].copy_from_slice(&7_u32.to_le_bytes());
         assert_eq!(Superblock::decode(&block), Err(NotSuperblock::Damaged));
-        let crc = crc32fast::hash(&block[..CRC_AT]);
+        let crc = crc32(&block[..CRC_AT]);
         block[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
         assert_eq!(Superblock::decode(&block), Err(NotSuperblock::Newer(7)));
     }
