@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-GB = 1e9  # tables print GB = 10^9 bytes, as DESIGN.md does
+GB = 1e9  # tables print GB = 10^9 bytes
 
 
 def rss() -> dict[str, int]:

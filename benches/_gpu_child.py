@@ -53,7 +53,7 @@ class Where:
         return statistics.median(taken[1:])
 
     def settle(self) -> None:
-        """Take a step of a toy: contexts, handles and what libraries allocate once belong to nobody."""
+        """Take a step of a toy: contexts, handles and what libraries allocate once are not counted."""
         from transformers import LlamaForCausalLM
 
         config = llama_config((64, 128, 2, 4, 2), 256)
@@ -66,7 +66,7 @@ class Where:
             torch.cuda.empty_cache()
 
     def in_use(self) -> int | None:
-        """Bytes of the device in anybody's use, by the driver."""
+        """Bytes of the device in use by any process, by the driver."""
         if not self.cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)

@@ -256,7 +256,7 @@ def stand_in(config: dict):
 
 
 def zeros(nbytes: int) -> torch.Tensor:
-    """Bytes that are only read: as long as nobody writes them, the kernel backs them all by its one page of zeros."""
+    """Bytes that are only read: until they are written, the kernel backs them all by its one page of zeros."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=private), dtype=torch.uint8)
 
@@ -352,7 +352,7 @@ class Replay:
         views = {view.data_ptr() for view in self.held.values() if isinstance(view, torch.Tensor)}
         if transient is not None:
             views.add(transient.data_ptr())
-        # Idle units stay until their buffer is wanted: leased, but nobody needs them now.
+        # Idle units stay until their buffer is wanted: leased, but not needed now.
         lingering = sum(
             r.unit.nbytes for r in resident if not r.users and r.ticket is None and r.storage.data_ptr() not in views
         )
@@ -475,7 +475,7 @@ def gib(nbytes: float) -> str:
 
 
 def idle(row: dict) -> str:
-    """Who held how much of what nobody had asked for at the peak; the JSON has what is below 0.1 MiB too."""
+    """Bytes reserved but not asked for at the peak, by consumer; the JSON has those below 0.1 MiB too."""
     spare = {line["consumer"]: line["reserved"] - line["live"] for line in row["consumers"]}
     largest = sorted(spare.items(), key=lambda item: -item[1])
     return "; ".join(f"{who}: {nbytes / MIB:.1f} MiB" for who, nbytes in largest if nbytes >= MIB / 10) or "nothing"
@@ -627,7 +627,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    os.environ["MEMASCEND_NULL_ENGINE"] = "1"  # it loses every byte, so nobody gets it by mistake
+    os.environ["MEMASCEND_NULL_ENGINE"] = "1"  # it loses every byte, so it has to be asked for
     with tempfile.TemporaryDirectory(prefix="pool-", dir=".") as temporary:
         workdir = Path(temporary).resolve()
         about = machine(workdir)
