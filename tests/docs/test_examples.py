@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import needs
 import pytest
 from simulated_device import Accesses, SimulatedDevice
 
@@ -51,7 +52,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["train_loop.py", "lora.py", "encoder_own_loss.py"])
 def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "lora.py":
-        pytest.importorskip("peft")
+        needs.package("peft")
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert_learned(capsys.readouterr().out)
 
