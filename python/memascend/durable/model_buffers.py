@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend._memascend import PAGE_BYTES
 from memascend.errors import CheckpointError
-from memascend.layout.units import PAGE_BYTES, round_up
+from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
     from memascend.durable.protocols import Session

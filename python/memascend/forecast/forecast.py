@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memascend._memascend import STAGING_RESERVE
+from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
 from memascend.common.sizes import format_size
 from memascend.durable.generations import parse_durability
 from memascend.durable.model_buffers import buffers_bytes
@@ -26,7 +26,7 @@ from memascend.forecast import zero_infinity
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.hugging_face import empty_model
-from memascend.layout.units import PAGE_BYTES, partition, round_up
+from memascend.layout.units import partition, round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
 from memascend.optim.rules import rule_for

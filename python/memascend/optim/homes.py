@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend import _memascend
+from memascend._memascend import gradient_stats
 from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
@@ -427,7 +427,7 @@ class _Ordinary(Home):
     def gradient_stats(self) -> tuple[float, bool]:
         """Measure the gradient."""
         gradient = self.check_gradient().detach().cpu().contiguous()
-        return _memascend.gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
+        return gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
 
     def clear_gradient(self) -> None:
         """Do nothing: the gradient is `parameter.grad` itself."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend import _memascend
+from memascend._memascend import step_host
 from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Schedule:
         """Carry out the updates of ordinary parameters."""
         for segment, states, operands in self._in_memory:
             weight, gradient = operands.addresses
-            _memascend.step_host(
+            step_host(
                 segment.rule,
                 segment.numel,
                 weight,

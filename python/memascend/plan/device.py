@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
-from memascend.layout.units import PAGE_BYTES, round_up
+from memascend.layout.units import round_up
 from memascend.plan.estimates import Shape
 from memascend.plan.host import Line, classes_apart, classes_by_turns, table_of, why
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK
+from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK, PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
-from memascend.layout.units import PAGE_BYTES, SMALL_MODULE_BYTES, round_up
+from memascend.layout.units import SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
 
 if TYPE_CHECKING:

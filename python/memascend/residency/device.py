@@ -13,10 +13,11 @@ from collections import defaultdict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.units import PAGE_BYTES, round_up
+from memascend.layout.units import round_up
 from memascend.residency.cuda import DevicePool
 from memascend.residency.host import Streamer
 from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farthest, smallest_holding
