@@ -2,13 +2,17 @@
 //! linked, and a machine without CUDA loses two allocators, devices and no more.
 
 use std::collections::BTreeSet;
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
-use std::os::unix::ffi::OsStrExt;
+use std::error::Error;
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::{env, fmt, fs, mem};
+use std::{env, fmt, fs};
 
+use libloading::os::unix::Library;
+
+use crate::cuda::functions::{Functions, function};
 use crate::{CudaError, Result};
 
 /// The variable that names the library to use, before any other is looked for.
@@ -27,34 +31,6 @@ pub(super) const NOT_READY: c_int = 600;
 const ALREADY_REGISTERED: c_int = 712;
 const NOT_REGISTERED: c_int = 713;
 const NOT_SUPPORTED: c_int = 801;
-
-/// The functions, with the signatures of `cuda_runtime_api.h`; `cudaError_t` is a C `int`, streams and events are
-/// pointers.
-pub(super) struct Functions {
-    runtime_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
-    driver_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
-    get_device_count: unsafe extern "C" fn(*mut c_int) -> c_int,
-    host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, c_uint) -> c_int,
-    free_host: unsafe extern "C" fn(*mut c_void) -> c_int,
-    host_register: unsafe extern "C" fn(*mut c_void, usize, c_uint) -> c_int,
-    host_unregister: unsafe extern "C" fn(*mut c_void) -> c_int,
-    get_error_name: unsafe extern "C" fn(c_int) -> *const c_char,
-    get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    get_last_error: unsafe extern "C" fn() -> c_int,
-    pub(super) event_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
-    pub(super) event_record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
-    pub(super) event_query: unsafe extern "C" fn(*mut c_void) -> c_int,
-    pub(super) event_synchronize: unsafe extern "C" fn(*mut c_void) -> c_int,
-    pub(super) event_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
-    set_device: unsafe extern "C" fn(c_int) -> c_int,
-    get_device: unsafe extern "C" fn(*mut c_int) -> c_int,
-    mem_get_info: unsafe extern "C" fn(*mut usize, *mut usize) -> c_int,
-    pub(super) stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int,
-    pub(super) stream_destroy: unsafe extern "C" fn(*mut c_void) -> c_int,
-    pub(super) stream_wait_event: unsafe extern "C" fn(*mut c_void, *mut c_void, c_uint) -> c_int,
-    pub(super) memcpy_async:
-        unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int,
-}
 
 /// A CUDA runtime library that was loaded, is of a supported version and sees a device. It is never unloaded.
 pub struct Cudart {
@@ -89,8 +65,8 @@ impl Cudart {
     /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no device.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
         let path = path.as_ref().as_os_str();
-        let handle = load(path, 0).map_err(|reason| CudaError::LibraryNotFound { tried: reason })?;
-        Self::from_handle(handle, path)
+        let loaded = load(path, 0).map_err(|reason| CudaError::LibraryNotFound { tried: reason })?;
+        Self::from_loaded(&loaded, path)
     }
 
     /// Where the library was loaded from.
@@ -111,7 +87,7 @@ impl Cudart {
             let name = OsStr::new(name);
             // What is mapped need not be loaded, for example when somebody reads the file: then it is loaded now.
             match load(name, flags).or_else(|_| load(name, 0)) {
-                Ok(handle) => match Self::from_handle(handle, name) {
+                Ok(loaded) => match Self::from_loaded(&loaded, name) {
                     Ok(cudart) => return Ok(cudart),
                     Err(failure) => first_failure = first_failure.or(Some(failure)),
                 },
@@ -121,37 +97,10 @@ impl Cudart {
         Err(first_failure.unwrap_or_else(|| CudaError::LibraryNotFound { tried: tried.join("; ") }.into()))
     }
 
-    fn from_handle(handle: NonNull<c_void>, asked: &OsStr) -> Result<Arc<Self>> {
+    fn from_loaded(loaded: &Library, asked: &OsStr) -> Result<Arc<Self>> {
         let asked = asked.to_string_lossy().into_owned();
-        let version_symbol = symbol(handle, c"cudaRuntimeGetVersion", &asked)?;
-        let library = file_of(version_symbol).unwrap_or(asked);
-        // SAFETY: each field is declared with the signature that the CUDA headers give its function.
-        let functions = unsafe {
-            Functions {
-                runtime_get_version: function(handle, c"cudaRuntimeGetVersion", &library)?,
-                driver_get_version: function(handle, c"cudaDriverGetVersion", &library)?,
-                get_device_count: function(handle, c"cudaGetDeviceCount", &library)?,
-                host_alloc: function(handle, c"cudaHostAlloc", &library)?,
-                free_host: function(handle, c"cudaFreeHost", &library)?,
-                host_register: function(handle, c"cudaHostRegister", &library)?,
-                host_unregister: function(handle, c"cudaHostUnregister", &library)?,
-                get_error_name: function(handle, c"cudaGetErrorName", &library)?,
-                get_error_string: function(handle, c"cudaGetErrorString", &library)?,
-                get_last_error: function(handle, c"cudaGetLastError", &library)?,
-                event_create_with_flags: function(handle, c"cudaEventCreateWithFlags", &library)?,
-                event_record: function(handle, c"cudaEventRecord", &library)?,
-                event_query: function(handle, c"cudaEventQuery", &library)?,
-                event_synchronize: function(handle, c"cudaEventSynchronize", &library)?,
-                event_destroy: function(handle, c"cudaEventDestroy", &library)?,
-                set_device: function(handle, c"cudaSetDevice", &library)?,
-                get_device: function(handle, c"cudaGetDevice", &library)?,
-                mem_get_info: function(handle, c"cudaMemGetInfo", &library)?,
-                stream_create_with_flags: function(handle, c"cudaStreamCreateWithFlags", &library)?,
-                stream_destroy: function(handle, c"cudaStreamDestroy", &library)?,
-                stream_wait_event: function(handle, c"cudaStreamWaitEvent", &library)?,
-                memcpy_async: function(handle, c"cudaMemcpyAsync", &library)?,
-            }
-        };
+        let library = file_of(loaded, &asked)?.unwrap_or(asked);
+        let functions = Functions::of(loaded, &library)?;
         let mut cudart = Self { library, version: 0, functions };
         cudart.check_version()?;
         cudart.check_devices()?;
@@ -321,51 +270,33 @@ impl Cudart {
     }
 }
 
-/// Loads a library, or with `RTLD_NOLOAD` in `flags` only refers to one that is loaded.
-fn load(name: &OsStr, flags: c_int) -> std::result::Result<NonNull<c_void>, String> {
+/// Loads a library for good, or with `RTLD_NOLOAD` in `flags` only refers to one that is loaded.
+fn load(name: &OsStr, flags: c_int) -> std::result::Result<ManuallyDrop<Library>, String> {
     let shown = name.to_string_lossy();
-    let name = CString::new(name.as_bytes()).map_err(|_| format!("{shown}: the path has a zero byte"))?;
-    // SAFETY: the name is a C string. Loading runs the library's initialisers, which is what is asked for.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
-    NonNull::new(handle).ok_or_else(|| {
-        // SAFETY: the string belongs to this thread until its next call of the loader.
-        let reason = text(unsafe { libc::dlerror() });
-        // The loader mostly begins with the name by itself.
+    // SAFETY: loading runs the library's initialisers, which is what the caller asks for. Its finalisers never run, since
+    // the library is never unloaded.
+    let loaded = unsafe { Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
+    loaded.map(ManuallyDrop::new).map_err(|error| {
+        let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        // The loader's own text mostly begins with the name.
         if reason.contains(&*shown) { reason } else { format!("{shown}: {reason}") }
     })
 }
 
-fn symbol(library: NonNull<c_void>, name: &'static CStr, shown: &str) -> Result<NonNull<c_void>> {
-    // SAFETY: the handle came from dlopen and is never closed.
-    NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) }).ok_or_else(|| {
-        CudaError::MissingFunction { library: shown.to_owned(), symbol: name.to_string_lossy().into_owned() }
-            .into()
-    })
-}
-
-/// A function of a library.
-///
-/// # Safety
-/// `F` is a function pointer with the C signature of the function.
-unsafe fn function<F: Copy>(library: NonNull<c_void>, name: &'static CStr, shown: &str) -> Result<F> {
-    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
-    let address = symbol(library, name, shown)?;
-    // SAFETY: on Linux a function pointer has the size and the representation of a data pointer; its signature is
-    // the caller's promise.
-    Ok(unsafe { mem::transmute_copy(&address) })
-}
-
-/// The path of the library that an address belongs to.
-fn file_of(address: NonNull<c_void>) -> Option<String> {
-    let mut found = libc::Dl_info {
+/// The path of the library that was loaded under the name `asked`, where the loader tells.
+fn file_of(loaded: &Library, asked: &str) -> Result<Option<String>> {
+    let version: unsafe extern "C" fn(*mut c_int) -> c_int =
+        // SAFETY: the type is that of the function in the CUDA headers.
+        unsafe { function(loaded, c"cudaRuntimeGetVersion", asked) }?;
+    let mut info = libc::Dl_info {
         dli_fname: ptr::null(),
         dli_fbase: ptr::null_mut(),
         dli_sname: ptr::null(),
         dli_saddr: ptr::null_mut(),
     };
-    // SAFETY: `found` is writable; the address is only looked up.
-    let known = unsafe { libc::dladdr(address.as_ptr(), &mut found) } != 0;
-    (known && !found.dli_fname.is_null()).then(|| text(found.dli_fname))
+    // SAFETY: `info` is writable; the address is only looked up.
+    let is_told = unsafe { libc::dladdr(version as *const c_void, &mut info) } != 0;
+    Ok((is_told && !info.dli_fname.is_null()).then(|| text(info.dli_fname)))
 }
 
 /// Paths of the CUDA runtimes that are mapped into this process.

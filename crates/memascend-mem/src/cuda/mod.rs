@@ -2,5 +2,6 @@
 
 pub(crate) mod error;
 pub(crate) mod event;
+mod functions;
 pub(crate) mod library;
 pub(crate) mod stream;

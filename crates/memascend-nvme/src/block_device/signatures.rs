@@ -1,20 +1,23 @@
 //! What others left on a device, as libblkid knows it. The library is loaded at run time: nothing is linked, and
 //! where it is missing nothing is formatted unless the user said what may be destroyed.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::env;
+use std::error::Error;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs::File;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::{env, mem};
+
+use libloading::os::unix::Library;
 
 use crate::{BlockDeviceError, BlockDeviceResult, Signature};
 
 /// The variable that names the library to use instead of the system's.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
-const USUAL_NAME: &CStr = c"libblkid.so.1";
+const USUAL_NAME: &str = "libblkid.so.1";
 
 /// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: also what has a wrong checksum is found
 /// and can be wiped.
@@ -54,27 +57,26 @@ impl Blkid {
     /// # Errors
     /// What the dynamic loader said.
     pub(crate) fn load() -> Result<Self, String> {
-        let name = match env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()) {
-            Some(name) => CString::new(name.as_bytes()).expect("a variable has no zero byte"),
-            None => USUAL_NAME.to_owned(),
-        };
-        // SAFETY: the name is a C string. Loading runs the library's initialisers, which is what is asked for.
-        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        let library = NonNull::new(library).ok_or_else(loader_error)?;
+        let name = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty());
+        let name = name.unwrap_or_else(|| USUAL_NAME.into());
+        // SAFETY: loading runs the library's initialisers, which is what is asked for. Its finalisers never run, since the
+        // library is never unloaded.
+        let library = unsafe { Library::open(Some(&name), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let library = ManuallyDrop::new(library.map_err(loader_error)?);
         // SAFETY: each field is declared with the signature that blkid.h gives its function.
         let functions = unsafe {
             Functions {
-                new_probe: function(library, c"blkid_new_probe")?,
-                free_probe: function(library, c"blkid_free_probe")?,
-                set_device: function(library, c"blkid_probe_set_device")?,
-                enable_superblocks: function(library, c"blkid_probe_enable_superblocks")?,
-                set_superblocks_flags: function(library, c"blkid_probe_set_superblocks_flags")?,
-                enable_partitions: function(library, c"blkid_probe_enable_partitions")?,
-                set_partitions_flags: function(library, c"blkid_probe_set_partitions_flags")?,
-                do_probe: function(library, c"blkid_do_probe")?,
-                do_safeprobe: function(library, c"blkid_do_safeprobe")?,
-                do_wipe: function(library, c"blkid_do_wipe")?,
-                lookup_value: function(library, c"blkid_probe_lookup_value")?,
+                new_probe: function(&library, c"blkid_new_probe")?,
+                free_probe: function(&library, c"blkid_free_probe")?,
+                set_device: function(&library, c"blkid_probe_set_device")?,
+                enable_superblocks: function(&library, c"blkid_probe_enable_superblocks")?,
+                set_superblocks_flags: function(&library, c"blkid_probe_set_superblocks_flags")?,
+                enable_partitions: function(&library, c"blkid_probe_enable_partitions")?,
+                set_partitions_flags: function(&library, c"blkid_probe_set_partitions_flags")?,
+                do_probe: function(&library, c"blkid_do_probe")?,
+                do_safeprobe: function(&library, c"blkid_do_safeprobe")?,
+                do_wipe: function(&library, c"blkid_do_wipe")?,
+                lookup_value: function(&library, c"blkid_probe_lookup_value")?,
             }
         };
         Ok(Self { functions })
@@ -208,25 +210,15 @@ impl Drop for Probe<'_> {
 /// A function of a library.
 ///
 /// # Safety
-/// `F` is a function pointer with the C signature of the function.
-unsafe fn function<F: Copy>(library: NonNull<c_void>, name: &'static CStr) -> Result<F, String> {
-    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
-    // SAFETY: the handle came from dlopen and is never closed.
-    let address =
-        NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) }).ok_or_else(loader_error)?;
-    // SAFETY: on Linux a function pointer has the size and the representation of a data pointer; its signature is
-    // the caller's promise.
-    Ok(unsafe { mem::transmute_copy(&address) })
+/// `F` is a function pointer with the C signature of the function, and the library is never unloaded.
+unsafe fn function<F: Copy>(library: &Library, name: &'static CStr) -> Result<F, String> {
+    // SAFETY: the caller's promise.
+    unsafe { library.get::<F>(name) }.map(|symbol| *symbol).map_err(loader_error)
 }
 
-fn loader_error() -> String {
-    // SAFETY: the string belongs to this thread until its next call of the loader.
-    let reason = unsafe { libc::dlerror() };
-    if reason.is_null() {
-        return "the dynamic loader gave no reason".to_owned();
-    }
-    // SAFETY: it is a C string.
-    unsafe { CStr::from_ptr(reason) }.to_string_lossy().into_owned()
+/// What the dynamic loader said.
+fn loader_error(error: libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn failed(call: &str, path: &Path) -> BlockDeviceError {
