@@ -32,12 +32,11 @@ from _common import finish, machine, markdown, run
 
 import memascend
 from memascend.forecast import zero_infinity
-from memascend.forecast.forecast import smallest_plan
 from memascend.layout.units import PAGE_BYTES, absent_like, partition, round_up
 from memascend.offloading import activations
 from memascend.offloading.hooks import Hooks
 from memascend.offloading.session import Session
-from memascend.plan.host import make_plan
+from memascend.plan.host import make_plan, smallest_plan
 
 CONFIGS = Path(__file__).parent / "configs"
 RECORDED_TOKENS, SEED, MAX_NORM, GIB, MIB = 512, 1, 1.0, 2**30, 2**20

@@ -24,8 +24,9 @@ import memascend
 from memascend import BudgetError
 from memascend.command import main
 from memascend.forecast import zero_infinity
-from memascend.forecast.forecast import KINDS, Gpu, Replay, as_text, forecast
+from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.step_time import step_time
+from memascend.forecast.traffic import KINDS, Replay
 from memascend.layout.units import Unit, partition
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED

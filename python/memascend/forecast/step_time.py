@@ -1,7 +1,7 @@
-"""How long an optimizer step takes on a GPU: what passes through each resource, over what the resource can do.
+"""How long an optimizer step takes on a GPU: what passes through each resource, over the rate of the resource.
 
-Nothing is known here of how well things overlap: the slowest resource is the floor, and the sum of all is what a step
-takes if nothing overlaps. What is counted is what has to be, not what an implementation adds to it.
+How well the resources overlap is not modelled. The slowest resource gives the least time of a step, and the sum of all
+gives the time without any overlap. Only necessary work is counted, not what an implementation adds to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.machine.gpu import Rate
     from memascend.plan.estimates import Shape
 
-#: What a step passes through, by the rate that it goes by, in the order of the table.
+#: What a step passes through, by the name of its rate, in the order of the table.
 RESOURCES = {
     "flops": "compute",
     "ssd": "SSD, read and written",
@@ -40,18 +40,19 @@ def step_flops(
     embedding is looked up, not multiplied, unless it is the head too. Of experts, N has those that a token is sent to.
 
     To this the attention of each layer: 4 S A operations a token for the products of queries, keys and values with a
-    context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because nobody
-    looks ahead, and 4 times for forward, backward and recomputation. A sliding window is not taken into account.
+    context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because the
+    mask is causal, and 4 times for forward, backward and recomputation. A sliding window is not taken into account.
     """
     text = config.get_text_config()
-    sent_to, experts = getattr(text, "num_experts_per_tok", None) or 1, 1
+    experts_per_token, experts = getattr(text, "num_experts_per_tok", None) or 1, 1
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(text, name, None) or experts
-    share = min(1.0, sent_to / experts)
+    share = min(1.0, experts_per_token / experts)
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     looked_up = {
         module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not head
     }
+    # Weights that a token is multiplied with, in layers (True) and outside of them.
     multiplied = {True: 0.0, False: 0.0}
     for unit in units:
         for place in unit.places:
@@ -75,25 +76,25 @@ def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int
         the names of the slowest and the second, and `times_the_next`, the seconds of one over those of the other;
         `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does; `tokens_per_second_at_most`.
     """
+    seconds = {key: amounts[key] / rates[key].per_second for key in RESOURCES}
     resources = [
         {
             "resource": key,
             "name": name,
             "amount": amounts[key],
             "per_second": rates[key].per_second,
-            "seconds": amounts[key] / rates[key].per_second,
+            "seconds": seconds[key],
             "source": rates[key].source,
         }
         for key, name in RESOURCES.items()
     ]
-    slowest, following, *_ = sorted(resources, key=lambda one: -one["seconds"])
-    floor = slowest["seconds"]
+    slowest, second, *_ = sorted(RESOURCES, key=lambda key: -seconds[key])
     return {
         "resources": resources,
-        "bound_by": slowest["name"],
-        "next": following["name"],
-        "times_the_next": floor / following["seconds"],
-        "floor_seconds": floor,
-        "sum_seconds": sum(one["seconds"] for one in resources),
-        "tokens_per_second_at_most": tokens / floor,
+        "bound_by": RESOURCES[slowest],
+        "next": RESOURCES[second],
+        "times_the_next": seconds[slowest] / seconds[second],
+        "floor_seconds": seconds[slowest],
+        "sum_seconds": sum(seconds.values()),
+        "tokens_per_second_at_most": tokens / seconds[slowest],
     }

@@ -1,0 +1,160 @@
+"""The parts of a forecast as dictionaries, ready for JSON.
+
+The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a mapping by kind has the keys
+`weights_bytes`, `master_bytes`, `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`,
+`gradients_bytes`, `activations_bytes`, `second_slot_bytes`, `buffers_bytes`):
+
+- `model`: `path`, `model_type`, `architecture`, `dtype`, `parameters` (tied ones once), `largest_parameter`
+  (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
+- `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
+  `budget_bytes`; `overlap_bytes`, the least budget with which the next layer is read while one computes;
+  `smallest_bytes`, the least that works.
+- `ssd_space`: by kind, and `total_bytes`.
+- `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`; `planned` with what the spare budget keeps
+  in memory and `smallest` with the least budget, each with `read` and `written` (by kind, and `total_bytes`),
+  `read_bytes_per_parameter`, `written_bytes_per_parameter`; `saved_bytes`, what the spare budget saves.
+- `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
+  `step_time.step_time` returns it.
+- `pytorch`, without a GPU: estimates of what PyTorch holds beside the plan. `logits_bytes`, `layer_bytes`,
+  `gradient_bytes`, and `estimated_bytes`, the most that lives at once.
+- `zero_infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`, `parameter_pool_bytes`, `parameter_pool_waste` (a
+  share of 1), `default_parameter_pool_bytes`, `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`,
+  `peak_bytes` (their sum, without the default pool), `peak_pinned_bytes` (with the gradient buffer pinned through
+  PyTorch), `overflow_check_float16_bytes` (not in the sum), `ssd_read_bytes`, `ssd_written_bytes`,
+  `ssd_bytes_per_parameter`; `ratio`, `peak_bytes` over `host_memory.total_bytes`, and `ratio_to_smallest`, over
+  `host_memory.smallest_bytes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.forecast import zero_infinity
+from memascend.forecast.traffic import KINDS
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from memascend.forecast.traffic import Traffic, Work
+    from memascend.layout.units import Unit
+    from memascend.plan.device import DevicePlan
+    from memascend.plan.host import Plan
+
+
+def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit], dtype: str) -> dict[str, Any]:
+    """Describe the model and its units, those of one size together."""
+    sizes: dict[tuple[bool, int], list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
+    return {
+        "path": str(path),
+        "model_type": config.model_type,
+        "architecture": type(model).__name__,
+        "dtype": dtype,
+        "parameters": _parameters(units),
+        "largest_parameter": max(place.numel for unit in units for place in unit.places),
+        "units": [
+            {
+                "name": alike[0].name if len(alike) == 1 else f"{alike[0].name} and {len(alike) - 1} like it",
+                "count": len(alike),
+                "repeated": repeated,
+                "nbytes": nbytes,
+                "total_bytes": nbytes * len(alike),
+            }
+            for (repeated, nbytes), alike in sizes.items()
+        ],
+    }
+
+
+def _parameters(units: Sequence[Unit]) -> int:
+    """Elements of all parameters; tied ones count once."""
+    return sum(place.numel for unit in units for place in unit.places)
+
+
+def memory_part(plan: Plan | DevicePlan) -> dict[str, Any]:
+    """Describe a plan of host or device memory, with a line for each consumer."""
+    return {
+        "lines": [
+            {
+                "consumer": line.consumer,
+                "count": line.count,
+                "nbytes": line.nbytes,
+                "total_bytes": line.total,
+                "note": line.note,
+            }
+            for line in plan.lines
+            if line.total
+        ],
+        "total_bytes": plan.total,
+        "budget_bytes": plan.budget,
+        "overlap_bytes": plan.overlap_bytes,
+        "smallest_bytes": plan.smallest_bytes,
+    }
+
+
+def by_kind(counts: Counter[str]) -> dict[str, int]:
+    """Name the bytes of each of `traffic.KINDS`, and their sum."""
+    return {f"{kind}_bytes": counts[kind] for kind in KINDS} | {"total_bytes": counts.total()}
+
+
+def traffic_part(planned: Traffic, smallest: Traffic, units: Sequence[Unit], work: Work) -> dict[str, Any]:
+    """Describe the SSD traffic of an optimizer step, with the planned budget and with the smallest."""
+    return {
+        "seq_len": work.seq_len,
+        "batch_size": work.batch_size,
+        "grad_accum": work.grad_accum,
+        "planned": _directions(planned, _parameters(units)),
+        "smallest": _directions(smallest, _parameters(units)),
+        "saved_bytes": smallest.total - planned.total,
+    }
+
+
+def _directions(moved: Traffic, parameters: int) -> dict[str, Any]:
+    return {
+        "read": by_kind(moved.read),
+        "written": by_kind(moved.written),
+        "read_bytes_per_parameter": round(moved.read.total() / parameters, 3),
+        "written_bytes_per_parameter": round(moved.written.total() / parameters, 3),
+    }
+
+
+def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, grad_accum: int) -> dict[str, Any]:
+    """Describe what ZeRO-Infinity holds and moves for these units, beside the host memory of our plans in bytes."""
+    places = [place for unit in units for place in unit.places]
+    itemsize = max(place.dtype.itemsize for place in places)
+    numels = [place.numel for place in places]
+    total, largest = sum(numels), max(numels)
+    outer = [place.numel for unit in units if not unit.repeated for place in unit.places]
+    layers = [[place.numel for place in unit.places] for unit in units if unit.repeated]
+    slots = max(1, zero_infinity.in_flight_slots(outer, layers, itemsize))
+    fullest = max(layers, key=lambda layer: sum(zero_infinity.is_swapped(n, itemsize) for n in layer), default=[])
+    in_flight = [numel for numel in [*outer, *fullest] if zero_infinity.is_swapped(numel, itemsize)]
+    sub_group = zero_infinity.largest_sub_group(numels)
+    read, written = zero_infinity.ssd_traffic_bytes(total, itemsize, grad_accum)
+    gradients = zero_infinity.gradient_buffer_bytes(total, itemsize)
+    held = {
+        "parameter_pool_bytes": zero_infinity.parameter_pool_bytes(largest, slots, itemsize),
+        "gradient_buffer_bytes": gradients,
+        "optimizer_swap_bytes": zero_infinity.optimizer_swap_bytes(sum(sub_group)),
+        "write_back_bytes": zero_infinity.write_back_bytes(sub_group, itemsize),
+    }
+    peak = sum(held.values())
+    return {
+        "slots": slots,
+        "slot_bytes": zero_infinity.parameter_pool_bytes(largest, 1, itemsize),
+        **held,
+        "peak_bytes": peak,
+        "peak_pinned_bytes": peak - gradients + zero_infinity.pinned_bytes(gradients),
+        "parameter_pool_waste": round(zero_infinity.pool_waste(in_flight), 4),
+        "default_parameter_pool_bytes": zero_infinity.default_parameter_pool_bytes(largest, itemsize),
+        "overflow_check_float16_bytes": zero_infinity.overflow_check_bytes(total, 2),
+        "ssd_read_bytes": read,
+        "ssd_written_bytes": written,
+        "ssd_bytes_per_parameter": round((read + written) / total, 2),
+        "ratio": round(peak / ours, 2),
+        "ratio_to_smallest": round(peak / smallest, 2),
+    }

@@ -1,0 +1,254 @@
+"""What an optimizer step of a run moves, and what its store holds: replayed, without a run.
+
+The order of uses is replayed through counted buffers by the rule that the streamers follow (`residency.order`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
+from memascend.layout.units import round_up
+from memascend.offloading.activations import STASH_FROM_BYTES
+from memascend.optim import NAMED
+from memascend.optim.rules import rule_for
+from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.layout.units import StoreTensor, Unit
+    from memascend.plan.device import DevicePlan
+    from memascend.plan.host import Line, Plan
+
+#: Kinds of bytes on the SSD, in the order of the tables.
+KINDS = {
+    "weights": "weights",
+    "master": "masters",
+    "master_low": "master low halves",
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+    "gradients": "gradients",
+    "activations": "activations of recomputed layers",
+    "second_slot": "second slot of weights and states",
+    "buffers": "buffers",
+}
+
+
+@dataclass(slots=True)
+class Work:
+    """What one optimizer step computes."""
+
+    seq_len: int
+    batch_size: int
+    grad_accum: int
+    optimizer: str = "adamw"
+    states: str = "float32"
+    master: bool = True
+    #: Whether steps are durable, beside the one before.
+    two_slots: bool = True
+    #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as it goes, on SSD.
+    activations: str = "host"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.seq_len * self.batch_size
+
+
+@dataclass(slots=True)
+class Traffic:
+    """SSD bytes of one optimizer step, by kind, and bytes of weights copied to a device."""
+
+    read: Counter[str] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+    uploaded: int = 0
+
+    @property
+    def total(self) -> int:
+        """SSD bytes read and written."""
+        return self.read.total() + self.written.total()
+
+
+def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+    """Return the units (by number) that a forward pass and its backward pass use, in order.
+
+    Modules are assumed to run in the order in which the model registers them, which holds for transformers' causal
+    language models. The backward pass uses no embedding: its gradient does not depend on its weight.
+    """
+    owner = {place.parameter: number for number, unit in enumerate(units) for place in unit.places}
+    used: list[tuple[int, bool]] = []
+    for module in model.modules():
+        wanted = not isinstance(module, nn.Embedding)
+        used += [(owner[p], wanted) for p in module._parameters.values() if p is not None and p in owner]
+    forward = [number for number, _ in groupby(number for number, _ in used)]
+    backward = [number for number, _ in groupby(number for number, wanted in reversed(used) if wanted)]
+    return forward, backward
+
+
+def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
+    """Return the bytes of each optimizer state of one tensor, in whole pages."""
+    _, algorithm, _ = NAMED[work.optimizer]
+    # All members of a pack are small, so one rule holds for them.
+    rule = rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
+    return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in rule.planes}
+
+
+def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
+    """Return the bytes of the input that a recomputed layer puts aside in a forward pass, 0 if it stays in place."""
+    if work.activations == "recompute":
+        return 0
+    nbytes = work.tokens * config.get_text_config().hidden_size * units[0].tensors[0].dtype.itemsize
+    return nbytes if nbytes >= STASH_FROM_BYTES else 0
+
+
+def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
+    """Return the most that the store holds, by kind. Gradients of packs stay in memory.
+
+    Of the activations, everything counts that might be moved to the store; a run makes room only for what is moved.
+    """
+    space: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    for unit in units:
+        space["weights"] += unit.nbytes
+        for tensor in unit.tensors:
+            space.update(state_kinds(tensor, work))
+            space["gradients"] += 0 if tensor.packed else tensor.nbytes
+    stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
+    if work.two_slots:
+        space["second_slot"] = space.total() - space["gradients"]
+    space["activations"] = stash * sum(unit.repeated for unit in units)
+    return space
+
+
+def traffic(
+    model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work, device_plan: DevicePlan | None = None
+) -> Traffic:
+    """Predict the SSD bytes of one optimizer step in the steady state, of a model trained whole.
+
+    With a `device_plan`, a unit is fetched only when the device does not hold it.
+    """
+    moved = Traffic()
+    forward, backward = uses(model, units)
+    wanted = [[number for number, _ in groupby([*forward, *backward])]] * work.grad_accum
+    if device_plan is not None:
+        wanted = Replay(units, device_plan.units, DEVICE_AHEAD).step(wanted)
+        moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
+    for number in chain(*Replay(units, plan.units).step(wanted)):
+        moved.read["weights"] += units[number].nbytes
+    for unit in units:
+        # The fetch for the first forward pass carries the update. Its read of the weights is counted above.
+        moved.written["weights"] += unit.nbytes
+        for tensor in unit.tensors:
+            states = state_kinds(tensor, work)
+            moved.read.update(states)
+            moved.written.update(states)
+    spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
+    moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
+    moved.read["activations"] = moved.written["activations"] = spilled.activations
+    return moved
+
+
+@dataclass(slots=True)
+class Spill:
+    """Bytes of one step that go to the SSD, and come back, for want of staging buffers."""
+
+    gradients: int = 0
+    activations: int = 0
+
+
+def spill(
+    units: Sequence[Unit], plan: Plan, forward: Sequence[int], backward: Sequence[int], stash: int, work: Work
+) -> Spill:
+    """Predict what host memory has no room for, or must not hold, in one optimizer step in the steady state.
+
+    Gradients and the inputs of recomputed layers (`stash` bytes each) share the staging buffers. An input takes its
+    buffers in the forward pass and gives them back when the backward pass has left its layer. A gradient takes its
+    buffers in the backward pass and gives them back in the next step's first forward pass, to the update of its unit.
+    """
+    # Staging buffers that are free, and by tensor those that its gradient holds.
+    room = max(0, plan.staging.count + plan.kept.count - STAGING_RESERVE)
+    # The gradients of embeddings come last: the backward pass uses every other unit.
+    captured = list(dict.fromkeys([*backward, *reversed(range(len(units)))]))
+    held: dict[StoreTensor, int] = {}
+    spilled = Spill()
+    for _ in range(3):  # the first steps find no gradients of the step before
+        spilled = Spill()
+        for turn in range(work.grad_accum):
+            inputs: dict[int, int] = {}
+            for index, number in enumerate(forward):
+                if turn == 0:
+                    # The updates run ahead with the prefetch.
+                    for ahead in forward[index : index + 1 + PREFETCH_UNITS]:
+                        room += sum(held.pop(tensor, 0) for tensor in units[ahead].tensors)
+                if units[number].repeated and stash:
+                    chunks = 0 if work.activations == "ssd" else -(-stash // plan.staging.nbytes)
+                    inputs[number] = min(chunks, room)
+                    room -= inputs[number]
+                    in_memory = inputs[number] * plan.staging.nbytes
+                    spilled.activations += round_up(max(0, stash - in_memory), PAGE_BYTES)
+            for number in captured:
+                for tensor in reversed(units[number].tensors):
+                    if tensor.packed:
+                        continue
+                    if turn == 0:
+                        held[tensor] = min(-(-tensor.numel // plan.chunk_elements), room)
+                        room -= held[tensor]
+                    outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements) * tensor.dtype.itemsize
+                    # Written by every pass; read by the next pass, which adds to it, or by the update.
+                    spilled.gradients += round_up(outside, PAGE_BYTES)
+                room += inputs.pop(number, 0)
+    return spilled
+
+
+class Replay:
+    """Follows the rule of `residency.order` with counted buffers, over a known order of uses: tells what is fetched."""
+
+    def __init__(self, units: Sequence[Unit], lines: Sequence[Line], ahead: int = PREFETCH_UNITS) -> None:
+        """Use the buffers of `lines`, and fetch so many units `ahead`."""
+        self._buffers: Counter[int] = Counter()
+        for line in lines:
+            self._buffers[line.nbytes] += line.count
+        #: By number of a unit: the size of the buffers that serve it.
+        self._size = [smallest_holding(unit.nbytes, self._buffers) for unit in units]
+        self._ahead = ahead
+        self._order: UseOrder[int] = UseOrder()
+        self._resident: set[int] = set()
+        self._in_use: int | None = None
+        self._fetched: list[int] = []
+
+    def step(self, passes: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses."""
+        # The step before made every resident unit stale.
+        self._resident.clear()
+        return [self._fetched_by(uses) for uses in passes]
+
+    def _fetched_by(self, uses: Sequence[int]) -> list[int]:
+        self._fetched = []
+        self._order.begin_known(uses)
+        for number in uses:
+            self._order.record(number)
+            if number not in self._resident:
+                self._in_use = None
+                self._fetch(number, sooner_than=-1)
+            self._in_use = number
+            self._order.prefetch(self._ahead, self._resident.__contains__, self._fetch)
+        return self._fetched
+
+    def _fetch(self, number: int, sooner_than: int) -> bool:
+        size = self._size[number]
+        rivals = [other for other in sorted(self._resident) if self._size[other] == size]
+        if len(rivals) >= self._buffers[size]:
+            idle = (other for other in rivals if other != self._in_use)
+            victim = farthest(idle, self._order.next_use, beyond=sooner_than)
+            if victim is None:
+                return False
+            self._resident.discard(victim)
+        self._resident.add(number)
+        self._fetched.append(number)
+        return True
