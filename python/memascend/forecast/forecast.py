@@ -22,7 +22,7 @@ from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
 from memascend.forecast.traffic import Work, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.formats.config import limits, load_bare_config
-from memascend.formats.hugging_face import empty_model
+from memascend.formats.transformers_models import empty_model
 from memascend.layout.units import partition
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from memascend.errors import CheckpointError
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 METADATA_NAME = ".metadata"
 
-#: What the pickle `.metadata` may name, beside sizes and dtypes. Of each only the attributes are taken.
+#: The names that the pickle `.metadata` may contain, beside sizes and dtypes. Only the attributes of each are taken.
 _ADMITTED = {
     *(
         (metadata.__name__, name)
@@ -44,16 +46,16 @@ _ADMITTED = {
         )
     ),
     (filesystem.__name__, "_StorageInfo"),
-    # The directory it was saved to, which means nothing here; Python 3.13 knows its class by another name.
+    # The directory of the writer, which is not used; its class has another name in Python 3.13.
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     ("torch.serialization", "_get_layout"),
 }
-#: These are taken as they are: no pickle can change them.
+#: These classes are taken as they are: no pickle can change them.
 _VALUES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
 class _Record:
-    """What a pickle says of one object. A pickle may set attributes of classes too: it never gets the real ones."""
+    """One object of a pickle. A pickle may set attributes of classes too, so it never gets the real classes."""
 
     def __new__(cls, *_: Any) -> Any:
         return super().__new__(cls)
@@ -66,7 +68,7 @@ class _Record:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` and makes nothing but records."""
+    """Reads `.metadata`, and makes only records of it."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(file)
@@ -87,61 +89,63 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def _entry(said: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
-    if type(said).__name__ == "BytesStorageMetadata":
+def _entry(described: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+    if type(described).__name__ == "BytesStorageMetadata":
         return metadata.BytesStorageMetadata()
-    dtype = said.properties.state[0]
+    dtype = described.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype} is no dtype")
-    chunks = [metadata.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in said.chunks]
-    return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(said.size), chunks)
+    chunks = [
+        metadata.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in described.chunks
+    ]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), torch.Size(described.size), chunks)
 
 
 def _read_metadata(file: Path) -> metadata.Metadata:
     with open(file, "rb") as stream:
-        found = _MetadataUnpickler(stream).load()
-    if type(found).__name__ != "Metadata":
+        record = _MetadataUnpickler(stream).load()
+    if type(record).__name__ != "Metadata":
         raise CheckpointError(f"{file} does not describe a checkpoint")
-    entries = {str(key): _entry(said) for key, said in found.state_dict_metadata.items()}
+    entries = {str(key): _entry(described) for key, described in record.state_dict_metadata.items()}
     storage = {
         metadata.MetadataIndex(index.fqn, getattr(index, "offset", None)): filesystem._StorageInfo(
             info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None)
         )
-        for index, info in found.storage_data.items()
+        for index, info in record.storage_data.items()
     }
     return metadata.Metadata(entries, storage_data=storage)
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with metadata that were read before."""
+class _Reader(FileSystemReader):
+    """DCP's reader, with metadata that were read and checked before."""
 
-    def __init__(self, path: Path, known: metadata.Metadata) -> None:
+    def __init__(self, path: Path, checked: metadata.Metadata) -> None:
         super().__init__(path)
-        self._known = known
+        self._checked = checked
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        return self._known
+        return self._checked
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which would load any pickle where a value is not a tensor."""
+    """DCP's planner, restricted to `weights_only`: by itself it loads any pickle as a value that is not a tensor."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class DistributedReader:
-    """An open checkpoint: what it holds is known, and nothing of it has been read."""
+    """An open checkpoint: its metadata were read, its tensors were not."""
 
     def __init__(self, path: Path) -> None:
-        """Read what `path` holds.
+        """Read the metadata of the checkpoint in `path`.
 
-        Raises CheckpointError if it is no checkpoint, or is damaged or dangerous.
+        Raises CheckpointError if there is none, or it is damaged, or its pickle names something unexpected.
         """
         self.path = path
         file = path / METADATA_NAME
         try:
-            known = _read_metadata(file)
+            checked = _read_metadata(file)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
                 f"{path} has no {METADATA_NAME}: it is not a PyTorch Distributed Checkpoint"
@@ -150,11 +154,11 @@ class DistributedReader:
             raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle raises of every kind
+        except Exception as error:  # a damaged pickle can raise any kind
             raise CheckpointError(f"{file} is damaged: {error}") from None
-        self.entries = known.state_dict_metadata
-        self._storage = known.storage_data
-        self._reader = _Reader(path, known)
+        self.entries = checked.state_dict_metadata
+        self._storage = checked.storage_data
+        self._reader = _Reader(path, checked)
         self._sizes: dict[str, int] = {}
 
     def shown(self, key: str) -> torch.Tensor | None:
@@ -165,7 +169,7 @@ class DistributedReader:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def problem(self, key: str) -> str | None:
-        """Say what is wrong with the files that hold `key`, as far as it can be told without reading them."""
+        """Return what is wrong with the files that hold `key`, as metadata and file sizes show it, or None."""
         try:
             return self._problem(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
@@ -216,20 +220,20 @@ class DistributedReader:
         values: dict[str, Any] = {key: target}
         try:
             with _quiet():
-                dcp.load(values, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
+                load(values, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
         except pickle.UnpicklingError as error:
-            # PyTorch's message recommends to load it all the same.
+            # PyTorch's message recommends to load the pickle anyway.
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             what = f"a pickle that names {named[1]}" if named else "a damaged pickle"
             raise CheckpointError(f"{key} of {self.path} is {what}: it was not loaded") from None
-        except Exception as error:  # whatever a damaged archive raises
+        except Exception as error:  # a damaged archive can raise any kind
             first = str(error).partition("\n")[0]
             raise CheckpointError(f"cannot read {key} of {self.path}: {first}") from error
         return values[key]
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """DCP's planner, which asks for a tensor when it is about to be written."""
+    """DCP's planner, which makes a tensor only when it is about to be written."""
 
     def __init__(self, sources: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()
@@ -243,26 +247,26 @@ class _StreamingPlanner(DefaultSavePlanner):
 def write_distributed(path: Path, state: dict[str, Any], sources: Mapping[str, Callable[[], torch.Tensor]]) -> None:
     """Write a checkpoint of `state` into the directory `path`.
 
-    A tensor of `state` shows shape and dtype; its values are what `sources` returns for it, under its keys joined by
-    dots, when its turn comes. One or two of them are held at a time.
+    A tensor of `state` gives shape and dtype; the function under its keys, joined by dots, in `sources` returns its
+    values when it is about to be written. One or two tensors are in memory at a time.
     """
-    # DCP holds what it writes to one file until that is written, and with a device present reads ahead.
-    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
+    # DCP holds the contents of one file until it is written, and with a device present reads ahead.
+    writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
     with _quiet():
-        dcp.save(state, storage_writer=writer, planner=_StreamingPlanner(sources), no_dist=True)
+        save(state, storage_writer=writer, planner=_StreamingPlanner(sources), no_dist=True)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Have DCP raise what went wrong rather than a report of all ranks, and not tell that it is alone."""
+    """Have DCP raise the error itself rather than a report of all ranks, and not warn that it runs on one rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             yield
     except CheckpointException as error:
-        # It is no Exception itself.
+        # DCP's own class is not an Exception.
         failure = next(iter(error.failures.values()))[0]
-        # Where a write failed, torch.save then finds its archive unfinished and raises of that.
+        # After a failed write, torch.save finds its archive unfinished and raises a RuntimeError about that.
         cause: BaseException | None = failure
         while type(cause) is RuntimeError:
             cause = cause.__context__

@@ -1,4 +1,4 @@
-"""Safetensors files read and written tensor by tensor, without ever mapping or holding a whole file."""
+"""Safetensors files read and written tensor by tensor, never mapped and never whole in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -31,14 +31,14 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Tensors are converted in pieces of this many bytes.
+#: Tensors are converted to another dtype in pieces of this many bytes.
 PIECE_BYTES = 8 * 1024 * 1024
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 
 
 @dataclass(slots=True, frozen=True)
 class Entry:
-    """One tensor of a file."""
+    """One tensor of a file: its dtype, its shape and its bytes `start .. end` in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,8 +66,8 @@ class SafetensorsReader:
             raise
 
     def _read_header(self) -> dict[str, Entry]:
-        self._found = os.fstat(self._fd)
-        size = self._found.st_size
+        self._stat = os.fstat(self._fd)
+        size = self._stat.st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > HEADER_BYTES_MAX:
             raise CheckpointError(f"{self.path} is not a safetensors file")
@@ -98,9 +98,9 @@ class SafetensorsReader:
         return entries
 
     def _entry(self, name: str, value: Any, base: int) -> Entry:
-        """Check what the header says of one tensor."""
+        """Check the header's description of one tensor."""
         fields: dict[str, Any] = value if isinstance(value, dict) else {}
-        dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
             raise CheckpointError(f"{self.path} has a damaged header: it does not describe {name}")
         if dtype not in DTYPES:
@@ -115,25 +115,25 @@ class SafetensorsReader:
         entry = self.entries[name]
         flat = target.reshape(-1)
         if entry.dtype == target.dtype:
-            self._read(memoryview(flat.view(torch.uint8).numpy()), entry.start)
+            self._read(flat.view(torch.uint8).numpy().data, entry.start)
             return
         step = PIECE_BYTES // entry.dtype.itemsize
         piece = torch.empty(min(step, max(flat.numel(), 1)), dtype=entry.dtype)
         for first in range(0, flat.numel(), step):
             part = piece[: min(step, flat.numel() - first)]
-            self._read(memoryview(part.view(torch.uint8).numpy()), entry.start + first * entry.dtype.itemsize)
+            self._read(part.view(torch.uint8).numpy().data, entry.start + first * entry.dtype.itemsize)
             flat[first : first + part.numel()].copy_(part)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor with the dtype of the file."""
+        """Return a tensor in the dtype of the file."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self.read_into(name, tensor)
         return tensor
 
     def external(self, direct: bool) -> ExternalFile:
-        """Return the file for reading weights where they lie: from then on it must not change."""
-        return ExternalFile(self.path, self._found.st_size, self._found.st_mtime_ns, direct)
+        """Return the file for reading weights in place; it must not change from then on."""
+        return ExternalFile(self.path, self._stat.st_size, self._stat.st_mtime_ns, direct)
 
     def _read(self, view: memoryview, offset: int) -> None:
         done = 0
@@ -153,16 +153,16 @@ class SafetensorsReader:
             self._fd = -1
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def write_safetensors(
     path: Path, entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write a file whose header announces `entries` and whose data arrive one by one, in any order.
+    """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
 
-    The file appears under its name only when it is whole and on the medium.
+    The file appears under its name only when it is complete and on the medium.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -181,15 +181,15 @@ def write_safetensors(
     try:
         try:
             _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
-            left = set(entries)
+            unwritten = set(entries)
             for name, tensor in tensors:
                 dtype, shape = entries[name]
                 assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), name
                 flat = tensor.detach().contiguous().reshape(-1)
-                _write(fd, memoryview(flat.view(torch.uint8).numpy()), 8 + len(text) + offsets[name])
-                left.remove(name)
-                del tensor, flat  # views of a buffer that the next tensor may need
-            assert not left, f"never written: {sorted(left)}"
+                _write(fd, flat.view(torch.uint8).numpy().data, 8 + len(text) + offsets[name])
+                unwritten.remove(name)
+                del tensor, flat  # both are views of a buffer that the next tensor may need
+            assert not unwritten, f"never written: {sorted(unwritten)}"
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -197,7 +197,7 @@ def write_safetensors(
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, MemascendError) and error.filename is None:
-            error.filename = str(path)  # of an open file the system names nothing
+            error.filename = str(path)  # for an open file the system gives no path
         raise
 
 

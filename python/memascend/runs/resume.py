@@ -14,7 +14,8 @@ from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.common.sizes import parse_size
 from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
-from memascend.formats.hugging_face import empty_model, materialise
+from memascend.formats.hugging_face import materialise
+from memascend.formats.transformers_models import model_of_record
 from memascend.layout.units import StorePlane, partition
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
@@ -97,7 +98,7 @@ def resume(
         described["class"]: _class_of(described["class"], optimizer_classes or {}) for described in record["optimizers"]
     }
     if model is None:
-        model = _make_model(record["model"])
+        model = model_of_record(record["model"])
     else:
         _free_closed(model)
     recompute = record["recompute"] if recompute is None else recompute
@@ -231,34 +232,6 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
             f"checkpoints --restore) one of {', '.join(records)}"
         )
     return parse_record(text, paths)
-
-
-def _make_model(source: dict[str, Any]) -> nn.Module:
-    """Make the model of a run without weights; `source` is what `source_of` returned.
-
-    Raises CheckpointError for a model that is not one of transformers'.
-    """
-    if source["kind"] != "transformers":
-        raise CheckpointError(
-            f"the run is of a {source['class']}, which a store cannot make: give the same module as model=..."
-        )
-    try:
-        import transformers
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError as error:
-        raise CheckpointError("models of transformers need it: pip install 'memascend[hf]'") from error
-    values = dict(source["config"])
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    config.architectures = [source["class"]]
-    for name, implementation in source["implementations"].items():
-        setattr(config, name, implementation)
-    model: Any = empty_model(config, "the store", torch.float32)
-    if source["generation_config"] is not None:
-        model.generation_config = transformers.GenerationConfig.from_dict(source["generation_config"])
-    if source["conversions"] is not None:
-        conversions = get_model_conversion_mapping(model)
-        model._weight_conversions = [conversions[index] for index in source["conversions"]]
-    return model
 
 
 def _divide(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:

@@ -1,0 +1,191 @@
+"""Models of transformers without their weights, and how their checkpoints map to their parameters.
+
+The only file that uses private names of transformers: `conversion_mapping`, `core_model_loading`, and attributes of
+models that begin with an underscore. It needs transformers 5.20 or newer and is tested with 5.23. Where a later version
+lacks a module or a function, opening a model raises the ImportError that names it; attributes of models are optional.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend.errors import CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+
+def load_any_config(directory: Path) -> Any:
+    """Return the configuration of a model directory of any task.
+
+    Raises CheckpointError where there is none that transformers can use.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise CheckpointError("model directories need transformers: pip install 'memascend[hf]'") from error
+    if not directory.is_dir():
+        raise CheckpointError(f"model directory {directory} does not exist")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a configuration it does not know
+        raise CheckpointError(
+            f"{directory}/config.json is not a model that transformers knows: {first_line(error)}"
+        ) from None
+
+
+def load_generation_config(model: nn.Module, directory: Path) -> None:
+    """Give the model the generation options of its directory, if there are any."""
+    if (directory / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        options: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        model.generation_config = options
+
+
+def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Module:
+    """Build the model with its parameters on the meta device and its buffers real."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    build = getattr(cls, "_from_config", None) or transformers.AutoModelForCausalLM.from_config
+    try:
+        with _parameters_on_meta():
+            model = build(config, dtype=dtype)
+            model.tie_weights()
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {first_line(error)}") from None
+    float32_modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:  # bfloat16 has the range for these
+        float32_modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in float32_modules):
+            parameter.data = parameter.data.to(torch.float32)
+    model.train()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as it is registered, before its memory is touched."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def model_of_record(source: dict[str, Any]) -> nn.Module:
+    """Make the model of a run without weights; `source` is the return value of `durable.record.source_of`.
+
+    Raises CheckpointError for a model that is not one of transformers'.
+    """
+    if source["kind"] != "transformers":
+        raise CheckpointError(
+            f"the run is of a {source['class']}, which a store cannot make: give the same module as model=..."
+        )
+    try:
+        import transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError as error:
+        raise CheckpointError("models of transformers need it: pip install 'memascend[hf]'") from error
+    values = dict(source["config"])
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    config.architectures = [source["class"]]
+    for name, implementation in source["implementations"].items():
+        setattr(config, name, implementation)
+    model: Any = empty_model(config, "the store", torch.float32)
+    if source["generation_config"] is not None:
+        model.generation_config = transformers.GenerationConfig.from_dict(source["generation_config"])
+    if source["conversions"] is not None:
+        conversions = get_model_conversion_mapping(model)
+        model._weight_conversions = [conversions[index] for index in source["conversions"]]
+    return model
+
+
+class Conversion:
+    """Tensors of a checkpoint that transformers merges or splits into parameters (experts stacked into one, say)."""
+
+    def __init__(self, model: Any, name: str, converter: Any) -> None:
+        """Take one of transformers' `WeightConverter`s and the first parameter that it makes."""
+        self._model, self._name, self._converter = model, name, converter
+        #: (tensor of the checkpoint, the pattern that it matched).
+        self.parts: list[tuple[str, str]] = []
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the parameters that it makes."""
+        patterns = self._converter.target_patterns
+        return [self._name.replace(patterns[0], target) for target in patterns]
+
+    def add_tensor(self, key: str, pattern: str, tensor: torch.Tensor) -> None:
+        """Give it the tensor of one of `parts`."""
+        self._converter.add_tensor(self._name, key, pattern, tensor)
+
+    def convert(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that the added tensors make, by name."""
+        made = self._converter.convert(self._name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Mapping:
+    """Which tensors of a checkpoint make which parameters of a model: renamed, merged and split by transformers."""
+
+    def __init__(self, model: Any, expected: Collection[str], keys: Iterable[str]) -> None:
+        """Map the checkpoint tensors `keys` to the parameters and buffers `expected` of `model`."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        transforms = get_model_conversion_mapping(model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = getattr(model, "base_model_prefix", None)
+        #: Parameter name -> checkpoint tensor, for those that need no conversion.
+        self.plain: dict[str, str] = {}
+        #: First parameter that it makes -> conversion.
+        self.conversions: dict[str, Conversion] = {}
+        for key in keys:
+            name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+            if name not in expected and key in expected:
+                name, pattern = key, None
+            if pattern is None:
+                self.plain[name] = key
+                continue
+            if name not in self.conversions:
+                self.conversions[name] = Conversion(model, name, deepcopy(by_pattern[pattern]))
+            self.conversions[name].parts.append((key, pattern))
+        #: Indices of the transforms that the checkpoint needed; saving undoes these.
+        self.used = [index for index, transform in enumerate(transforms) if transform.was_used()]
+        model._weight_conversions = [transforms[index] for index in self.used]
+
+
+def revert_conversions(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo the conversions that made the model's parameters from the checkpoint's tensors."""
+    if not hasattr(model, "config"):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether the model's own `save_pretrained` saves its adapters: PEFT's models, and transformers' with adapters."""
+    return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -1,0 +1,200 @@
+"""The weights of a Hugging Face directory: its safetensors files, and the parameters that their tensors make."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend.errors import CheckpointError
+from memascend.formats.safetensors import SafetensorsReader
+from memascend.formats.transformers_models import Conversion, Mapping
+
+if TYPE_CHECKING:
+    from memascend.layout.units import Place, Unit
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The open safetensors files of a directory, all headers checked."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the files.
+
+        Raises CheckpointError where one is missing or damaged.
+        """
+        self.directory = directory
+        self.readers: list[SafetensorsReader] = []
+        #: Name of a tensor -> the file that holds it.
+        self.where: dict[str, SafetensorsReader] = {}
+        try:
+            for name in _file_names(directory):
+                if not (directory / name).is_file():
+                    raise CheckpointError(f"{directory / name} is missing, but {INDEX_NAME} names it")
+                reader = SafetensorsReader(directory / name)
+                self.readers.append(reader)
+                self.where |= dict.fromkeys(reader.entries, reader)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self.readers:
+            reader.close()
+
+
+def _file_names(directory: Path) -> list[str]:
+    """Return the names of the weight files in a directory."""
+    index = directory / INDEX_NAME
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if not names or any(Path(name).name != name for name in names):
+                raise ValueError
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise CheckpointError(f"{index} is not a safetensors index") from None
+        return names
+    if (directory / WEIGHTS_NAME).is_file():
+        return [WEIGHTS_NAME]
+    other = next(iter(sorted(directory.glob("*.bin")) + sorted(directory.glob("*.gguf"))), None)
+    hint = f"; {other.name} is of another format: save it again with save_pretrained" if other else ""
+    raise CheckpointError(f"{directory} has no {WEIGHTS_NAME} and no {INDEX_NAME}{hint}")
+
+
+class Sources:
+    """The checkpoint tensors of every parameter, renamed, merged and split as transformers does it.
+
+    Conversions run on the tensors of one parameter at a time.
+    """
+
+    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+        """Map the tensors of `files` to the parameters of `model`.
+
+        Raises CheckpointError for a parameter without a tensor, or a tensor of another shape or kind of dtype.
+        """
+        self.model, self.files = model, files
+        self._expected = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        mapping = Mapping(model, self._expected, sorted(files.where, key=_natural_key))
+        self._plain, self._conversions = mapping.plain, mapping.conversions
+        #: Indices of transformers' conversions that the checkpoint needed.
+        self.conversions = mapping.used
+        #: Parameters that a conversion made beyond the one that was read.
+        self._made: dict[str, torch.Tensor] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        #: A parameter's first name -> all its names: a tied parameter may be stored under any of them.
+        self._aliases = {aliases[0]: aliases for aliases in names.values()}
+        self._check()
+
+    def _check(self) -> None:
+        targets = set(self._plain)
+        for conversion in self._conversions.values():
+            targets.update(conversion.targets)
+        missing = [first for first, aliases in self._aliases.items() if not targets.intersection(aliases)]
+        if missing:
+            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise CheckpointError(
+                f"{self.files.directory} lacks weights that {type(self.model).__name__} needs: {listed}"
+            )
+        for name, key in self._plain.items():
+            parameter = self._expected.get(name)
+            if parameter is None:
+                continue
+            self._check_dtype(parameter, key)
+            reader = self.files.where[key]
+            if tuple(parameter.shape) != reader.entries[key].shape:
+                raise CheckpointError(
+                    f"{key} in {reader.path} has shape {reader.entries[key].shape}, the configuration says "
+                    f"{tuple(parameter.shape)}"
+                )
+        for conversion in self._conversions.values():
+            for key, _ in conversion.parts:
+                self._check_dtype(None, key)
+
+    def _check_dtype(self, parameter: torch.Tensor | None, key: str) -> None:
+        reader = self.files.where[key]
+        dtype = reader.entries[key].dtype
+        if not dtype.is_floating_point and (parameter is None or parameter.is_floating_point()):
+            raise CheckpointError(
+                f"{key} in {reader.path} is of dtype {str(dtype).removeprefix('torch.')}, as in a quantised "
+                "checkpoint: memascend trains floating-point weights"
+            )
+
+    def locate(self, units: list[Unit], direct: bool) -> None:
+        """Have every parameter read from its bytes in its file, past the page cache if `direct`.
+
+        Raises CheckpointError for a parameter that needs a conversion or another dtype.
+        """
+        externals = {reader: reader.external(direct) for reader in self.files.readers}
+        for place in (place for unit in units for place in unit.places):
+            key = next((self._plain[name] for name in self._aliases[place.name] if name in self._plain), None)
+            if key is None:
+                raise CheckpointError(
+                    f"{place.name} is made of several tensors in {self.files.directory}, so that it cannot be read "
+                    "from there as it is: use frozen='store'"
+                )
+            reader = self.files.where[key]
+            entry = reader.entries[key]
+            if entry.dtype != place.dtype:
+                stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
+                raise CheckpointError(
+                    f"{key} in {reader.path} is of dtype {stored}, the model's is {wanted}: frozen='files' reads "
+                    f"weights as they are; use dtype={stored!r} or frozen='store'"
+                )
+            place.source = externals[reader], entry.start
+
+    def read(self, place: Place, target: torch.Tensor) -> None:
+        """Fill `target` with the values of a parameter."""
+        for name in self._aliases[place.name]:
+            if name in self._plain:
+                key = self._plain[name]
+                self.files.where[key].read_into(key, target)
+                return
+            if name in self._made or self._convert(name):
+                made = self._made.pop(name)
+                if made.shape != target.shape:
+                    raise CheckpointError(
+                        f"the tensors in {self.files.directory} that make {name} give shape {tuple(made.shape)}, the "
+                        f"configuration says {tuple(target.shape)}"
+                    )
+                target.copy_(made)
+                return
+        raise CheckpointError(f"no weights for {place.name} in {self.files.directory}")
+
+    def _convert(self, wanted: str) -> bool:
+        """Run the conversion that makes the parameter `wanted`; False where there is none."""
+        first = next((name for name, made_by in self._conversions.items() if wanted in made_by.targets), None)
+        if first is None:
+            return False
+        conversion: Conversion = self._conversions[first]
+        for key, pattern in conversion.parts:
+            conversion.add_tensor(key, pattern, self.files.where[key].read(key))
+        try:
+            self._made |= conversion.convert()
+        except Exception as error:  # stacking tensors of unequal shapes raises several kinds
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"the tensors in {self.files.directory} that make {first} do not fit: {reason}"
+            ) from None
+        del self._conversions[first]
+        return wanted in self._made
+
+    def read_buffers(self) -> None:
+        """Fill the model's persistent buffers that the checkpoint has."""
+        for name, buffer in self.model.named_buffers():
+            key = self._plain.get(name)
+            if key is not None:
+                self.files.where[key].read_into(key, buffer)
+
+
+def _natural_key(name: str) -> list[Any]:
+    """Sort numbers within names by value."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
