@@ -1,4 +1,4 @@
-//! Room for tensors: extents that are found and reserved, spares for next values, and what is given back.
+//! Allocation: extents for tensors, spare extents for their next values, and the space that each volume lacks.
 
 use std::sync::Arc;
 
@@ -9,28 +9,32 @@ use crate::table::{Bytes, Table};
 use crate::{Extent, Result, Rewrite, Store, StoreError, TensorId};
 
 impl Store {
-    /// Room for `bytes` bytes that belong to no generation, preallocated on every volume (on none if the engine moves nothing).
-    /// Only if free space and what the volumes can grow are too little together does it fail: no space is lost to fragmentation.
+    /// Allocates `bytes` bytes that belong to no generation. The space is preallocated on every volume, or on none if the
+    /// engine moves no bytes. Fragmentation costs no space: the allocation may consist of several ranges.
+    ///
+    /// # Errors
+    /// If the free space and what the volumes can grow by are less than `bytes` together.
     pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
         let mut table = self.table();
         let ranges = self.find_room(&table, bytes)?;
         Ok(table.insert(Bytes::new(name.into(), ranges, None), true))
     }
 
-    /// Gives back what was allocated.
+    /// Frees an extent of [`Store::allocate`].
     ///
     /// # Panics
-    /// If it was given back before, or belongs to generations.
+    /// If it was freed before, or belongs to generations.
     pub fn free(&self, extent: Extent) {
         self.table().free_plain(extent);
     }
 
-    /// Ranges for `bytes` bytes, reserved on the volumes.
+    /// Finds ranges for `bytes` bytes and reserves them on the volumes.
     fn find_room(&self, table: &Table, bytes: u64) -> Result<Vec<Extent>> {
         let room = self.room()?;
         let Some(ranges) = table.allocator.find(bytes, self.map.layout.capacity(&room)) else {
             let needed = bytes.next_multiple_of(BLOCK_BYTES as u64);
-            let full = self.no_room(table, needed, &room).expect("a volume is what limits the address space");
+            let full =
+                self.no_room(table, needed, &room).expect("only a full volume limits the address space");
             return Err(full.into());
         };
         let last = ranges.last().expect("a tensor has a range");
@@ -43,7 +47,7 @@ impl Store {
         Ok(ranges)
     }
 
-    /// A tensor whose values belong to generations; the first lies in its extent by [`Store::current`]. Names are unique.
+    /// Creates a tensor whose values belong to generations. Its first value lies in [`Store::current`]. Names are unique.
     pub fn create_tensor(&self, name: &str, bytes: u64) -> Result<TensorId> {
         let mut table = self.table();
         if table.find_tensor(name).is_some() {
@@ -55,15 +59,15 @@ impl Store {
         Ok(table.create_tensor(name, extent.offset))
     }
 
-    /// An extent for another value of a tensor.
+    /// Allocates an extent for another value of a tensor.
     pub(crate) fn allocate_for(&self, table: &mut Table, id: TensorId) -> Result<u64> {
         let current = Arc::clone(table.current(id));
         let ranges = self.find_room(table, current.extent().bytes)?;
         Ok(table.insert(Bytes::new(Arc::clone(&current.name), ranges, None), false).offset)
     }
 
-    /// Makes room for the next generation of a tensor now, so that no step runs out of space. Nothing where it has it, or
-    /// where tensors are overwritten in place.
+    /// Allocates the extent of a tensor's next value now, so that no step runs out of space. Does nothing if the tensor has
+    /// such a spare already, or if tensors are overwritten in place.
     ///
     /// # Panics
     /// If the tensor was removed.
@@ -79,7 +83,7 @@ impl Store {
         Ok(())
     }
 
-    /// Bytes that [`Store::make_spare`] would still take.
+    /// Bytes that [`Store::make_spare`] would still allocate.
     ///
     /// # Panics
     /// If the tensor was removed.
@@ -89,8 +93,8 @@ impl Store {
         table.current(id).extent().bytes * lacking as u64
     }
 
-    /// Removes a tensor. Its extents are free at once where no generation has them, else when the last of those is gone: the
-    /// next commit supersedes one, [`Store::delete_snapshot`] takes others away.
+    /// Removes a tensor. An extent that no generation holds is free at once; the others are free when their last generation
+    /// is superseded by a commit or removed by [`Store::delete_snapshot`].
     ///
     /// # Panics
     /// If it was removed before.
@@ -98,7 +102,7 @@ impl Store {
         self.table().remove_tensor(id);
     }
 
-    /// The tensor of that name.
+    /// The tensor named `name`.
     pub fn find_tensor(&self, name: &str) -> Option<TensorId> {
         self.table().find_tensor(name)
     }
@@ -111,9 +115,9 @@ impl Store {
         self.table().current(id).extent()
     }
 
-    /// A tensor gets a new value: from now on it is what [`Rewrite::target`] holds, all of which is to be written before the
-    /// next commit. What a generation or a snapshot has is never the target; with `in_place` the generation goes
-    /// instead.
+    /// Gives a tensor a new value: the content of [`Rewrite::target`], which the caller writes completely before the next
+    /// commit. The target is never an extent of a generation or a snapshot; with `in_place` the durable generation is
+    /// given up instead.
     ///
     /// # Panics
     /// If the tensor was removed.
@@ -135,24 +139,24 @@ impl Store {
             };
             table.set_current(id, key);
             let target = table.current(id);
-            // Nothing of what it held before is right any more once a part of it is written.
+            // Its checksums are those of an older value.
             target.sums().clear();
             return Ok(Rewrite { source, target: target.extent() });
         }
     }
 
-    /// Fails with the volume that lacks the room if `bytes` more bytes could not be allocated now.
+    /// Fails if `bytes` more bytes could not be allocated now, and names the volume that lacks the space.
     pub fn check_room(&self, bytes: u64) -> Result<()> {
         let room = self.room()?;
         self.no_room(&self.table(), bytes, &room).map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Which volume lacks how much for `bytes` more bytes, if one does.
+    /// The volume that has no space for its share of `bytes` more bytes, and how much it lacks.
     fn no_room(&self, table: &Table, bytes: u64, room: &[u64]) -> Option<IoError> {
         let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
         self.members.iter().zip(room).enumerate().find_map(|(index, (member, room))| {
             let used_bytes = self.map.layout.share_bytes(index, table.allocator.end());
-            // A volume that has become smaller than what lies on it lets nothing grow, wherever the growth would be.
+            // If a volume has become smaller than the data on it, the address space cannot grow at all.
             let lost_bytes = if end > table.allocator.end() { used_bytes.saturating_sub(*room) } else { 0 };
             let needed_bytes = self.map.layout.share_bytes(index, end) - used_bytes + lost_bytes;
             let free_bytes = room.saturating_sub(used_bytes);
@@ -161,7 +165,7 @@ impl Store {
         })
     }
 
-    /// How many bytes each volume can have, with those it has.
+    /// Bytes that each volume can hold, those in use included.
     fn room(&self) -> Result<Vec<u64>> {
         let room = |member: &Member| match member.engine.needs_room() {
             true => Ok(member.volume.free_bytes()?.saturating_add(member.volume.reserved_bytes())),

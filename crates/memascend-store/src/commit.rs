@@ -1,4 +1,4 @@
-//! Generations: how they become durable, are kept under names, and come back.
+//! Generations: commits, snapshots, and the return to a snapshot.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -10,16 +10,16 @@ use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError};
 use memascend_mem::LockExt;
 
-/// A generation that is kept under a name.
+/// A generation under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     /// Its name.
     pub tag: String,
-    /// The number that it had when it was committed.
+    /// The number of the generation.
     pub generation: u64,
-    /// Length of its tensors together.
+    /// Total length of its tensors.
     pub bytes: u64,
-    /// What its commit was given.
+    /// The state that its commit was given.
     pub state: String,
     /// When it was committed, in seconds of Unix time.
     pub time: u64,
@@ -32,24 +32,24 @@ pub struct TensorReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// How many extents it has, with those for its next value and those of snapshots.
+    /// Number of its extents, spares and those of snapshots included.
     pub extents: usize,
-    /// Length of all of them.
+    /// Total length of those extents.
     pub extent_bytes: u64,
 }
 
-/// Why a manifest was not written, and whether a part of the volumes may have it.
+/// Why a manifest was not written, and how many volumes may hold it.
 struct NotWritten {
     error: StoreError,
     begun: usize,
 }
 
 impl Store {
-    /// Makes the values that all tensors have now the durable generation, and returns its number: 1 for the first. `state` is the
-    /// caller's, and comes back by [`Store::state`]. Every write that belongs to it must have ended.
+    /// Makes the current values of all tensors the durable generation, and returns its number: 1 for the first. `state` is the
+    /// caller's, and [`Store::state`] returns it. Every write that belongs to the generation must have ended.
     ///
-    /// When it returns, all volumes have everything. A commit that fails leaves the generation before; nothing of either is
-    /// overwritten, and the commit may be tried again.
+    /// When this returns, the generation is on all volumes. A commit that fails leaves the generation before it durable;
+    /// nothing of either generation is overwritten, and the commit may be tried again.
     pub fn commit(&self, state: &str) -> Result<u64> {
         let _alone = self.writer();
         let generation = {
@@ -69,7 +69,7 @@ impl Store {
         Ok(number)
     }
 
-    /// Writes the manifest in which a pinned generation is the current one.
+    /// Writes the manifest in which a pinned generation is the current one, then runs `then`.
     fn make_durable(
         &self,
         generation: Generation,
@@ -85,7 +85,7 @@ impl Store {
                 Ok(())
             }
             Err(NotWritten { error, begun }) => {
-                // The first manifest of a store is on all volumes or on none: a part of a store is of no use, and in the way.
+                // The first manifest has to be on all volumes or on none: part of a store cannot be opened, and blocks a new one.
                 let cleared = table.is_clean()
                     && self.members[..begun].iter().all(|member| member.clear_note().is_ok());
                 if cleared {
@@ -114,6 +114,7 @@ impl Store {
         Ok(())
     }
 
+    /// The content of a manifest with these generations.
     fn body(&self, current: Option<&Generation>, snapshots: &[Tagged]) -> Body {
         let mut versions: Vec<Arc<Bytes>> = Vec::new();
         let mut places: HashMap<u64, usize> = HashMap::new();
@@ -147,7 +148,7 @@ impl Store {
         };
         Body {
             store: self.id.to_string(),
-            // Every attempt has its own: parts of two are never taken for one.
+            // Every attempt has its own number, so that parts of two manifests are never taken for one.
             sequence: self.sequence.fetch_add(1, Ordering::Relaxed) + 1,
             volumes: self.members.iter().map(|member| member.volume.identity()).collect(),
             stripes: self.map.layout.counts().to_vec(),
@@ -158,12 +159,12 @@ impl Store {
         }
     }
 
-    /// The number of the durable generation; 0 where there is none.
+    /// The number of the durable generation; 0 if there is none.
     pub fn generation(&self) -> u64 {
         self.table().durable.as_ref().map_or(0, |durable| durable.number)
     }
 
-    /// What the commit of the durable generation was given.
+    /// The state that the commit of the durable generation was given.
     pub fn state(&self) -> Option<String> {
         self.table().durable.as_ref().map(|durable| durable.state.to_string())
     }
@@ -185,8 +186,8 @@ impl Store {
         table.durable.iter().flat_map(|durable| durable.tensors.iter()).map(report).collect()
     }
 
-    /// Keeps the durable generation under a name. Nothing is copied; but every tensor that has room for its next value gets
-    /// room for one more, since this one stays where it is. Where that room is lacking nothing has changed.
+    /// Keeps the durable generation under a name. Nothing is copied, but every tensor that has a spare gets one more, since
+    /// the extent of this value stays in use. If there is no space for the spares, nothing has changed.
     pub fn snapshot(&self, tag: &str) -> Result<()> {
         if !is_tag(tag) {
             return Err(StoreError::SnapshotName { tag: tag.to_owned() });
@@ -246,7 +247,7 @@ impl Store {
         table.snapshots.iter().map(report).collect()
     }
 
-    /// Deletes a snapshot: what only it had is free when this returns.
+    /// Deletes a snapshot. The extents that only this snapshot held are free when this returns.
     pub fn delete_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let (durable, left) = {
@@ -261,20 +262,22 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the content of a snapshot the newest generation. Nothing is copied; the snapshot stays. Tensors that it does not
-    /// have are removed, those that only it has are there again; what was not committed is lost. No transfer may be under way.
+    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot stays. Tensors that are not
+    /// in the snapshot are removed, those that only the snapshot has are created, and what was not committed is lost. No
+    /// transfer may be under way.
     pub fn restore_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let generation = {
             let mut table = self.table();
-            let found = self.tagged(&table, tag)?.generation.clone();
-            let generation = Generation { number: table.last_number + 1, time: now(), ..found };
+            let snapshot = self.tagged(&table, tag)?.generation.clone();
+            let generation = Generation { number: table.last_number + 1, time: now(), ..snapshot };
             table.pin(&generation);
             generation
         };
         self.make_durable(generation, Table::restore)
     }
 
+    /// The snapshot named `tag`.
     fn tagged<'a>(&self, table: &'a Table, tag: &str) -> Result<&'a Tagged> {
         table.snapshots.iter().find(|snapshot| &*snapshot.tag == tag).ok_or_else(|| StoreError::NoSnapshot {
             tag: tag.to_owned(),
@@ -282,7 +285,7 @@ impl Store {
         })
     }
 
-    /// Takes the manifests back: there is no generation and no snapshot any more, and the files go on drop.
+    /// Removes the manifests: no generation and no snapshot is left, and dropping the store removes its files.
     pub fn forget(&self) -> Result<()> {
         let _alone = self.writer();
         self.take_back()?;
@@ -299,7 +302,7 @@ impl Store {
         Ok(())
     }
 
-    /// What was committed is about to be overwritten in place: no manifest may speak of it any more. Snapshots stay.
+    /// Removes the durable generation from the manifests, since it is about to be overwritten in place. Snapshots stay.
     pub(crate) fn withdraw(&self) -> Result<()> {
         let _alone = self.writer();
         let (has_current, snapshots) = {

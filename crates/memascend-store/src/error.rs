@@ -1,3 +1,5 @@
+//! Errors of the store: what happened, to which tensor or path, and what to do.
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -7,7 +9,7 @@ use memascend_nvme::IoError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// Moving bytes failed; `tensor` says whose.
+    /// A transfer of a tensor failed.
     #[error("{tensor}: {source}")]
     Tensor {
         /// Name of the tensor in the store.
@@ -27,10 +29,10 @@ pub enum StoreError {
     /// No volume was given.
     #[error("a store needs at least one directory or device")]
     NoVolume,
-    /// Bytes are not those that were written.
+    /// Bytes that were read differ from those that were written.
     #[error(transparent)]
     Damaged(#[from] Damage),
-    /// A file that weights are read from is not what it was.
+    /// A file from which weights are read has changed.
     #[error(
         "{path} has changed since the model was opened: its weights are read as the model computes, so it must stay as it \
          is; open the model again, or copy the weights to the store (frozen='store')"
@@ -56,7 +58,7 @@ pub enum StoreError {
     NoSnapshot {
         /// The name.
         tag: String,
-        /// Those that there are.
+        /// The names of the snapshots.
         existing: Vec<String>,
     },
     /// A snapshot cannot have that name.
@@ -68,10 +70,10 @@ pub enum StoreError {
         /// The name.
         tag: String,
     },
-    /// There is no generation of which a snapshot could be.
+    /// There is no generation to take a snapshot of.
     #[error("nothing was committed to the store yet: there is nothing that a snapshot could keep")]
     NothingCommitted,
-    /// What a kept store left with a volume cannot be used.
+    /// The manifest on a volume cannot be used.
     #[error("the store kept in {path} cannot be opened: {reason}")]
     Manifest {
         /// The volume.
@@ -82,7 +84,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// The error of a volume behind this one, where there is one.
+    /// The volume's error that caused this one, if there is one.
     pub fn io(&self) -> Option<&IoError> {
         match self {
             Self::Tensor { source, .. } | Self::Volume(source) => Some(source),
@@ -90,7 +92,7 @@ impl StoreError {
         }
     }
 
-    /// The volume's file, directory or device, where the error is of one.
+    /// The file, directory or device that the error concerns, if there is one.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::Duplicate { path } | Self::Manifest { path, .. } | Self::Changed { path } => Some(path),
@@ -99,26 +101,26 @@ impl StoreError {
         }
     }
 
-    /// The errno behind the error, where there is one.
+    /// The errno of the error, if there is one.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            // What filesystems answer whose own checksum is wrong.
+            // The errno that filesystems return when one of their own checksums does not match.
             Self::Damaged(_) => Some(libc::EBADMSG),
             _ => self.io().and_then(IoError::errno),
         }
     }
 }
 
-/// Bytes of a tensor that are not those that were written, or that cannot be read.
+/// Bytes of a tensor that differ from those that were written, or that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
     /// Name of the tensor.
     pub tensor: String,
     /// First byte within it.
     pub offset: u64,
-    /// How many: a MiB, or what is known to be of one piece.
+    /// Number of bytes: a MiB, or as many as were written together.
     pub bytes: u64,
-    /// The files or devices where they lie, and the positions there.
+    /// The files or devices that hold them, and the positions there.
     pub places: Vec<(PathBuf, u64)>,
 }
 

@@ -1,3 +1,5 @@
+//! Files outside the store, from which tensors are read where they lie.
+
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -9,8 +11,8 @@ use memascend_nvme::{BLOCK_BYTES, IoError, Operation};
 
 use crate::{Result, StoreError};
 
-/// A file of somebody else's that tensors are read from where they lie, at any offset: never written, and the same all
-/// the time. It has no checksums: its size and the time of its last change are compared instead, at every read.
+/// A file outside the store from which tensors are read where they lie, at any offset. The file is never written, and has
+/// to stay as it is: every read compares its size and the time of its last change, since there are no checksums.
 #[derive(Debug)]
 pub struct ExternalFile {
     path: PathBuf,
@@ -23,11 +25,11 @@ pub struct ExternalFile {
 }
 
 impl ExternalFile {
-    /// Opens `path`, which had `bytes` bytes and was changed last at `modified_ns` (since 1970) when somebody learned what
-    /// it holds. With `direct`, reads bypass the page cache where the filesystem allows it.
+    /// Opens `path`, which had `bytes` bytes and was last changed at `modified_ns` (since 1970) when its header was read.
+    /// With `direct`, reads bypass the page cache where the filesystem allows it.
     ///
     /// # Errors
-    /// If it cannot be opened, or is not that file any more.
+    /// If it cannot be opened, or has changed since.
     pub fn open(path: &Path, bytes: u64, modified_ns: i128, direct: bool) -> Result<Self> {
         let open = |flags| OpenOptions::new().read(true).custom_flags(libc::O_CLOEXEC | flags).open(path);
         let (file, direct) = match direct.then(|| open(libc::O_DIRECT)) {
@@ -58,11 +60,11 @@ impl ExternalFile {
         self.read_bytes.load(Ordering::Relaxed)
     }
 
-    /// Fills `target` with what lies at `offset`. Whole blocks go through `window`, which begins at a block's address and
-    /// holds at least one.
+    /// Fills `target` with the bytes at `offset`. Direct reads go through `window`, which is aligned to blocks in memory and
+    /// holds at least one block.
     ///
     /// # Errors
-    /// If the system cannot read, or the file is not what it was.
+    /// If a read fails, or the file has changed.
     ///
     /// # Panics
     /// If `window` is smaller than a block.
@@ -83,14 +85,14 @@ impl ExternalFile {
             if read <= shift {
                 return Err(self.changed());
             }
-            let found = (read - shift).min(left);
+            let new_bytes = (read - shift).min(left);
             if self.direct {
-                target[done..done + found].copy_from_slice(&window[shift..shift + found]);
+                target[done..done + new_bytes].copy_from_slice(&window[shift..shift + new_bytes]);
             }
-            done += found;
+            done += new_bytes;
         }
         self.read_bytes.fetch_add(target.len() as u64, Ordering::Relaxed);
-        // Last, so that a change while it was read is noticed too.
+        // Checked last, so that a change during the read is noticed too.
         self.check()
     }
 

@@ -1,4 +1,4 @@
-//! Where the bytes of the address space are on the volumes.
+//! The address space of a store, and where its bytes lie on the volumes.
 
 use std::sync::Arc;
 
@@ -8,14 +8,14 @@ use crate::layout::Piece;
 use crate::table::Bytes;
 use crate::{Damage, Extent, Layout};
 
-/// Where the bytes of the address space are.
+/// How the address space is laid out over the files of the volumes.
 pub(crate) struct Map {
     pub layout: Layout,
     pub files: Vec<Arc<VolumeFile>>,
 }
 
 impl Map {
-    /// The volume ranges behind `bytes` bytes at `offset` of what lies in `ranges`.
+    /// The volume ranges that hold `bytes` bytes at `offset` within the concatenation of `ranges`.
     pub(crate) fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let (mut skipped, mut done) = (0, 0);
@@ -23,9 +23,10 @@ impl Map {
             let from = offset.saturating_sub(skipped);
             if from < range.bytes && done < bytes {
                 let length = (range.bytes - from).min(bytes - done);
-                let found = self.layout.pieces(range.offset + from, length);
-                let shifted =
-                    found.into_iter().map(|piece| Piece { start: piece.start + done as usize, ..piece });
+                let range_pieces = self.layout.pieces(range.offset + from, length);
+                let shifted = range_pieces
+                    .into_iter()
+                    .map(|piece| Piece { start: piece.start + done as usize, ..piece });
                 pieces.extend(shifted);
                 done += length;
             }
@@ -34,7 +35,7 @@ impl Map {
         pieces
     }
 
-    /// What there is to say of bytes that are not right.
+    /// The report of damaged bytes: the tensor, and where the bytes lie on the volumes.
     pub(crate) fn damage(&self, of: &Bytes, offset: u64, bytes: u64) -> Damage {
         let place = |piece: Piece| {
             let file = &self.files[piece.volume];

@@ -12,17 +12,18 @@ pub(crate) type OpenEngine<'a> = &'a dyn Fn(&Arc<VolumeFile>) -> memascend_nvme:
 
 /// A volume of the store with its engine.
 pub(crate) struct Member {
-    // Declared first: the engine drains before the volume closes and others may have it.
+    // Declared first, so that it is dropped first: the engine drains before the volume closes and its lock is released.
     pub engine: Arc<dyn Engine>,
     pub volume: Volume,
-    /// Where its notes are, if not with the volume.
+    /// What keeps its notes, if not the volume.
     notes: Option<Arc<dyn NoteKeeper>>,
-    /// Written before this store was opened.
+    /// Bytes written before this store was opened.
     pub life_before: u64,
     note_bytes: AtomicU64,
 }
 
 impl Member {
+    /// Opens the engine of `volume`. Also returns what the user should know about the engine.
     pub(crate) fn open(volume: Volume, open: OpenEngine<'_>) -> Result<(Self, Option<String>)> {
         let OpenedEngine { engine, notice } = open(volume.file())?;
         let notes = engine.notes();
@@ -46,7 +47,7 @@ impl Member {
         Ok(self.notes().clear_note()?)
     }
 
-    /// Bytes written to it over the store's whole life.
+    /// Bytes written to the volume over the store's whole life.
     pub(crate) fn life_bytes(&self) -> u64 {
         let written = self.engine.counters().writes.bytes + self.note_bytes.load(Ordering::Relaxed);
         self.life_before.saturating_add(written)

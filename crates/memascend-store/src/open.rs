@@ -1,4 +1,4 @@
-//! Opens a store that was committed: looks at all of its volumes, and takes the newest manifest that any of them has.
+//! Opens a committed store: finds its volumes, and takes the newest whole manifest on any of them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use crate::member::{Member, OpenEngine};
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError, StoreOptions};
 
-/// A volume that was found, and what is on it.
-struct Found {
+/// A volume, and the manifest on it.
+struct Candidate {
     path: PathBuf,
     member: Member,
-    /// None where there is no note.
+    /// None if the volume has no note.
     manifest: Option<std::result::Result<Manifest, NotManifest>>,
 }
 
-impl Found {
+impl Candidate {
     fn read(
         path: &Path,
         options: &StoreOptions,
@@ -28,16 +28,16 @@ impl Found {
     ) -> Result<Self> {
         let volume = Volume::attach(path, options.direct)?;
         let (member, notice) = Member::open(volume, open)?;
-        // Once is enough: what refuses io_uring refuses it for every volume.
+        // One notice is enough: a system that refuses io_uring refuses it for every volume.
         notices.extend(notice.filter(|notice| !notices.contains(notice)));
-        let found = member.find_note()?;
-        if found.damaged {
+        let note = member.find_note()?;
+        if note.damaged {
             notices.push(format!(
                 "one of the two manifests on {} cannot be read: the last commit was cut short, or it was damaged since",
                 path.display()
             ));
         }
-        let manifest = found.note.map(|note| Manifest::parse(&note));
+        let manifest = note.note.map(|note| Manifest::parse(&note));
         Ok(Self { path: path.to_owned(), member, manifest })
     }
 
@@ -47,38 +47,41 @@ impl Found {
 }
 
 impl Store {
-    /// Opens a store to which something was committed: `paths` has one of its volumes at least, the others are found by what
-    /// the manifest says of them.
+    /// Opens a committed store. `paths` names at least one of its volumes; the manifest names the others.
     pub fn open(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::open_with(paths, options, &|file| open_engine(file, options.engine))
     }
 
-    /// As [`Store::open`], with engines of the caller's.
+    /// As [`Store::open`], with engines that the caller opens.
     pub fn open_with(paths: &[PathBuf], options: &StoreOptions, open: OpenEngine<'_>) -> Result<Self> {
         let mut notices = Vec::new();
-        let mut found: Vec<Found> = Vec::new();
+        let mut candidates: Vec<Candidate> = Vec::new();
         for path in paths {
-            let volume = Found::read(path, options, open, &mut notices).map_err(|error| {
-                let twice = |found: &Found| {
+            let volume = Candidate::read(path, options, open, &mut notices).map_err(|error| {
+                let is_same = |candidate: &Candidate| {
                     path.canonicalize()
-                        .is_ok_and(|path| found.path.canonicalize().is_ok_and(|found| found == path))
+                        .is_ok_and(|path| candidate.path.canonicalize().is_ok_and(|other| other == path))
                 };
-                // Held by ourselves: say what is wrong rather than who is at fault.
-                if found.iter().any(twice) { StoreError::Duplicate { path: path.clone() } } else { error }
+                // This call holds its lock: report the duplicate path instead of a volume in use.
+                if candidates.iter().any(is_same) {
+                    StoreError::Duplicate { path: path.clone() }
+                } else {
+                    error
+                }
             })?;
-            found.push(volume);
+            candidates.push(volume);
         }
-        // Volumes that nobody named may have a newer manifest than those that somebody did; but all name the same volumes.
+        // A volume that is not in `paths` may hold a newer manifest; but all manifests name the same volumes.
         loop {
-            let newest = newest(&found)?;
+            let newest = newest(&candidates)?;
             let body = &newest.body;
-            let present = |index: usize| found.iter().any(|found| place(found, newest) == Some(index));
+            let present = |index: usize| candidates.iter().any(|volume| place(volume, newest) == Some(index));
             let Some(missing) = (0..body.volumes.len()).find(|index| !present(*index)) else { break };
             let path = PathBuf::from(&body.volumes[missing]);
-            let volume = Found::read(&path, options, open, &mut notices)?;
-            let right = |found: &Found| place(found, newest) == Some(missing);
-            // It may have no note, if it is where the manifest says.
-            if !right(&volume) {
+            let volume = Candidate::read(&path, options, open, &mut notices)?;
+            let is_missing = |volume: &Candidate| place(volume, newest) == Some(missing);
+            // A volume without a note is accepted where the manifest names it.
+            if !is_missing(&volume) {
                 let reason = match volume.whole() {
                     Some(other) if other.body.store == body.store => {
                         "it is another volume of the store than it was"
@@ -87,15 +90,20 @@ impl Store {
                 };
                 return Err(StoreError::Manifest { path, reason: reason.into() });
             }
-            found.push(volume);
+            candidates.push(volume);
         }
-        Self::from_found(found, options, notices)
+        Self::from_candidates(candidates, options, notices)
     }
 
-    fn from_found(mut found: Vec<Found>, options: &StoreOptions, mut notices: Vec<String>) -> Result<Self> {
-        let newest = newest(&found)?;
+    /// Puts the store together from all of its volumes.
+    fn from_candidates(
+        mut candidates: Vec<Candidate>,
+        options: &StoreOptions,
+        mut notices: Vec<String>,
+    ) -> Result<Self> {
+        let newest = newest(&candidates)?;
         let mut places = Vec::new();
-        for volume in &found {
+        for volume in &candidates {
             let path = volume.path.clone();
             match place(volume, newest) {
                 None => {
@@ -112,14 +120,14 @@ impl Store {
                 ));
             }
         }
-        let best = found
-            .iter()
-            .position(|found| std::ptr::eq(found.whole().map_or(std::ptr::null(), |m| m), newest));
+        let best = candidates.iter().position(|volume| {
+            std::ptr::eq(volume.whole().map_or(std::ptr::null(), |manifest| manifest), newest)
+        });
         let best = best.expect("it is one of them");
-        let (path, manifest) = (found[best].path.clone(), found[best].manifest.take());
+        let (path, manifest) = (candidates[best].path.clone(), candidates[best].manifest.take());
         let Some(Ok(manifest)) = manifest else { unreachable!("it was whole") };
         let mut members: Vec<(usize, Member)> =
-            places.into_iter().zip(found.into_iter().map(|found| found.member)).collect();
+            places.into_iter().zip(candidates.into_iter().map(|volume| volume.member)).collect();
         members.sort_unstable_by_key(|(index, _)| *index);
         let mut members: Vec<Member> = members.into_iter().map(|(_, member)| member).collect();
         for (member, life) in members.iter_mut().zip(&manifest.body.life) {
@@ -128,12 +136,13 @@ impl Store {
         let store = Self::of(members, manifest.layout.clone(), manifest.id, options, notices)?;
         store.restore(manifest).ok_or_else(|| StoreError::Manifest {
             path,
-            reason: "its manifest speaks of bytes that the volumes do not have: a file was made shorter, or is another".into(),
+            reason: "its manifest names bytes beyond the end of a volume: a file was truncated or replaced"
+                .into(),
         })?;
         Ok(store)
     }
 
-    /// Fills the table from a manifest, if the volumes hold what it says.
+    /// Fills the table from a manifest, if the volumes are as long as the manifest says.
     fn restore(&self, manifest: Manifest) -> Option<()> {
         let end = manifest.end();
         for (index, member) in self.members.iter().enumerate() {
@@ -145,7 +154,7 @@ impl Store {
                 return None;
             }
             if member.engine.needs_room() {
-                // A device has it all; this says how much of it is the store's.
+                // On a device this only counts how much of it the store uses.
                 volume.reserve(needed).ok()?;
             }
         }
@@ -155,7 +164,7 @@ impl Store {
 }
 
 impl Table {
-    /// Takes what a manifest says into an empty table.
+    /// Fills an empty table from a manifest. None if the manifest contradicts itself.
     pub(crate) fn fill(&mut self, manifest: Manifest) -> Option<()> {
         let mut names: Vec<Option<Arc<str>>> = vec![None; manifest.sums.len()];
         let generations = || manifest.body.snapshots.iter().chain(&manifest.body.current);
@@ -198,35 +207,35 @@ impl Table {
 }
 
 /// The newest manifest that is whole.
-fn newest(found: &[Found]) -> Result<&Manifest> {
-    let whole = || found.iter().filter_map(|found| Some((found, found.whole()?)));
+fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
+    let whole = || candidates.iter().filter_map(|volume| Some((volume, volume.whole()?)));
     let Some((_, newest)) = whole().max_by_key(|(_, manifest)| manifest.body.sequence) else {
-        // What is damaged says more than what is not there.
-        for Found { path, manifest, .. } in found {
+        // A damaged manifest explains more than a missing one.
+        for Candidate { path, manifest, .. } in candidates {
             if let Some(Err(reason)) = manifest {
                 return Err(StoreError::Manifest { path: path.clone(), reason: reason.to_string() });
             }
         }
-        let path = found.first().ok_or(StoreError::NoVolume)?.path.clone();
+        let path = candidates.first().ok_or(StoreError::NoVolume)?.path.clone();
         return Err(IoError::NotKept { path }.into());
     };
-    for (found, manifest) in whole() {
+    for (volume, manifest) in whole() {
         if manifest.body.store != newest.body.store
             || manifest.body.volumes.len() != newest.body.volumes.len()
         {
             let reason = "it belongs to another store than the volumes beside it".into();
-            return Err(StoreError::Manifest { path: found.path.clone(), reason });
+            return Err(StoreError::Manifest { path: volume.path.clone(), reason });
         }
     }
     Ok(newest)
 }
 
-/// Which volume of a store one is: its own manifest says so, or that of another which names it.
-fn place(found: &Found, newest: &Manifest) -> Option<usize> {
-    match found.whole() {
+/// The index of a volume in its store: from its own manifest, or from the newest one, which names the volume.
+fn place(volume: &Candidate, newest: &Manifest) -> Option<usize> {
+    match volume.whole() {
         Some(manifest) => (manifest.body.store == newest.body.store).then_some(manifest.volume),
         None => {
-            let identity = found.member.volume.identity();
+            let identity = volume.member.volume.identity();
             newest.body.volumes.iter().position(|volume| *volume == identity)
         }
     }

@@ -1,4 +1,4 @@
-//! A store: its volumes, how they are opened, and what is said of them.
+//! A store: its options, how it is created, and what it reports of its volumes.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
@@ -46,52 +46,52 @@ pub struct Store {
     pub(crate) map: Arc<Map>,
     pub(crate) id: StoreId,
     pub(crate) table: Mutex<Table>,
-    /// Whoever writes manifests has this: one at a time.
+    /// Held while a manifest is written, so that manifests are written one at a time.
     pub(crate) writer: Mutex<()>,
-    /// Of the last manifest that anybody wrote, or tried to.
+    /// Sequence number of the last manifest that was written, or whose writing failed.
     pub(crate) sequence: AtomicU64,
     pub(crate) checksums: bool,
     pub(crate) in_place: bool,
     pub(crate) notices: Vec<String>,
 }
 
-/// One volume of a store, as it works here.
+/// How one volume of a store works on this machine.
 #[derive(Debug, Clone)]
 pub struct VolumeReport {
     /// The path given.
     pub path: PathBuf,
     /// Name of its engine.
     pub engine: &'static str,
-    /// What of the system's optional features the engine uses.
+    /// Optional features of the kernel that the engine uses.
     pub features: Vec<String>,
     /// Whether transfers bypass the page cache.
     pub direct: bool,
-    /// Its part of the stripes.
+    /// Its share of the stripes.
     pub share: f64,
-    /// What was moved so far.
+    /// Transfers so far.
     pub counters: CountersSnapshot,
-    /// How many bytes of data it can ever hold; None for a directory, whose filesystem has what it has.
+    /// Bytes of data that a device can hold; None for a directory.
     pub capacity_bytes: Option<u64>,
-    /// Bytes that could still be reserved; None where nobody tells.
+    /// Bytes that could still be reserved; None if the system does not say.
     pub free_bytes: Option<u64>,
-    /// Bytes that the store has taken for itself.
+    /// Bytes that the store has reserved.
     pub reserved_bytes: u64,
 }
 
 impl Store {
-    /// Creates an empty store on `paths`: directories, which are made if missing, and formatted devices. What a killed run
-    /// left there is overwritten; a store to which something was committed is refused.
+    /// Creates an empty store on `paths`: directories, which are made if missing, and formatted devices. The remains of a
+    /// killed run are overwritten; a store with a commit is refused.
     pub fn create(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::create_with(paths, options, &|file| open_engine(file, options.engine))
     }
 
-    /// As [`Store::create`], with engines of the caller's.
+    /// As [`Store::create`], with engines that the caller opens.
     pub fn create_with(paths: &[PathBuf], options: &StoreOptions, open: OpenEngine<'_>) -> Result<Self> {
         let mut seen = Vec::new();
         let mut volumes = Vec::new();
         for path in paths {
             volumes.push(Volume::create(path, options.direct).map_err(|error| {
-                // Held by ourselves: say what is wrong rather than who is at fault.
+                // This call holds its lock: report the duplicate path instead of a volume in use.
                 let twice = path.canonicalize().is_ok_and(|path| seen.contains(&path));
                 if twice { StoreError::Duplicate { path: path.clone() } } else { error.into() }
             })?);
@@ -114,13 +114,14 @@ impl Store {
             if member.find_note()?.note.is_some() {
                 return Err(member.volume.kept_error().into());
             }
-            // Once is enough: what refuses io_uring refuses it for every volume.
+            // One notice is enough: a system that refuses io_uring refuses it for every volume.
             notices.extend(notice.filter(|notice| !notices.contains(notice)));
             members.push(member);
         }
         Self::of(members, layout, id, options, notices)
     }
 
+    /// Puts a store together from opened volumes, its table empty.
     pub(crate) fn of(
         members: Vec<Member>,
         layout: Layout,
@@ -135,7 +136,7 @@ impl Store {
         let notice = |member: &Member| member.volume.notice().map(str::to_owned);
         let notices = members.iter().filter_map(notice).chain(more_notices).collect();
         let files = members.iter().map(|member| Arc::clone(member.volume.file())).collect();
-        // Nothing moves: what is read is not what was written.
+        // An engine that moves no bytes reads other bytes than were written: there is nothing to compare.
         let moves = members.iter().all(|member| member.engine.moves_bytes());
         Ok(Self {
             members,
@@ -150,27 +151,27 @@ impl Store {
         })
     }
 
-    /// Makes an arena known to the engines: transfers of its buffers cost less then.
+    /// Registers an arena with the engines, which makes transfers of its buffers cheaper.
     pub fn register(&self, pool: &Pool) {
         self.members.iter().for_each(|member| member.engine.register(pool));
     }
 
-    /// Waits until every write that has ended is on the media.
+    /// Flushes every volume: every write that has ended is durable when this returns.
     pub fn sync(&self) -> Result<()> {
         self.members.iter().try_for_each(|member| member.engine.flush().map_err(StoreError::from))
     }
 
-    /// The names and handles of the present values of all tensors, and of all other extents, in the order of their places.
+    /// Names and extents of the current values of all tensors and of all other allocations, in the order of their offsets.
     pub fn tensors(&self) -> Vec<(String, Extent)> {
         self.table().values()
     }
 
-    /// What the user should know: a refused O_DIRECT, a refused io_uring.
+    /// What the user should know, such as a refused O_DIRECT or a refused io_uring.
     pub fn notices(&self) -> &[String] {
         &self.notices
     }
 
-    /// How each volume works here, and what it has done.
+    /// How each volume works, and its counters.
     pub fn volumes(&self) -> Vec<VolumeReport> {
         let stripes: u32 = self.map.layout.counts().iter().sum();
         let report = |(member, count): (&Member, &u32)| VolumeReport {
@@ -193,6 +194,7 @@ impl Store {
         table.allocator.end() - table.allocator.free_bytes()
     }
 
+    /// Locks the table.
     pub(crate) fn table(&self) -> MutexGuard<'_, Table> {
         self.table.locked()
     }
