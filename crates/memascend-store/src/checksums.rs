@@ -1,7 +1,7 @@
-//! What the bytes of an extent were when they were written: a CRC-32C for each MiB.
+//! Checksums of the bytes of an extent: a CRC-32C for each MiB that was written.
 //!
-//! Transfers may be cut anywhere at blocks. A written part has a checksum of its own until parts cover a whole MiB, whose
-//! checksum is theirs combined. Parts that are read are collected in the same way until they make up what was written.
+//! Transfers may begin and end at any block. A written part has a checksum of its own until parts cover a whole MiB: then
+//! their checksums are combined. Parts that are read are collected in the same way until they cover what was written.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base64::{decode_words, encode_words};
 
-/// What one checksum is of, counted from the begin of an extent; the last is of what is left.
+/// Bytes that one checksum covers, counted from the start of an extent; the last one covers the rest.
 pub(crate) const SUM_BYTES: u64 = 1 << 20;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -32,7 +32,7 @@ pub(crate) fn checksum_of_both(first: &[u8], second: &[u8]) -> u32 {
     digest.finalize() as u32
 }
 
-/// CRC-32C of bytes of which `first` is that of the first ones, and `second` that of the `blocks` blocks behind.
+/// Combines the CRC-32C `first` of some bytes with that of the `blocks` blocks behind them.
 fn combine(first: u32, second: u32, blocks: u32) -> u32 {
     crc_fast::checksum_combine(Crc32Iscsi, first.into(), second.into(), u64::from(blocks) * BLOCK) as u32
 }
@@ -51,7 +51,7 @@ impl Part {
     }
 }
 
-/// Parts that lie one behind another without a gap from `begin` to `end`, as one.
+/// The combined checksum of parts that cover `begin..end` without a gap; None if they do not.
 fn whole(parts: &[Part], begin: u32, end: u32) -> Option<u32> {
     let (mut at, mut sum) = (begin, None);
     for part in parts {
@@ -64,18 +64,18 @@ fn whole(parts: &[Part], begin: u32, end: u32) -> Option<u32> {
     sum.filter(|_| at == end)
 }
 
-/// What was written together and is read part by part.
+/// A part that was written at once and is being read in parts.
 #[derive(Debug)]
 struct Pending {
     written: Part,
-    /// In order, none over another; and whether it was overwritten since, and cannot be read again.
+    /// The parts read so far, in order and without overlap; true for one that was overwritten since, which cannot be read again.
     seen: Vec<(Part, bool)>,
 }
 
-/// A MiB that is more than known or unknown.
+/// A MiB of which parts were written or read.
 #[derive(Debug, Default)]
 struct Mixed {
-    /// In order, none over another. Empty where the whole MiB is known.
+    /// In order and without overlap. Empty if the checksum of the whole MiB is known.
     written: Vec<Part>,
     pending: Vec<Pending>,
 }
@@ -96,28 +96,28 @@ pub(crate) struct Summed {
     part: Part,
 }
 
-/// Checksums as a manifest has them.
+/// Checksums in a manifest.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Encoded {
-    /// One for each MiB, in base 64; 0 where it is not known, nothing where none is.
+    /// One for each MiB, in base 64: 0 for a MiB whose checksum is unknown. Empty if all are unknown.
     known: String,
-    /// First and number of MiBs of which nothing whole is known.
+    /// First MiB and number of MiBs whose checksum is unknown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     unknown: Vec<(u32, u32)>,
-    /// MiB, first and last block and checksum of what is known in those.
+    /// MiB, first block, end block and checksum of the parts that are known in those.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     parts: Vec<(u32, u32, u32, u32)>,
 }
 
 impl Encoded {
-    /// How long the text is.
+    /// Length of the text in base 64.
     pub(crate) fn text_bytes(&self) -> usize {
         self.known.len()
     }
 }
 
 impl Checksums {
-    /// Of an extent of `bytes` bytes of which nothing is known.
+    /// Those of an extent of `bytes` bytes that was never written.
     pub(crate) fn new(bytes: u64) -> Self {
         Self { blocks: bytes / BLOCK, ..Self::default() }
     }
@@ -126,7 +126,7 @@ impl Checksums {
         self.blocks.div_ceil(BLOCKS.into()) as usize
     }
 
-    /// Blocks of a MiB, which are fewer in the last.
+    /// Blocks of a MiB: fewer in the last one.
     fn blocks_of(&self, mib: u32) -> u32 {
         (self.blocks - u64::from(mib) * u64::from(BLOCKS)).min(BLOCKS.into()) as u32
     }
@@ -154,13 +154,13 @@ impl Checksums {
         }
     }
 
-    /// Forgets everything.
+    /// Forgets all checksums.
     pub(crate) fn clear(&mut self) {
         self.known.fill(0);
         self.mixed.clear();
     }
 
-    /// What was written in a MiB, in order.
+    /// The written parts of a MiB, in order.
     fn written(&self, mib: u32) -> Vec<Part> {
         match self.known(mib) {
             Some(sum) => vec![Part { begin: 0, end: self.blocks_of(mib), sum }],
@@ -168,14 +168,14 @@ impl Checksums {
         }
     }
 
-    /// Takes note that `parts` are about to be written.
+    /// Records the checksums of parts that are about to be written.
     pub(crate) fn write(&mut self, parts: &[Summed]) {
         for Summed { mib, part } in parts {
             self.overwrite(*mib, Some(*part), part.begin..part.end);
         }
     }
 
-    /// Takes note that nobody knows what `bytes` bytes at `offset` are.
+    /// Forgets the checksums of `bytes` bytes at `offset`.
     pub(crate) fn forget(&mut self, offset: u64, bytes: u64) {
         for (mib, range, _) in cuts(offset, bytes) {
             self.overwrite(mib, None, range);
@@ -189,12 +189,12 @@ impl Checksums {
             self.mixed.remove(&mib);
             return;
         }
-        // A whole MiB whose other parts were not read is not known any more.
+        // The checksum of the whole MiB does not tell that of the part which stays.
         self.set_known(mib, None);
         let mixed = self.mixed.entry(mib).or_default();
         mixed.written.retain(|written| !written.overlaps(&range));
         mixed.pending.retain_mut(|pending| {
-            // What was read before it was overwritten still tells whether the rest of what was written with it is right.
+            // A part that was read before it was overwritten still counts towards the check of what was written with it.
             let missing = unseen(pending, &range).next().is_some();
             let overlapped = |(part, gone): &mut (Part, bool)| *gone |= part.overlaps(&range);
             pending.seen.iter_mut().for_each(overlapped);
@@ -216,8 +216,8 @@ impl Checksums {
         }
     }
 
-    /// Where the bytes read at `offset` have to be cut, so that each piece is of one part that was written: MiB, blocks of
-    /// it, and bytes of the transfer. What was never written is left out.
+    /// Cuts the bytes read at `offset` so that each piece belongs to one written part: MiB, its blocks, and bytes of the
+    /// transfer. Bytes without a checksum are left out.
     pub(crate) fn cut(&self, offset: u64, bytes: u64) -> Vec<(u32, Range<u32>, Range<usize>)> {
         let mut pieces = Vec::new();
         for (mib, range, place) in cuts(offset, bytes) {
@@ -241,8 +241,8 @@ impl Checksums {
         pieces
     }
 
-    /// Takes note of what was read in pieces of [`cut`](Self::cut). Where that completes something that was written and is
-    /// not as it was written: offset and bytes of it.
+    /// Records the checksums of pieces of [`cut`](Self::cut) that were read. Returns offset and length of a part that these
+    /// pieces complete and that differs from what was written.
     pub(crate) fn read(&mut self, parts: &[Summed]) -> Option<(u64, u64)> {
         let mut damage = None;
         for Summed { mib, part } in parts {
@@ -255,7 +255,7 @@ impl Checksums {
     }
 
     fn read_part(&mut self, mib: u32, part: Part) -> Option<Range<u32>> {
-        // The whole of it at once, which is how most is read.
+        // The whole part at once, which is the usual case.
         let written = self.written(mib);
         let around = written.iter().find(|written| written.begin <= part.begin && part.end <= written.end);
         if let Some(same) = around.filter(|around| (around.begin, around.end) == (part.begin, part.end)) {
@@ -278,7 +278,7 @@ impl Checksums {
             if part.begin < begin || end < part.end {
                 return true;
             }
-            // What was overwritten is another by now; of what is read again the last reading counts.
+            // An overwritten part has other bytes by now. If a part is read again, the last read counts.
             if pending.seen.iter().any(|(seen, gone)| *gone && seen.overlaps(&range)) {
                 return true;
             }
@@ -287,11 +287,11 @@ impl Checksums {
             pending.seen.insert(place, (part, false));
             let parts: Vec<Part> = pending.seen.iter().map(|(part, _)| *part).collect();
             match whole(&parts, begin, end) {
-                Some(found) if found != sum => {
+                Some(read_sum) if read_sum != sum => {
                     damage = Some(begin..end);
                     false
                 }
-                found => found.is_none(),
+                read_sum => read_sum.is_none(),
             }
         });
         if mixed.written.is_empty() && mixed.pending.is_empty() {
@@ -300,7 +300,7 @@ impl Checksums {
         damage
     }
 
-    /// What was written together was read together: nothing is left to be collected.
+    /// Ends the collection of a written part that was read at once.
     fn settle(&mut self, mib: u32, written: &Part) {
         if let Some(mixed) = self.mixed.get_mut(&mib) {
             mixed.pending.retain(|pending| pending.written != *written);
@@ -310,6 +310,7 @@ impl Checksums {
         }
     }
 
+    /// The checksums as a manifest holds them.
     pub(crate) fn encode(&self) -> Encoded {
         let mut encoded = Encoded { known: String::new(), unknown: Vec::new(), parts: Vec::new() };
         if self.known.iter().any(|word| *word != 0) {
@@ -330,7 +331,7 @@ impl Checksums {
         encoded
     }
 
-    /// Those of an extent of `bytes` bytes, if they make sense for it.
+    /// The checksums of an extent of `bytes` bytes; None if they do not fit its length.
     pub(crate) fn decode(bytes: u64, encoded: &Encoded) -> Option<Self> {
         let mut sums = Self::new(bytes);
         let mibs = sums.mibs();
@@ -339,7 +340,7 @@ impl Checksums {
                 return None;
             }
         } else if encoded.known.len() as u64 != (mibs as u64 * 4).div_ceil(3) * 4 {
-            // The text is in memory, so what it says is no more than there is room for.
+            // Compared with the length of the text before memory is allocated for its words.
             return None;
         } else {
             sums.sums = decode_words(&encoded.known, mibs)?;
@@ -366,13 +367,13 @@ impl Checksums {
             before = Some((mib, end));
             sums.mixed.entry(mib).or_default().written.push(Part { begin, end, sum });
         }
-        // Those that make up a whole MiB would have been one.
+        // Parts that cover a whole MiB are encoded as one checksum.
         let merged = |(mib, mixed): (&u32, &Mixed)| whole(&mixed.written, 0, sums.blocks_of(*mib)).is_some();
         (!sums.mixed.iter().any(merged)).then_some(sums)
     }
 }
 
-/// The ranges of `range` that were not read yet of what was written together.
+/// The parts of `range` that belong to a written part and were not read yet.
 fn unseen(pending: &Pending, range: &Range<u32>) -> impl Iterator<Item = Range<u32>> {
     let mut at = range.start.max(pending.written.begin);
     let end = range.end.min(pending.written.end);
@@ -389,7 +390,7 @@ fn unseen(pending: &Pending, range: &Range<u32>) -> impl Iterator<Item = Range<u
     missing.into_iter()
 }
 
-/// The MiBs that `bytes` bytes at `offset` touch: which, the blocks in it, and the bytes of the transfer.
+/// The MiBs that `bytes` bytes at `offset` touch: the MiB, its blocks, and the bytes of the transfer.
 fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<u32>, Range<usize>)> {
     let end = offset + bytes;
     (offset / SUM_BYTES..end.div_ceil(SUM_BYTES)).map(move |mib| {
@@ -399,7 +400,7 @@ fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<u32>, Range
     })
 }
 
-/// The checksums of what is about to be written at `offset`.
+/// The checksums of bytes that are about to be written at `offset`.
 pub(crate) fn sum_writes(offset: u64, bytes: &[u8]) -> Vec<Summed> {
     let sum = |(mib, range, place): (u32, Range<u32>, Range<usize>)| Summed {
         mib,

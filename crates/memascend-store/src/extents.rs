@@ -1,3 +1,5 @@
+//! Extents, and the allocator of the address space.
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,11 +30,11 @@ impl Extent {
     }
 }
 
-/// Allocator of ranges of an address space that grows and shrinks at its end. A tensor lies in one range while
-/// there is one, and in several when only they hold it: room is never lost to fragmentation.
+/// Allocator of ranges of an address space that grows and shrinks at its end. A tensor lies in one range if one is large
+/// enough, else in several: no space is lost to fragmentation.
 ///
 /// Free neighbours are merged, and a free range at the end is given up, so the last block below
-/// [`ExtentAllocator::end`] is always in use and freeing everything leaves nothing behind.
+/// [`ExtentAllocator::end`] is always in use, and the allocator is empty after everything was freed.
 #[derive(Debug, Default)]
 pub struct ExtentAllocator {
     end: u64,
@@ -75,8 +77,8 @@ impl ExtentAllocator {
         Some(extents)
     }
 
-    /// Takes extents: those that [`ExtentAllocator::find`] returned, or those of a list kept from before, in any
-    /// order. What is skipped at the end becomes free.
+    /// Marks extents as in use: those that [`ExtentAllocator::find`] returned, or those of a manifest, in any order. Blocks
+    /// that are skipped at the end become free.
     ///
     /// # Panics
     /// If any of it is in use.
@@ -102,7 +104,7 @@ impl ExtentAllocator {
         }
     }
 
-    /// Gives extents back.
+    /// Frees extents.
     ///
     /// # Panics
     /// If any of it is free already.
@@ -227,7 +229,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The same allocator, block by block.
+    /// A model of the allocator, block by block.
     #[derive(Default)]
     struct Model {
         used: Vec<bool>,
@@ -267,16 +269,16 @@ mod tests {
             }
             ranges.sort_by_key(|(first, length)| (Reverse(*length), *first));
             ranges.push((self.end(), growth));
-            let mut found = Vec::new();
+            let mut largest = Vec::new();
             let mut left = blocks;
             for (first, length) in ranges {
                 if left > 0 {
-                    found.push((first, length.min(left)));
+                    largest.push((first, length.min(left)));
                     left -= length.min(left);
                 }
             }
-            found.sort_unstable();
-            Some(found)
+            largest.sort_unstable();
+            Some(largest)
         }
 
         fn set(&mut self, extents: &[Extent], used: bool) {

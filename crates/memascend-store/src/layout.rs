@@ -1,9 +1,11 @@
+//! How the address space is striped over the volumes.
+
 use memascend_nvme::BLOCK_BYTES;
 
 /// Consecutive bytes of the address space that lie on one volume before the next takes over.
 pub const STRIPE_BYTES: u64 = 1 << 20;
 
-/// Stripes of the longest pattern, unless there are more volumes than that. With rates within 1:20 it leaves at
+/// Stripes of the longest pattern, unless there are more volumes. With rates within 1:20 it leaves at
 /// most 3 % of their sum unused on four volumes and 5 % on six.
 const PATTERN_STRIPES_MAX: usize = 64;
 
@@ -17,13 +19,13 @@ pub struct Piece {
     pub volume: usize,
     /// First byte on the volume.
     pub offset: u64,
-    /// First byte within the range that was asked for.
+    /// First byte within the requested range.
     pub start: usize,
     /// Length in bytes.
     pub bytes: usize,
 }
 
-/// Where each byte of the store's one address space lies: RAID 0 with shares that may be unequal.
+/// Where each byte of the store's address space lies: RAID 0 with shares that may be unequal.
 ///
 /// Stripes of [`STRIPE_BYTES`] go to the volumes in a pattern that repeats. Volume `i` has `counts()[i]`
 /// stripes of every pattern, spread evenly over it, and keeps its stripes one after another in its file.
@@ -50,9 +52,9 @@ impl Layout {
         Self::from_counts(&vec![1; volumes]).expect("a layout needs a volume")
     }
 
-    /// Shares that make volumes of these rates (bytes per second) end together, as nearly as a pattern of at
-    /// most 64 stripes can: the total throughput is the pattern's length by the time of the slowest volume.
-    /// Of patterns within half a percent of the best, the shortest.
+    /// Shares with which volumes of these rates (bytes per second) end together, as nearly as a pattern of at most 64
+    /// stripes allows: the total throughput is the pattern's length divided by the time of the slowest volume. The shortest
+    /// of the patterns within half a percent of the best.
     ///
     /// A volume with less than 1/64 of the rates' sum gets no stripe, since one stripe of every pattern would make
     /// the others wait for it; every other volume gets at least one. (With more than 64 volumes, their number
@@ -83,8 +85,8 @@ impl Layout {
         Self::from_counts(&chosen.counts).expect("the pattern is not too long")
     }
 
-    /// The layout whose [`Layout::counts`] these are, or none if they are not any layout's: no stripe at all,
-    /// or more than 64 (the number of volumes, if that is larger).
+    /// The layout with these [`Layout::counts`], or none if there is no such layout: if there is no stripe at all, or more
+    /// than 64 of them (or than the number of volumes, if that is larger).
     pub fn from_counts(counts: &[u32]) -> Option<Self> {
         let stripes: u64 = counts.iter().map(|count| u64::from(*count)).sum();
         if stripes == 0 || stripes > PATTERN_STRIPES_MAX.max(counts.len()) as u64 {
@@ -114,7 +116,7 @@ impl Layout {
     /// The volume ranges behind `bytes` bytes at `address`, in the order of the addresses. Stripes that follow
     /// one another on the same volume are one piece.
     pub fn pieces(&self, address: u64, bytes: u64) -> Vec<Piece> {
-        // The whole address space lies on it, in order; a range of it may have any length.
+        // A single volume holds the whole address space in order, so that a range is one piece of any length.
         if let Some(volume) = self.only_volume() {
             return vec![Piece { volume, offset: address, start: 0, bytes: bytes as usize }];
         }
@@ -195,9 +197,9 @@ struct Pattern {
     throughput: f64,
 }
 
-/// The patterns among which the best one is, for rates of which the smallest but zero is 1/`longest` of the sum at
-/// least. When a pattern takes a time `t`, its slowest volume has `t * rate` stripes, a whole number, and every
-/// other may have what it manages in `t`: so it is enough to try whole numbers for each volume.
+/// Patterns that include the best one, for rates of which the smallest nonzero one is at least 1/`longest` of the sum. If
+/// a pattern takes the time `t`, its slowest volume has `t * rate` stripes, a whole number, and every other volume may have
+/// as many as it can move in `t`. It is therefore enough to try whole numbers for each volume.
 fn good_patterns(rates: &[f64], longest: usize) -> Vec<Pattern> {
     let mut patterns = Vec::new();
     for slowest in rates.iter().filter(|rate| **rate > 0.0) {

@@ -1,15 +1,16 @@
 //! What is on the SSD: the named tensors of one training run, spread over one or more volumes.
 //!
-//! The volumes form one address space, striped by what each volume can do ([`Layout`]). A tensor lies in one range of
-//! it, or in several when only they have the room ([`ExtentAllocator`]).
+//! The volumes form one address space, striped by the rate of each volume ([`Layout`]). A tensor lies in one range of the
+//! address space, or in several if no single range is large enough ([`ExtentAllocator`]).
 //!
 //! A tensor that belongs to generations ([`TensorId`]) is not overwritten: [`Store::rewrite`] gives its next value another
-//! extent, and [`Store::commit`] makes the values that all tensors have then the durable generation. For that every volume is
-//! flushed, then the manifest, which names the extents of each generation and their checksums, goes to every volume,
-//! durably, one after another: the newest that is whole counts, so a crash leaves the last generation or the new
-//! one, never a mixture. What is superseded is the room for the generation after. A snapshot is a generation that stays.
-//! A checksum of each MiB is taken before it is written, and compared when it is read: [`StoreError::Damaged`] says
-//! what the drive did not keep. A store that is never committed leaves nothing behind.
+//! extent, and [`Store::commit`] makes the current values of all tensors the durable generation. A commit flushes every
+//! volume, then writes the manifest to one volume after another. The manifest names the extents of each generation and their
+//! checksums. The newest whole manifest counts, so a crash leaves the last generation or the new one, never a mixture. The
+//! extents of the superseded generation hold the next one. A snapshot is a generation that stays.
+//!
+//! A checksum of each MiB is computed before the MiB is written, and compared when it is read: [`StoreError::Damaged`] names
+//! the bytes that differ. A store that was never committed leaves nothing behind.
 
 mod allocation;
 mod base64;
@@ -29,7 +30,7 @@ mod table;
 mod transfer;
 mod verify;
 
-/// What the fuzz target reaches that nobody else does.
+/// Entry points of the fuzz targets.
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;

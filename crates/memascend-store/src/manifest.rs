@@ -1,4 +1,4 @@
-//! What every volume of a store has written down: which bytes belong to which generation.
+//! The manifest, which every volume of a store holds: which bytes belong to which generation.
 //!
 //! A line, then JSON:
 //!
@@ -7,7 +7,7 @@
 //! {"volume": 0, ...
 //! ```
 //!
-//! It is the same on every volume but for `volume`. Of several the one with the highest sequence number counts.
+//! Apart from `volume` it is the same on every volume. The manifest with the highest sequence number counts.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -21,28 +21,28 @@ use crate::{Extent, Layout};
 /// The format that is written and read.
 pub(crate) const FORMAT: u32 = 3;
 const MAGIC: &str = "memascend-store";
-/// Numbers that count upwards stay below: there is no running over.
+/// Limit of numbers that count upwards, so that none overflows.
 const COUNT_MAX: u64 = u64::MAX / 2;
 
-/// What a note says, as it is written.
+/// The JSON of a manifest.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Body {
-    /// The same on every volume of a store, and on no other.
+    /// The id of the store.
     pub store: String,
-    /// The newest counts.
+    /// The manifest with the highest number counts.
     pub sequence: u64,
-    /// What finds each of the volumes again.
+    /// Where to find each volume: a path or a UUID.
     pub volumes: Vec<String>,
     /// Stripes of each volume in every pattern of the layout.
     pub stripes: Vec<u32>,
-    /// Bytes written to each volume in the store's life.
+    /// Bytes written to each volume over the store's whole life.
     pub life: Vec<u64>,
     pub versions: Vec<Version>,
     pub current: Option<Written>,
     pub snapshots: Vec<Written>,
 }
 
-/// The bytes of one tensor in one generation, or in several.
+/// The bytes of a tensor in one or more generations.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Version {
     pub ranges: Vec<(u64, u64)>,
@@ -53,22 +53,22 @@ pub(crate) struct Version {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Written {
     pub number: u64,
-    /// The snapshot's; empty for the current one.
+    /// The snapshot's name; empty for the current generation.
     pub tag: String,
     /// Unix time in seconds.
     pub time: u64,
     /// The caller's.
     pub state: String,
-    /// Name, and which of the versions.
+    /// Name of each tensor, and the index of its version.
     pub tensors: Vec<(String, usize)>,
 }
 
-/// Why some bytes are no manifest of this format.
+/// Why bytes are not a manifest of this format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum NotManifest {
-    /// It is not as it was written.
+    /// It differs from what was written.
     Damaged(String),
-    /// It is of another version of memascend.
+    /// Another version of memascend wrote it.
     Format(u32),
 }
 
@@ -89,31 +89,31 @@ impl std::fmt::Display for NotManifest {
     }
 }
 
-/// A manifest that makes sense.
+/// A manifest that is whole and consistent.
 #[derive(Debug)]
 pub(crate) struct Manifest {
-    /// Which of the volumes it was found on.
+    /// Index of the volume that it was found on.
     pub volume: usize,
     pub id: StoreId,
     pub layout: Layout,
     pub body: Body,
-    /// Those of each version.
+    /// Checksums of each version.
     pub sums: Vec<Checksums>,
 }
 
-/// The JSON of a manifest, but for the volume.
+/// The JSON of a manifest without `volume`.
 pub(crate) struct Common(Vec<u8>);
 
 impl Common {
     pub(crate) fn of(body: &Body) -> Self {
-        // Nearly all of it is checksums: room for everything at once.
+        // Nearly all of it is checksums: reserve space for them at once.
         let sums: usize = body.versions.iter().map(|version| version.sums.text_bytes() + 100).sum();
         let mut json = Vec::with_capacity(sums + sums / 4 + 4096);
         serde_json::to_writer(&mut json, body).expect("a manifest is plain data");
         Self(json)
     }
 
-    /// What goes to one of the volumes.
+    /// The note for one of the volumes.
     pub(crate) fn note(&self, volume: usize) -> Vec<u8> {
         let (begin, rest) = (format!("{{\"volume\":{volume},"), &self.0[1..]);
         let line = first_line(begin.len() + rest.len(), checksum_of_both(begin.as_bytes(), rest));
@@ -126,32 +126,34 @@ fn first_line(bytes: usize, sum: u32) -> String {
 }
 
 impl Manifest {
-    /// What a note says, if it is a manifest and makes sense by itself.
+    /// Parses a note: a whole and consistent manifest, or why it is not one.
     pub(crate) fn parse(note: &[u8]) -> Result<Self, NotManifest> {
         let json = check_line(note)?;
-        let wrong = |what: &str| NotManifest::damaged(format!("its manifest makes no sense: {what}"));
-        let volume: Volume = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
-        let body: Body = serde_json::from_slice(json).map_err(|error| wrong(&error.to_string()))?;
+        let inconsistent =
+            |what: &str| NotManifest::damaged(format!("its manifest contradicts itself in {what}"));
+        let volume: Volume =
+            serde_json::from_slice(json).map_err(|error| inconsistent(&error.to_string()))?;
+        let body: Body = serde_json::from_slice(json).map_err(|error| inconsistent(&error.to_string()))?;
         let volume = volume.volume;
-        let id = StoreId::parse(&body.store).ok_or_else(|| wrong("the store's UUID"))?;
-        let layout = Layout::from_counts(&body.stripes).ok_or_else(|| wrong("the stripes"))?;
+        let id = StoreId::parse(&body.store).ok_or_else(|| inconsistent("the store's UUID"))?;
+        let layout = Layout::from_counts(&body.stripes).ok_or_else(|| inconsistent("the stripes"))?;
         let volumes = body.volumes.len();
         if volume >= volumes || body.stripes.len() != volumes || body.life.len() != volumes {
-            return Err(wrong("the number of volumes"));
+            return Err(inconsistent("the number of volumes"));
         }
         let numbers = body.snapshots.iter().chain(&body.current).map(|written| written.number);
         if numbers.chain([body.sequence]).any(|number| number > COUNT_MAX) {
-            return Err(wrong("a number"));
+            return Err(inconsistent("a number"));
         }
-        check_ranges(&body.versions).ok_or_else(|| wrong("the ranges"))?;
-        check_generations(&body).ok_or_else(|| wrong("the generations"))?;
+        check_ranges(&body.versions).ok_or_else(|| inconsistent("the ranges"))?;
+        check_generations(&body).ok_or_else(|| inconsistent("the generations"))?;
         let sums = |version: &Version| Checksums::decode(version.bytes(), &version.sums);
         let sums: Option<Vec<_>> = body.versions.iter().map(sums).collect();
-        let sums = sums.ok_or_else(|| wrong("the checksums"))?;
+        let sums = sums.ok_or_else(|| inconsistent("the checksums"))?;
         Ok(Self { volume, id, layout, body, sums })
     }
 
-    /// Where the address space ends that it speaks of.
+    /// End of the address space that it describes.
     pub(crate) fn end(&self) -> u64 {
         let ends = self.body.versions.iter().flat_map(|version| &version.ranges);
         ends.map(|(offset, bytes)| offset + bytes).max().unwrap_or(0)
@@ -168,13 +170,13 @@ impl Version {
         self.ranges.iter().map(|&(offset, bytes)| Extent { offset, bytes }).collect()
     }
 
-    /// Length of all of it; the ranges were checked before.
+    /// Total length; the ranges were checked before.
     fn bytes(&self) -> u64 {
         self.ranges.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
-/// The JSON behind the first line, if it is what was written.
+/// The JSON behind the first line, if its checksum matches.
 fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
     #[derive(Deserialize)]
     struct Old {
@@ -192,22 +194,24 @@ fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
     let line = end.and_then(|end| std::str::from_utf8(&note[..end]).ok());
     let words: Vec<&str> = line.map(|line| line.split(' ').collect()).unwrap_or_default();
     if words.first() != Some(&MAGIC) {
-        return Err(NotManifest::damaged("its manifest is damaged: it does not begin as one"));
+        return Err(NotManifest::damaged(
+            "its manifest is damaged: it does not begin with the line of a manifest",
+        ));
     }
-    // A format that is not this one's says itself how long it is and what its checksum is.
+    // Other formats define length and checksum in their own way, so the format is compared first.
     match words.get(1).and_then(|format| format.parse::<u32>().ok()) {
         Some(FORMAT) => {}
         Some(format) => return Err(NotManifest::Format(format)),
-        None => return Err(NotManifest::damaged("its manifest is damaged: it has no format")),
+        None => return Err(NotManifest::damaged("its manifest is damaged: its first line has no format")),
     }
     let json = &note[end.map_or(0, |end| end + 1)..];
     if note[..note.len() - json.len()] != *first_line(json.len(), checksum(json)).as_bytes() {
-        return Err(NotManifest::damaged("its manifest is damaged: the checksum is another"));
+        return Err(NotManifest::damaged("its manifest is damaged: its checksum does not match"));
     }
     Ok(json)
 }
 
-/// Whether ranges are whole blocks, and none is in two versions.
+/// Whether all ranges are whole blocks, and none belongs to two versions.
 fn check_ranges(versions: &[Version]) -> Option<()> {
     let mut all: Vec<(u64, u64)> =
         versions.iter().flat_map(|version| version.ranges.iter().copied()).collect();
@@ -222,7 +226,7 @@ fn check_ranges(versions: &[Version]) -> Option<()> {
     versions.iter().all(|version| !version.ranges.is_empty()).then_some(())
 }
 
-/// Whether every version is of one tensor, and every generation has a tensor once and a tag that is its own.
+/// Whether every version belongs to one tensor, no generation has a tensor twice, and no two have the same tag.
 fn check_generations(body: &Body) -> Option<()> {
     let mut names: BTreeMap<usize, &str> = BTreeMap::new();
     let mut tags = HashSet::new();
@@ -243,11 +247,11 @@ fn check_generations(body: &Body) -> Option<()> {
             }
         }
     }
-    // What nobody has would never be free again.
+    // A version that no generation has would never be freed.
     (names.len() == body.versions.len()).then_some(())
 }
 
-/// Whether a snapshot can have that name: it also is a word of command lines and of messages.
+/// Whether a snapshot can have that name, which appears in command lines and messages.
 pub(crate) fn is_tag(tag: &str) -> bool {
     (1..=128).contains(&tag.chars().count())
         && !tag.starts_with(['-', '.'])

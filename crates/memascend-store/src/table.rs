@@ -1,4 +1,4 @@
-//! Which extents there are, and who has them: tensors, generations, snapshots. Nothing here moves a byte.
+//! The extents in use, and the tensors, generations and snapshots that hold them. Nothing here moves a byte.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,16 +11,16 @@ use memascend_mem::LockExt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TensorId(pub(crate) u64);
 
-/// Where a new value of a tensor is to be written, and where the present one lies.
+/// Where the current value of a tensor lies, and where to write the new one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rewrite {
-    /// The present value.
+    /// The current value.
     pub source: Extent,
-    /// The place of the next one: the same extent where it may be overwritten.
+    /// The new value: the same extent if it may be overwritten.
     pub target: Extent,
 }
 
-/// Bytes of the store that belong together: the ranges in which they lie, in order, and what is known of them.
+/// The bytes of one extent: their ranges, in order, and their checksums.
 #[derive(Debug)]
 pub(crate) struct Bytes {
     pub name: Arc<str>,
@@ -35,7 +35,7 @@ impl Bytes {
         Self { name, ranges: ranges.into(), sums }
     }
 
-    /// The handle: the first range says which, the length is that of all of them.
+    /// The handle: the offset of the first range, and the length of all of them.
     pub(crate) fn extent(&self) -> Extent {
         Extent { offset: self.ranges[0].offset, bytes: self.ranges.iter().map(|range| range.bytes).sum() }
     }
@@ -48,10 +48,10 @@ impl Bytes {
 /// An extent in use.
 struct Entry {
     bytes: Arc<Bytes>,
-    /// Generations that have it, snapshots among them: as long as there is one, nobody writes to it.
+    /// Number of generations that hold it, snapshots included: while there is one, the extent is not written.
     pins: u32,
     snapshots: u32,
-    /// Somebody's `allocate`, or a tensor's by itself.
+    /// Allocated by [`Store::allocate`](crate::Store::allocate); it belongs to no generation.
     plain: bool,
 }
 
@@ -59,11 +59,11 @@ struct Tensor {
     name: Arc<str>,
     /// Key of its extent.
     current: u64,
-    /// Those of extents for its next values.
+    /// Keys of the extents for its next values.
     spares: Vec<u64>,
 }
 
-/// What was committed, or is being committed: names and extents.
+/// A generation that was committed or is being committed: names and extents.
 #[derive(Debug, Clone)]
 pub(crate) struct Generation {
     pub number: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Tagged {
     pub generation: Generation,
 }
 
-/// Everything that is on the volumes, and who has it.
+/// The extents on the volumes, and what holds them.
 #[derive(Default)]
 pub(crate) struct Table {
     pub allocator: ExtentAllocator,
@@ -88,17 +88,17 @@ pub(crate) struct Table {
     tensors: BTreeMap<TensorId, Tensor>,
     names: HashMap<Arc<str>, TensorId>,
     next: u64,
-    /// The last that was committed.
+    /// The last committed generation.
     pub durable: Option<Generation>,
-    /// Those of which a commit failed: their notes may be on the medium all the same.
+    /// Generations whose commit failed: a manifest may name them all the same.
     doubtful: Vec<Generation>,
     pub snapshots: Vec<Tagged>,
-    /// The number of the last generation that there was.
+    /// The number of the last generation.
     pub last_number: u64,
 }
 
 impl Table {
-    /// Puts extents that were found free to use.
+    /// Takes extents that are free.
     pub(crate) fn insert(&mut self, bytes: Bytes, plain: bool) -> Extent {
         self.allocator.take(&bytes.ranges);
         let extent = bytes.extent();
@@ -107,26 +107,26 @@ impl Table {
         extent
     }
 
-    /// What an extent's handle is of.
+    /// The bytes of the extent with this key.
     pub(crate) fn bytes(&self, key: u64) -> Option<&Arc<Bytes>> {
         self.entries.get(&key).map(|entry| &entry.bytes)
     }
 
-    /// Gives back what was allocated as an extent.
+    /// Frees an extent that belongs to no generation.
     pub(crate) fn free_plain(&mut self, extent: Extent) {
         let plain = self.entries.get(&extent.offset).is_some_and(|entry| entry.plain);
-        assert!(plain, "a tensor is freed once, and one that belongs to generations is removed");
+        assert!(plain, "an extent is freed once, and a tensor of generations is removed instead");
         self.free(extent.offset);
     }
 
-    /// Gives an extent back that nobody has.
+    /// Frees an extent that no tensor and no generation holds.
     pub(crate) fn free(&mut self, key: u64) {
-        let entry = self.entries.remove(&key).expect("it is in use");
+        let entry = self.entries.remove(&key).expect("the extent is in use");
         debug_assert_eq!(entry.pins, 0);
         self.allocator.free(&entry.bytes.ranges);
     }
 
-    /// All extents that are somebody's value: those of tensors, and plain ones.
+    /// The extents of the current values of all tensors, and plain ones.
     pub(crate) fn values(&self) -> Vec<(String, Extent)> {
         let plain = self.entries.values().filter(|entry| entry.plain);
         let named = self.tensors.values().map(|tensor| &self.entries[&tensor.current]);
@@ -136,7 +136,7 @@ impl Table {
         values
     }
 
-    /// A tensor whose first value lies in an extent of its own.
+    /// Creates a tensor whose first value lies in the extent `key`.
     pub(crate) fn create_tensor(&mut self, name: Arc<str>, key: u64) -> TensorId {
         let id = TensorId(self.next);
         self.next += 1;
@@ -161,7 +161,7 @@ impl Table {
         &self.entries[&self.tensor(id).current].bytes
     }
 
-    /// Its extents are free where no generation has them.
+    /// Removes a tensor, and frees those of its extents that no generation holds.
     pub(crate) fn remove_tensor(&mut self, id: TensorId) {
         let tensor = self.tensors.remove(&id).expect("a tensor is removed once");
         self.names.remove(&tensor.name);
@@ -172,12 +172,12 @@ impl Table {
         }
     }
 
-    /// Whether a generation has the present value, so that another place is needed for the next.
+    /// Whether a generation holds the current value, so that the next one needs another extent.
     pub(crate) fn is_pinned(&self, id: TensorId) -> bool {
         self.entries[&self.tensor(id).current].pins > 0
     }
 
-    /// Whether a snapshot has the present value.
+    /// Whether a snapshot holds the current value.
     pub(crate) fn in_snapshot(&self, id: TensorId) -> bool {
         self.entries[&self.tensor(id).current].snapshots > 0
     }
@@ -194,8 +194,8 @@ impl Table {
         self.tensors.get_mut(&id).expect("the tensor was not removed").current = key;
     }
 
-    /// How many spares a tensor needs for that no rewrite has to look for room, this one or those after commits; two where a
-    /// snapshot will not give the present value's place back.
+    /// How many spares a tensor needs so that no rewrite has to allocate, neither this one nor those after commits. Two if a
+    /// snapshot holds the extent of the current value.
     fn spares_needed(&self, tensor: &Tensor, durable: Option<u64>) -> usize {
         match durable {
             Some(key) if key == tensor.current => 1 + usize::from(self.entries[&key].snapshots > 0),
@@ -209,15 +209,15 @@ impl Table {
         self.durable.as_ref()?.key(name)
     }
 
-    /// How many spares a tensor lacks for that no step has to look for room.
+    /// How many spares a tensor lacks for no step to have to allocate.
     pub(crate) fn spares_lacking(&self, id: TensorId) -> usize {
         let tensor = self.tensor(id);
         let needed = self.spares_needed(tensor, self.durable_key(&tensor.name));
         needed.saturating_sub(tensor.spares.len())
     }
 
-    /// The tensors that need one more spare once the durable generation stays under a name: those that have two slots, and of
-    /// which no snapshot has that generation's value yet.
+    /// The tensors that need one more spare when the durable generation becomes a snapshot: those that have two slots, and
+    /// whose durable value no snapshot holds yet.
     pub(crate) fn spares_for_snapshot(&self) -> Vec<TensorId> {
         let needs = |(name, key): &(Arc<str>, u64)| {
             let id = self.find_tensor(name)?;
@@ -228,7 +228,7 @@ impl Table {
         self.durable.iter().flat_map(|durable| durable.tensors.iter()).filter_map(needs).collect()
     }
 
-    /// The present values of all tensors, as a generation.
+    /// The current values of all tensors, as a generation.
     pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<str>) -> Generation {
         let mut tensors: Vec<_> =
             self.tensors.values().map(|tensor| (Arc::clone(&tensor.name), tensor.current)).collect();
@@ -236,7 +236,7 @@ impl Table {
         Generation { number, time, state, tensors: tensors.into() }
     }
 
-    /// From now on nobody writes to what a generation has.
+    /// Pins the extents of a generation: they are not written from now on.
     pub(crate) fn pin(&mut self, generation: &Generation) {
         for (_, key) in generation.tensors.iter() {
             self.entries.get_mut(key).expect("a generation's extents are in use").pins += 1;
@@ -249,28 +249,28 @@ impl Table {
         }
     }
 
-    /// Gives up a pin, and what nobody has any more.
+    /// Removes a pin, and reclaims the extents that nothing holds any more.
     pub(crate) fn release(&mut self, generation: Generation, two_slots: bool) {
         self.unpin(&generation);
         self.reclaim(&[generation], two_slots);
     }
 
-    /// Whether nothing on the medium speaks of a generation.
+    /// Whether no manifest on the volumes can name a generation.
     pub(crate) fn is_clean(&self) -> bool {
         self.durable.is_none() && self.doubtful.is_empty() && self.snapshots.is_empty()
     }
 
-    /// Whether the medium may have a generation that is no snapshot.
+    /// Whether a manifest on the volumes may name a generation that is no snapshot.
     pub(crate) fn has_current(&self) -> bool {
         self.durable.is_some() || !self.doubtful.is_empty()
     }
 
-    /// A pinned generation may be on the medium, and may not.
+    /// Records that a manifest may name a pinned generation, since its commit failed.
     pub(crate) fn doubt(&mut self, generation: Generation) {
         self.doubtful.push(generation);
     }
 
-    /// A pinned generation is the durable one, and none before is.
+    /// Makes a pinned generation the durable one.
     pub(crate) fn commit(&mut self, generation: Option<Generation>, two_slots: bool) {
         self.last_number = generation.as_ref().map_or(self.last_number, |generation| generation.number);
         let mut old = std::mem::take(&mut self.doubtful);
@@ -296,7 +296,7 @@ impl Table {
         self.release(snapshot.generation, two_slots);
     }
 
-    /// The tensors are those of a pinned generation, whatever they were before.
+    /// Makes the tensors those of a pinned generation.
     pub(crate) fn restore(&mut self, generation: Generation, two_slots: bool) {
         let gone: Vec<TensorId> = self
             .tensors
@@ -320,8 +320,8 @@ impl Table {
         self.reclaim_keys(&superseded, two_slots);
     }
 
-    /// What generations had and nobody has any more becomes a spare where one is needed, and is free else. Spares that are
-    /// not needed any more are free too.
+    /// Reclaims extents of generations that nothing holds any more: they become spares where spares are needed, and are freed
+    /// otherwise. Spares that are not needed any more are freed too.
     fn reclaim(&mut self, generations: &[Generation], two_slots: bool) {
         for generation in generations {
             self.reclaim_keys(&generation.tensors, two_slots);
@@ -337,7 +337,7 @@ impl Table {
             match tensor.map(|(id, _)| id) {
                 Some(id) => {
                     if unused {
-                        // Kept or freed below.
+                        // `trim` keeps or frees it.
                         self.add_spare(id, *key);
                     }
                     self.trim(id, two_slots);
@@ -348,24 +348,25 @@ impl Table {
         }
     }
 
-    /// Frees spares that a tensor does not need, or that have another length by now.
+    /// Frees spares that a tensor does not need, or whose length differs from the tensor's.
     fn trim(&mut self, id: TensorId, two_slots: bool) {
         let tensor = self.tensor(id);
         let needed = match two_slots {
-            // While a failed commit may be on the medium it is open what the next one supersedes.
+            // While a manifest may name a failed commit, it is unknown what the next commit supersedes.
             true if !self.doubtful.is_empty() => usize::MAX,
             true => self.spares_needed(tensor, self.durable_key(&tensor.name)),
             false => 0,
         };
         let bytes = self.entries[&tensor.current].bytes.extent().bytes;
         let fits = |key: &u64| self.entries[key].bytes.extent().bytes == bytes;
-        let (mut kept, mut freed): (Vec<u64>, Vec<u64>) = tensor.spares.iter().partition(|key| fits(key));
-        freed.extend(kept.drain(needed.min(kept.len())..));
-        self.tensors.get_mut(&id).expect("found above").spares = kept;
-        freed.into_iter().for_each(|key| self.free(key));
+        let (mut spares, mut unneeded): (Vec<u64>, Vec<u64>) =
+            tensor.spares.iter().partition(|key| fits(key));
+        unneeded.extend(spares.drain(needed.min(spares.len())..));
+        self.tensors.get_mut(&id).expect("found above").spares = spares;
+        unneeded.into_iter().for_each(|key| self.free(key));
     }
 
-    /// Extents of a tensor's name that are in use: its value, spares, and what generations have of it.
+    /// Number and total length of the extents in use for each tensor name: its value, its spares, and those of generations.
     pub(crate) fn held(&self) -> HashMap<Arc<str>, (usize, u64)> {
         let mut held: HashMap<Arc<str>, (usize, u64)> = HashMap::new();
         for entry in self.entries.values().filter(|entry| !entry.plain) {

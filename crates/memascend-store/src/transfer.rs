@@ -15,10 +15,11 @@ use crate::{Extent, Result, Store, StoreError};
 pub type Transferred = Box<dyn FnOnce(Result<()>) + Send>;
 
 impl Store {
-    /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done`
-    /// on an engine thread. What is read is compared with what was written as soon as all of what was written together (a MiB,
-    /// counted from the extent's begin) was read, by this transfer or by this and others: then the last one fails. Nothing
-    /// may be read or written while it is being written.
+    /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done` on an engine
+    /// thread. Nothing may be read or written while it is being written.
+    ///
+    /// Reads are compared with the checksums of what was written: one for each MiB, counted from the extent's start, or for
+    /// less if less was written at once. The read that completes such a part compares it, and fails if the bytes differ.
     ///
     /// # Panics
     /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
@@ -40,11 +41,11 @@ impl Store {
             return done(Ok(()));
         }
         let of = self.table().bytes(extent.offset).cloned();
-        let of = of.expect("the handle is of a tensor that was not freed");
+        let of = of.expect("the extent was not freed");
         self.submit(operation, of, offset, buffer, self.checksums, done);
     }
 
-    /// As [`Store::transfer`], with or without comparing.
+    /// As [`Store::transfer`]; compares checksums only if `compare`.
     pub(crate) fn submit(
         &self,
         operation: Operation,
@@ -59,7 +60,7 @@ impl Store {
         let after = match operation {
             Operation::Write => {
                 if compare {
-                    // SAFETY: until the transfer has ended nobody changes what is written.
+                    // SAFETY: the caller leaves the buffer unchanged until the transfer has ended.
                     let sums = sum_writes(offset, unsafe { buffer.as_slice() });
                     of.sums().write(&sums);
                 } else {
@@ -77,7 +78,7 @@ impl Store {
             outcome: Mutex::new((None, Some((after, done)))),
             of,
         });
-        // Cut before the first is submitted: from then on only the requests hold the buffer.
+        // Cut the slices before the first is submitted: from then on only the requests hold the buffer.
         let slices: Vec<_> = pieces.iter().map(|piece| buffer.narrow(piece.start, piece.bytes)).collect();
         drop(buffer);
         for (piece, slice) in pieces.into_iter().zip(slices) {
@@ -87,7 +88,7 @@ impl Store {
                 offset: piece.offset,
                 buffer: slice,
                 on_complete: Box::new(move |Completion { buffer, result }| {
-                    // Returned before anybody hears of the end, so that who waited finds the buffer free.
+                    // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
                     join.finish(result.err());
                 }),
@@ -95,7 +96,7 @@ impl Store {
         }
     }
 
-    /// As [`Store::transfer`], waiting for the end.
+    /// As [`Store::transfer`], and waits until it has ended.
     pub fn transfer_wait(
         &self,
         operation: Operation,
@@ -109,10 +110,10 @@ impl Store {
     }
 }
 
-/// What there is to do when a transfer has ended.
+/// What remains to be done when a transfer has ended.
 enum After {
     Nothing,
-    /// What a failed write has left nobody knows.
+    /// A failed write leaves unknown bytes: their checksums have to go.
     Written {
         offset: u64,
         bytes: u64,
@@ -130,7 +131,7 @@ impl After {
             Self::Written { offset, bytes } if !moved => of.sums().forget(offset, bytes),
             Self::Compare { offset, buffer, map } if moved => {
                 let pieces = of.sums().cut(offset, buffer.bytes() as u64);
-                // SAFETY: the transfer has moved its bytes, and until its end is told nobody else uses them.
+                // SAFETY: the transfer has moved its bytes, and no other code uses them before `done` is called.
                 let sums = sum_pieces(pieces, unsafe { buffer.as_slice() });
                 let damage = of.sums().read(&sums);
                 if let Some((offset, bytes)) = damage {
@@ -143,10 +144,10 @@ impl After {
     }
 }
 
-/// The first error of a transfer, and what there is to do at its end.
+/// The first error of a transfer, and what remains to be done at its end.
 type Outcome = (Option<IoError>, Option<(After, Transferred)>);
 
-/// Collects the parts of one transfer.
+/// Counts the parts of one transfer that have not ended.
 struct Join {
     left: AtomicUsize,
     outcome: Mutex<Outcome>,
@@ -166,7 +167,7 @@ impl Join {
             (outcome.0.take(), outcome.1.take())
         };
         let (after, done) = end.expect("the last part finishes once");
-        // The buffer goes with it, so that who waited finds it free.
+        // This drops the buffer before `done` signals the end, so the waiter can reuse it.
         let compared = after.ended(&self.of, error.is_none());
         done(match error {
             None => compared,

@@ -14,12 +14,12 @@ use crate::{Damage, Result, Store, StoreError};
 const DEPTH: usize = 16;
 
 impl Store {
-    /// Reads all that the durable generation and the snapshots have, a few MiB at a time, and returns what is damaged: it is not
-    /// what was written, or cannot be read. `progress` is called with the bytes read so far and those to be read
-    /// altogether; false ends it early.
+    /// Reads the durable generation and the snapshots, a few MiB at a time, and returns what is damaged: bytes that differ
+    /// from those written, or cannot be read. Calls `progress` with the bytes read so far and the bytes to read in total; if
+    /// it returns false, the verification ends early.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If there is no memory for the buffers.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Vec<Damage>> {
         let (held, all) = self.hold_all();
         let read = self.read_all(&all, progress);
@@ -28,7 +28,7 @@ impl Store {
         read
     }
 
-    /// What any generation has, which stays as it is until the pins are given up.
+    /// Pins all generations, so that their extents stay as they are until the pins are released.
     fn hold_all(&self) -> (Vec<Generation>, Vec<Arc<Bytes>>) {
         let mut table = self.table();
         let held: Vec<Generation> = table
