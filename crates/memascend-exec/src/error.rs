@@ -1,3 +1,5 @@
+//! Errors of the executor.
+
 use std::sync::Arc;
 
 use memascend_mem::MemError;
@@ -10,21 +12,21 @@ pub enum OptimError {
     /// A transfer failed.
     #[error("{0}")]
     Store(Arc<StoreError>),
-    /// A buffer could not be had.
+    /// A buffer could not be allocated.
     #[error("{0}")]
     Memory(Arc<MemError>),
     /// The CUDA device, or a copy to or from it, failed.
     #[error("{0}")]
     Device(Arc<MemError>),
-    /// Staging buffers did not come back in time: the drive hangs, or the device.
+    /// No staging buffer came free in time: the drive or the device hangs.
     #[error(
         "no staging buffer came free within {seconds} seconds: the store's drive, or the CUDA device, does not answer"
     )]
     Stalled {
-        /// How long was waited.
+        /// How long the thread waited.
         seconds: u64,
     },
-    /// Whoever was to end the operation is gone.
+    /// An operation was dropped without a result.
     #[error("an operation ended without a result: a thread of the executor or of the I/O engine failed")]
     Abandoned,
     /// The executor was closed while the job waited.

@@ -37,8 +37,8 @@ impl Ticket {
     }
 }
 
-/// Reads units, updating them on the way where asked, in a pipeline over bounded staging: while one chunk
-/// is computed, the next are read and the last are written.
+/// Reads units, and updates them on the way if a step is due, in a pipeline over a bounded number of slots: while one chunk
+/// is computed, the next are read and the previous ones are written.
 pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
@@ -58,8 +58,8 @@ struct Job {
 
 impl Executor {
     /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of `slot_bytes` bytes, each for
-    /// the states and the gradient of a piece of a tensor: a chunk of `chunk_elements`, that of the
-    /// [`Gradients`](crate::Gradients), or where that is too much a half of it, or a quarter, and so on.
+    /// the states and the gradient of a piece of a tensor. A piece is a chunk of `chunk_elements` elements, as in
+    /// [`Gradients`](crate::Gradients); if a slot does not hold that, it is a half of the chunk, or a quarter, and so on.
     ///
     /// # Panics
     /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].
@@ -72,7 +72,7 @@ impl Executor {
     ) -> Self {
         assert!(
             chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
-            "chunks of whole blocks"
+            "chunks are whole gradient blocks"
         );
         let (jobs, accepted) = unbounded::<Job>();
         let (computed, work) = unbounded::<Work>();
@@ -102,8 +102,8 @@ impl Executor {
         Duration::from_nanos(self.busy.load(Ordering::Relaxed) / self.compute_threads as u64)
     }
 
-    /// Starts reading `weights`, applying `updates` on the way. Waits first for whatever `pending` counts:
-    /// earlier write-back of the same unit and spills of its gradients.
+    /// Starts reading `weights`, applying `updates` on the way. Waits first for the operations that
+    /// `pending` counts: earlier write-back of the same unit and spills of its gradients.
     pub fn fetch(
         &self,
         pending: Arc<Pending>,
@@ -121,7 +121,7 @@ impl Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        // The threads did not come along into a forked child.
+        // A forked child has no such threads.
         if !self.origin.is_here() {
             return;
         }

@@ -1,3 +1,5 @@
+//! Weights read from files outside the store.
+
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -12,12 +14,12 @@ pub const FILE_WINDOWS: usize = 4;
 /// Bytes of a window.
 pub const FILE_WINDOW_BYTES: usize = 1 << 20;
 
-/// A part of a unit's weights that lies in a file of somebody else's.
+/// A part of a unit's weights that lies in a file outside the store.
 #[derive(Debug, Clone)]
 pub struct FilePart {
     /// The file.
     pub file: Arc<ExternalFile>,
-    /// Where the part begins there, in bytes: anywhere.
+    /// Where the part begins in the file, in bytes; need not be aligned.
     pub position: u64,
     /// Where it begins in the unit, in bytes.
     pub offset: usize,
@@ -25,16 +27,15 @@ pub struct FilePart {
     pub bytes: usize,
 }
 
-/// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a multiple of a block, so
-/// whole blocks are read into a window of each thread and the part is copied from there: memory is several times as
-/// fast as a drive.
+/// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a multiple of a block, so each
+/// thread reads whole blocks into a window and copies the part from there. Memory is several times as fast as a drive.
 pub(crate) struct FileReader {
     pieces: Option<Sender<Piece>>,
     threads: Vec<JoinHandle<()>>,
     origin: Origin,
 }
 
-/// What one window holds.
+/// A part that one window holds.
 struct Piece {
     file: Arc<ExternalFile>,
     position: u64,
@@ -58,9 +59,9 @@ impl FileReader {
                 let window =
                     unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
                 for Piece { file, position, buffer, read } in accepted {
-                    // SAFETY: until the read has ended nobody else touches the range; ranges do not overlap.
+                    // SAFETY: no other code uses the range until the read has ended, and ranges do not overlap.
                     let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
-                    // Returned before anybody hears of the end, so that who waited finds the buffer free.
+                    // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
                     read.end(result.map_err(OptimError::from));
                 }
@@ -71,7 +72,7 @@ impl FileReader {
         Ok(Self { pieces: Some(pieces), threads, origin: Origin::here() })
     }
 
-    /// Starts reading `part` into `buffer`, which is as long; each piece is counted by what `begin` returns.
+    /// Starts reading `part` into `buffer`, which has the same length. `begin` begins the operation of each piece.
     pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> Underway) {
         let pieces = self.pieces.as_ref().expect("open until dropped");
         let mut done = 0;
@@ -81,7 +82,7 @@ impl FileReader {
             let bytes = (FILE_WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
             let file = Arc::clone(&part.file);
             let piece = Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin() };
-            // Refused, the piece comes back, and its dropping tells those who wait for it.
+            // A refused piece is dropped, which ends its operation with an error.
             let _ = pieces.send(piece);
             done += bytes;
         }
@@ -90,7 +91,7 @@ impl FileReader {
 
 impl Drop for FileReader {
     fn drop(&mut self) {
-        // The threads did not come along into a forked child.
+        // A forked child has no such threads.
         if !self.origin.is_here() {
             return;
         }

@@ -1,3 +1,5 @@
+//! Captured gradients: copied or added up in staging buffers, and spilled to the SSD.
+
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memascend_mem::{Lease, LeaseSlice, LockExt};
@@ -14,8 +16,8 @@ use memascend_kernels::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GradientId(pub usize);
 
-/// The gradients of a training run: taken over as autograd makes them, kept in spare staging buffers, and
-/// spilled to the SSD chunk by chunk where those run out.
+/// The gradients of a training run: captured as autograd makes them, kept in spare staging buffers, and spilled to the
+/// SSD chunk by chunk when no buffer is spare.
 pub struct Gradients {
     staging: Staging,
     chunk_elements: usize,
@@ -33,7 +35,7 @@ struct Record {
 }
 
 enum Place {
-    /// Cut into chunks, each where it found room.
+    /// Cut into chunks, each in a staging buffer or on the SSD.
     Chunks { extent: Extent, chunks: Vec<Chunk> },
     /// Small tensors packed together: a buffer of their own for the whole run.
     Packed { buffer: LeaseSlice },
@@ -42,7 +44,7 @@ enum Place {
 /// Where one chunk of a gradient is.
 #[derive(Clone)]
 pub(crate) enum Chunk {
-    /// Nowhere: no gradient yet.
+    /// There is no gradient yet.
     Empty,
     /// In a staging buffer.
     Host(Arc<Lease>),
@@ -71,21 +73,21 @@ pub(crate) enum SourcePlace {
 }
 
 impl GradientSource {
-    /// The gradients are where the segments say.
+    /// The gradients lie at the addresses in the segments.
     pub fn addresses() -> Self {
         Self { place: SourcePlace::Addresses }
     }
 }
 
 impl Gradients {
-    /// No gradients yet, spilled through `staging` in pieces of `chunk_elements` elements: those of the
-    /// executor, a multiple of [`GRADIENT_BLOCK`], and at most a staging buffer each.
+    /// No gradients yet. They are cut into chunks of `chunk_elements` elements, as in the executor: a multiple of
+    /// [`GRADIENT_BLOCK`], and at most a buffer of `staging`.
     pub fn new(staging: Staging, chunk_elements: usize) -> Self {
         assert!(chunk_elements.is_multiple_of(GRADIENT_BLOCK), "statistics are taken in whole blocks");
         Self { staging, chunk_elements, records: Mutex::default() }
     }
 
-    /// Makes room for the gradient of a tensor that moves alone. `pending` counts its spills.
+    /// Allocates the gradient of a tensor that moves alone. `pending` counts its spills.
     pub fn create(
         &self,
         name: &str,
@@ -99,20 +101,20 @@ impl Gradients {
         Ok(self.insert(dtype, numel, pending, Place::Chunks { extent, chunks }))
     }
 
-    /// Makes room for the gradients of small tensors packed together, in `buffer`.
+    /// Registers `buffer` for the gradients of small tensors packed together.
     pub fn create_packed(&self, dtype: Dtype, numel: usize, buffer: LeaseSlice) -> GradientId {
         assert!(numel * dtype.bytes() <= buffer.bytes(), "the buffer holds the pack");
         self.insert(dtype, numel, Arc::default(), Place::Packed { buffer })
     }
 
-    /// Takes over a gradient of `numel` elements that begins at element `start` of the tensor: copied, or added
-    /// to what is there when `accumulate`. Returns the statistics of the result.
+    /// Captures a gradient of `numel` elements that begins at element `start` of the tensor: copies it, or adds it to the
+    /// gradient so far if `accumulate`. Returns the statistics of the result.
     ///
     /// # Safety
-    /// `source` points to `numel` readable elements of the gradient's dtype, which nobody writes meanwhile.
+    /// `source` points to `numel` readable elements of the gradient's dtype, which are not written during the call.
     ///
     /// # Panics
-    /// If the range leaves the tensor, or is not the whole of a tensor that moves alone.
+    /// If the range leaves the tensor, or is only a part of a tensor that moves alone.
     pub unsafe fn capture(
         &self,
         id: GradientId,
@@ -203,26 +205,25 @@ impl Gradients {
         Ok(())
     }
 
-    /// Notes that a gradient is about to be captured from a device: until that has ended, everybody else waits.
+    /// Begins a capture from a device: until the capture has ended, every other use of the gradient waits.
     ///
     /// # Panics
-    /// As [`Gradients::capture`], and if the blocks' sums are not those of a gradient that replaces what is there.
+    /// As [`Gradients::capture`], and if there are block sums of another number of blocks, or of a gradient that is added up.
     pub(crate) fn begin_capture(&self, id: GradientId, source: &Source) -> Underway {
         let record = self.record(id);
         record.check(source.start, source.numel);
         if let Some((_, count)) = source.sums {
-            assert!(!source.accumulate, "the sums of a part of what is added up say nothing of the whole");
+            assert!(!source.accumulate, "block sums of an addend are not those of the sum");
             assert_eq!(count, source.numel.div_ceil(GRADIENT_BLOCK), "one sum for each block");
         }
         record.arriving.begin()
     }
 
-    /// As [`Gradients::capture`], from a device. When this returns, whatever it returns, the device is read from no more.
-    /// A gradient that fails to arrive is gone.
+    /// As [`Gradients::capture`], from a device. When this returns, with or without an error, no copy reads the source any
+    /// more. A gradient whose copy failed is lost.
     ///
     /// # Safety
-    /// The source is memory of the device's that lives and is not written during the call, once the device has reached
-    /// its event.
+    /// The source is device memory that lives and is not written from its event until the end of the call.
     pub(crate) unsafe fn capture_from(
         &self,
         copies: &Copies,
@@ -307,7 +308,7 @@ impl Gradients {
         }
         let mut index = 0;
         while index < chunks.len() {
-            // Neighbours that are added to what is on the SSD, or that are not.
+            // A run of chunks that all lie on the SSD, or of which none does.
             let on_ssd = |chunk: &Chunk| matches!(chunk, Chunk::Ssd);
             let spilled = on_ssd(&chunks[index]);
             let length = chunks[index..].iter().take_while(|chunk| on_ssd(chunk) == spilled).count();
@@ -362,7 +363,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Forgets a gradient's values; its room on the SSD stays.
+    /// Forgets a gradient's values; its extent on the SSD stays.
     pub fn clear(&self, id: GradientId) {
         if let Place::Chunks { chunks, .. } = &mut *self.record(id).settled() {
             chunks.fill(Chunk::Empty);
@@ -383,7 +384,7 @@ impl Gradients {
         GradientSource { place }
     }
 
-    /// Reads a gradient of `target.len()` bytes: for inspection, off the training path.
+    /// Reads a gradient of `target.len()` bytes, for inspection outside training.
     pub fn read(&self, id: GradientId, target: &mut [u8]) -> Result<()> {
         let record = self.record(id);
         let place = record.settled();
@@ -437,14 +438,14 @@ impl Record {
         self.place.locked()
     }
 
-    /// The place when no capture from a device is under way. One that failed has told whoever asked for it.
+    /// Locks the place once no capture from a device is under way. The error of a failed one went to its caller.
     fn settled(&self) -> MutexGuard<'_, Place> {
         let _ = self.arriving.wait();
         self.lock()
     }
 }
 
-/// The statistics of what was copied.
+/// Adds the statistics of a gradient that was copied.
 fn measure(dtype: Dtype, source: &[u8], stats: &mut GradientStats) {
     match dtype {
         Dtype::Bf16 => stats_bf16(cast(source), stats),
@@ -471,7 +472,7 @@ fn merge(dtype: Dtype, target: &mut [u8], source: &[u8], add: bool, stats: &mut 
     }
 }
 
-/// Numbers of which every bit pattern is a value.
+/// Numbers for which every bit pattern is a value.
 pub(crate) trait Plain: Copy {}
 impl Plain for u16 {}
 impl Plain for f32 {}

@@ -1,3 +1,5 @@
+//! Counters of operations under way, on which later work waits.
+
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::{OptimError, Result};
@@ -16,21 +18,21 @@ struct State {
     error: Option<OptimError>,
 }
 
-/// One operation that a [`Pending`] counts. It ends exactly once, also when whoever was to end it is gone: a
-/// thread that panicked or an engine that was closed must leave nobody waiting.
+/// One operation that a [`Pending`] counts. It ends exactly once. If a thread panics or an engine closes, dropping this
+/// value ends the operation with an error, so that no waiter is left behind.
 #[derive(Debug)]
 pub struct Underway {
     pending: Option<Arc<Pending>>,
 }
 
 impl Pending {
-    /// Notes that an operation has begun.
+    /// Begins an operation.
     pub fn begin(self: &Arc<Self>) -> Underway {
         self.lock().count += 1;
         Underway { pending: Some(Arc::clone(self)) }
     }
 
-    /// Waits until nothing is under way. A failure stays: what it left on the SSD cannot be trusted.
+    /// Waits until nothing is under way. A failure stays: what the failed operation left on the SSD cannot be trusted.
     pub fn wait(&self) -> Result<()> {
         let mut state = self.lock();
         while state.count > 0 {
@@ -61,7 +63,7 @@ impl Pending {
 }
 
 impl Underway {
-    /// Notes that the operation has ended.
+    /// Ends the operation.
     pub fn end(mut self, result: Result<()>) {
         if let Some(pending) = self.pending.take() {
             pending.end(result);

@@ -1,3 +1,5 @@
+//! Chunks of staging memory, through which ordinary memory moves to and from the store.
+
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -11,7 +13,7 @@ use memascend_kernels::{GRADIENT_BLOCK, Plane};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
-/// Chunk buffers that data kept in host memory (gradients, activations) leaves to transfers under way.
+/// Chunks that gradients and activations kept in host memory leave free for transfers.
 pub const STAGING_RESERVE: usize = 8;
 /// Chunks read ahead of the one being consumed.
 const READ_AHEAD: usize = 4;
@@ -30,7 +32,10 @@ impl Staging {
     /// # Panics
     /// If `chunk_bytes` is not a multiple of the page: every chunk begins on a block of its extent.
     pub fn new(store: Arc<Store>, pool: Pool, chunk_bytes: usize) -> Self {
-        assert!(chunk_bytes > 0 && chunk_bytes.is_multiple_of(PAGE_BYTES), "{chunk_bytes} bytes to a chunk");
+        assert!(
+            chunk_bytes > 0 && chunk_bytes.is_multiple_of(PAGE_BYTES),
+            "chunks of {chunk_bytes} bytes are not whole pages"
+        );
         Self { store, pool, chunk_bytes }
     }
 
@@ -39,16 +44,16 @@ impl Staging {
         self.chunk_bytes
     }
 
-    /// The store behind.
+    /// The store that the chunks are transferred to and from.
     pub fn store(&self) -> &Arc<Store> {
         &self.store
     }
 
-    /// A chunk, waiting for a transfer to return one, and whether it may stay with its data in host memory: if that is
-    /// wanted (`keep`), and not when it was one of the last that are free.
+    /// A chunk, waiting for one to come free, and whether it may keep its data in host memory: only if `keep`, and not if
+    /// it is one of the last free chunks.
     pub(crate) fn chunk_for(&self, keep: bool) -> Result<(Arc<Lease>, bool)> {
         match self.try_chunk_for(keep)? {
-            Some(found) => Ok(found),
+            Some(chunk) => Ok(chunk),
             None => Ok((self.chunk()?, false)),
         }
     }
@@ -61,18 +66,18 @@ impl Staging {
         Ok(self.spare_chunk(0)?.map(|chunk| (chunk, false)))
     }
 
-    /// A chunk if more than `reserve` are free.
+    /// A chunk, if more than `reserve` are free.
     fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
         Ok(self.pool.try_lease_spare(self.chunk_bytes, reserve)?.map(Arc::new))
     }
 
-    /// A chunk, waiting for a transfer to return one.
+    /// A chunk, waiting for one to come free.
     pub fn chunk(&self) -> Result<Arc<Lease>> {
         let lease = self.pool.lease(self.chunk_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
         lease.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
-    /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` learns of the end.
+    /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` counts the write.
     pub fn write_chunk(
         &self,
         extent: Extent,
@@ -88,12 +93,12 @@ impl Staging {
         self.store.transfer(Operation::Write, extent, offset as u64, buffer, done);
     }
 
-    /// Copies `source` out to `extent`. Returns when all of it is copied; `pending` learns when it is written.
+    /// Writes `source` to `extent`. Returns when all of it is copied; `pending` counts the writes.
     pub fn write(&self, extent: Extent, source: &[u8], pending: &Arc<Pending>) -> Result<()> {
         for (index, part) in source.chunks(self.chunk_bytes).enumerate() {
             let chunk = self.chunk()?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
-            // SAFETY: the lease is fresh and nobody else knows it.
+            // SAFETY: the lease is fresh, and no other code has it.
             unsafe { buffer.as_mut_slice() }.copy_from_slice(part);
             self.write_chunk(extent, index * self.chunk_bytes, chunk, part.len(), pending);
         }
@@ -117,7 +122,7 @@ impl Staging {
     /// Reads a plane of as many elements as `values`, whose writes have ended, as fp32.
     ///
     /// # Panics
-    /// For the low halves of masters, which are no numbers.
+    /// If the plane holds the low halves of masters, which are not numbers by themselves.
     pub fn read_plane(&self, extent: Extent, plane: Plane, values: &mut [f32]) -> Result<()> {
         let elements = self.elements_of(plane);
         let (chunk_bytes, bytes) = (plane.span(0, elements).len(), plane.bytes(values.len()));
@@ -131,8 +136,7 @@ impl Staging {
         })
     }
 
-    /// Writes fp32 `values` as a plane, rounded to the nearest. Returns when all are copied; `pending` learns when they
-    /// are written.
+    /// Writes fp32 `values` as a plane, rounded to the nearest. Returns when all are copied; `pending` counts the writes.
     ///
     /// # Panics
     /// As [`Staging::read_plane`].
@@ -148,7 +152,7 @@ impl Staging {
             let span = plane.span(index * elements, part.len());
             let chunk = self.chunk()?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, span.len());
-            // SAFETY: the lease is fresh and nobody else knows it.
+            // SAFETY: the lease is fresh, and no other code has it.
             let target = unsafe { buffer.as_mut_slice() };
             target.fill(0);
             plane.write(target, index * elements, part);
@@ -161,12 +165,12 @@ impl Staging {
     fn elements_of(&self, plane: Plane) -> usize {
         let unit = if plane.has_records() { GRADIENT_BLOCK } else { PAGE_BYTES };
         let units = self.chunk_bytes / plane.span(0, unit).len();
-        assert!(units > 0, "{} bytes to a chunk, which is too little for a plane", self.chunk_bytes);
+        assert!(units > 0, "chunks of {} bytes hold no part of a plane", self.chunk_bytes);
         units * unit
     }
 
-    /// Calls `consume(index, chunk, bytes)` for each piece of `chunk_bytes` bytes of `extent` (of which `bytes`
-    /// count) in `range`, in order, reading ahead as far as free buffers allow.
+    /// Reads the first `bytes` bytes of `extent` in pieces of `chunk_bytes`, and calls `consume(index, chunk, bytes)` for
+    /// each piece in `range`, in order. Reads ahead as far as chunks are free.
     pub fn read_chunks(
         &self,
         extent: Extent,
@@ -179,7 +183,7 @@ impl Staging {
         let mut next = range.start;
         while next < range.end || !ahead.is_empty() {
             while next < range.end && ahead.len() < READ_AHEAD {
-                // Only the first may wait: it holds nothing that somebody else could be waiting for.
+                // Only the first chunk may be waited for: a thread that holds chunks and waits could deadlock with another one.
                 let chunk = if ahead.is_empty() { Some(self.chunk()?) } else { self.spare_chunk(1)? };
                 let Some(chunk) = chunk else { break };
                 let length = chunk_bytes.min(bytes - next * chunk_bytes);

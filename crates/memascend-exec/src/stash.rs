@@ -1,3 +1,5 @@
+//! Bytes put aside for a while, in staging buffers or on the SSD.
+
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use memascend_mem::{Lease, LeaseSlice, LockExt, Origin};
@@ -6,16 +8,16 @@ use memascend_store::Extent;
 use crate::device::{Copies, Outcome};
 use crate::{OptimError, Pending, Result, Staging};
 
-/// Bytes put aside for a while: in spare staging buffers as far as there are any, the rest on the SSD. Dropping it
-/// gives the room back.
+/// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare. Dropping the stash frees
+/// both.
 pub struct Stash {
-    kept: Arc<Kept>,
-    /// Of those that come from a device: whether they are here.
+    stashed: Arc<Stashed>,
+    /// For a stash from a device: whether the bytes were copied.
     copied: Option<Arc<Outcome<()>>>,
 }
 
-/// Where they are. Whoever copies them holds it too, so that the room is given back when nobody does.
-pub(crate) struct Kept {
+/// Where the bytes lie. A thread that copies them shares this value, so that the space is freed when no copy needs it.
+pub(crate) struct Stashed {
     staging: Weak<Staging>,
     bytes: usize,
     places: Mutex<Places>,
@@ -25,62 +27,62 @@ pub(crate) struct Kept {
 
 #[derive(Clone, Default)]
 struct Places {
-    /// The chunks in host memory, by their order; the others are in `extent`.
+    /// The chunks in host memory, by index; None for a chunk in `extent`.
     chunks: Vec<Option<Arc<Lease>>>,
     extent: Option<Extent>,
 }
 
 impl Stash {
-    /// Copies `source` out; with `spill` all of it goes to the SSD. Returns when all of it is copied; what goes to the SSD
-    /// is written meanwhile.
+    /// Puts `source` aside; with `spill` all of it on the SSD. Returns when all of it is copied; writes to the SSD may still
+    /// be under way.
     pub fn new(staging: &Arc<Staging>, source: &[u8], spill: bool) -> Result<Self> {
-        let kept = Kept::new(staging, source.len());
+        let stashed = Stashed::new(staging, source.len());
         for part in source.chunks(staging.chunk_bytes()) {
             let (chunk, stays) = staging.chunk_for(!spill)?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
-            // SAFETY: the lease is fresh and nobody else knows it.
+            // SAFETY: the lease is fresh, and no other code has it.
             unsafe { buffer.as_mut_slice() }.copy_from_slice(part);
             drop(buffer);
-            kept.add(staging, chunk, stays, part.len())?;
+            stashed.add(staging, chunk, stays, part.len())?;
         }
-        Ok(Self { kept: Arc::new(kept), copied: None })
+        Ok(Self { stashed: Arc::new(stashed), copied: None })
     }
 
-    /// One whose bytes are being copied by somebody else.
+    /// A stash whose bytes another thread copies.
     pub(crate) fn arriving(staging: &Arc<Staging>, bytes: usize, copied: Arc<Outcome<()>>) -> Self {
-        Self { kept: Arc::new(Kept::new(staging, bytes)), copied: Some(copied) }
+        Self { stashed: Arc::new(Stashed::new(staging, bytes)), copied: Some(copied) }
     }
 
-    pub(crate) fn kept(&self) -> Arc<Kept> {
-        Arc::clone(&self.kept)
+    pub(crate) fn stashed(&self) -> Arc<Stashed> {
+        Arc::clone(&self.stashed)
     }
 
     /// Length in bytes.
     pub fn bytes(&self) -> usize {
-        self.kept.bytes
+        self.stashed.bytes
     }
 
-    /// Whether the source is read no more: it was copied, or that failed.
+    /// Whether the source is no longer read: it was copied, or the copy failed.
     pub fn is_copied(&self) -> bool {
         self.copied.as_ref().is_none_or(|copied| copied.is_done())
     }
 
-    /// Waits until the source is read no more.
+    /// Waits until the source is no longer read.
     ///
     /// # Errors
-    /// Why it could not be copied.
+    /// If the source could not be copied.
     pub fn wait_copied(&self) -> Result<()> {
         self.copied.as_ref().map_or(Ok(()), |copied| copied.wait())
     }
 
-    /// Copies the bytes to `target`, as often as wanted.
+    /// Copies the bytes to `target`. May be called any number of times.
     ///
     /// # Panics
     /// If `target` has another length.
     pub fn restore(&self, target: &mut [u8]) -> Result<()> {
-        assert_eq!(target.len(), self.bytes(), "a stash comes back whole");
+        assert_eq!(target.len(), self.bytes(), "a stash is restored as a whole");
         self.wait_copied()?;
-        self.kept.chunks(|offset, chunk, bytes| {
+        self.stashed.chunks(|offset, chunk, bytes| {
             let source = LeaseSlice::new(chunk, 0, bytes);
             // SAFETY: chunks of a stash are written only when it is made.
             target[offset..offset + bytes].copy_from_slice(unsafe { source.as_slice() });
@@ -89,7 +91,7 @@ impl Stash {
     }
 }
 
-impl Kept {
+impl Stashed {
     fn new(staging: &Arc<Staging>, bytes: usize) -> Self {
         Self {
             staging: Arc::downgrade(staging),
@@ -100,7 +102,7 @@ impl Kept {
         }
     }
 
-    /// Takes the next `bytes` bytes, which are in `chunk`: as they are if it `stays`, otherwise to the SSD.
+    /// Adds the next `bytes` bytes, which are in `chunk`: keeps the chunk if it `stays`, writes it to the SSD otherwise.
     fn add(&self, staging: &Staging, chunk: Arc<Lease>, stays: bool, bytes: usize) -> Result<()> {
         let mut places = self.lock();
         if stays {
@@ -117,7 +119,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Takes all bytes from device address `source`; with `spill` all of them go to the SSD.
+    /// Copies all bytes from device address `source`; with `spill` all of them to the SSD.
     ///
     /// # Safety
     /// As [`Copies::download`].
@@ -130,12 +132,12 @@ impl Kept {
         unsafe { copies.download(&staging, source, pieces, chunk_bytes, self.bytes, !spill, add) }
     }
 
-    /// Tells whoever wants the bytes back that they did not come.
+    /// Makes every later restore fail with `error`.
     pub(crate) fn fail(&self, error: &OptimError) {
         self.pending.begin().end(Err(error.clone()));
     }
 
-    /// Calls `consume(offset, chunk, bytes)` for each piece in order, reading ahead what is on the SSD.
+    /// Calls `consume(offset, chunk, bytes)` for each piece in order, and reads ahead what lies on the SSD.
     pub(crate) fn chunks(
         &self,
         mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,
@@ -144,7 +146,7 @@ impl Kept {
         self.pending.wait()?;
         let Places { chunks, extent } = self.lock().clone();
         let chunk_bytes = staging.chunk_bytes();
-        assert_eq!(chunks.len(), self.bytes.div_ceil(chunk_bytes), "a stash comes back whole");
+        assert_eq!(chunks.len(), self.bytes.div_ceil(chunk_bytes), "a stash is restored as a whole");
         let mut index = 0;
         while index < chunks.len() {
             if let Some(chunk) = &chunks[index] {
@@ -169,9 +171,9 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for Stashed {
     fn drop(&mut self) {
-        // The thread that would end the writes did not come along into a forked child.
+        // A forked child has no thread that would end the writes.
         if !self.origin.is_here() {
             return;
         }

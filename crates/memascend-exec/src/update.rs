@@ -1,4 +1,4 @@
-//! What a job of the executor is told: the weights of a unit, and the updates of its tensors.
+//! The description of a job: the weights of a unit, and the updates of its tensors.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use crate::{FilePart, GradientSource};
 #[derive(Debug, Clone, Copy)]
 pub struct Address(pub *mut u8);
 
-// SAFETY: an address is a number; whoever makes it vouches for the memory until the job has ended.
+// SAFETY: an address is a number; the code that makes it vouches for the memory until the job has ended.
 unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
 
 /// The weights of a unit: the tensors that make them up and the lease they are read into.
 pub struct UnitWeights {
-    /// The tensors, in the order of their places in the lease.
+    /// The tensors, in the order of their offsets in the lease.
     pub tensors: Vec<UnitTensor>,
-    /// What lies outside of the store and is only read.
+    /// Frozen weights that are read from files outside the store.
     pub files: Arc<[FilePart]>,
     /// A buffer that holds them all.
     pub lease: Arc<Lease>,
@@ -30,7 +30,7 @@ pub struct UnitWeights {
 /// The weights of one tensor of a unit.
 #[derive(Debug, Clone, Copy)]
 pub struct UnitTensor {
-    /// Which it is in the store.
+    /// The tensor in the store.
     pub tensor: TensorId,
     /// Where it begins in the unit, in bytes: a multiple of the page.
     pub offset: usize,
@@ -44,12 +44,12 @@ pub struct Segment {
     pub start: usize,
     /// Number of elements.
     pub numel: usize,
-    /// What the step computes, on which of the tensor's planes. States of 8 bits take a tensor of one segment.
+    /// What the step computes, and on which of the tensor's planes. With 8-bit states the segment is the whole tensor.
     pub rule: Rule,
     /// Hyper-parameters of this step.
     pub scalars: StepScalars,
-    /// For each of the rule's planes, whether the parameter has no such state yet: it begins as zeros, whatever the plane
-    /// holds.
+    /// For each of the rule's planes, whether the parameter has no such state yet. A fresh state begins as zeros, whatever
+    /// the plane holds.
     pub fresh: Vec<bool>,
     /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
     pub host: Option<(Address, Address)>,
@@ -57,26 +57,26 @@ pub struct Segment {
 
 /// One array of states of a tensor, on the SSD.
 pub struct UpdatePlane {
-    /// What is kept, and how.
+    /// Which state, and its number format.
     pub plane: Plane,
-    /// Where: [`Plane::bytes`] of the tensor's elements.
+    /// The tensor in the store that holds it, of [`Plane::bytes`] of the elements.
     pub tensor: TensorId,
-    /// Whether it has been written; before, it is zeros and is not read.
+    /// Whether it was ever written. If not, it is zeros and is not read.
     pub written: bool,
 }
 
-/// One tensor of the store to be updated: its states and what to do.
+/// The update of one tensor: its states, its gradient, and the step of each parameter.
 pub struct UpdateTensor {
     /// Element type of weight and gradient.
     pub dtype: Dtype,
     /// Elements, padding included.
     pub numel: usize,
-    /// Where the weights begin in the unit, in bytes: that of one of its tensors; ignored for tensors in host memory.
+    /// Where the weights begin in the unit, in bytes: the offset of one of its tensors. Ignored for tensors in host memory.
     pub weight_offset: usize,
-    /// The states of every segment's rule; segments whose rules agree on a plane share it.
+    /// The states of all segments' rules; segments whose rules have a plane in common share it.
     pub planes: Vec<UpdatePlane>,
     /// The gradient.
     pub gradient: GradientSource,
-    /// What to update, in ascending order; elements in no segment stay as they are.
+    /// The segments to update, in ascending order. Elements outside all segments stay as they are.
     pub segments: Vec<Segment>,
 }

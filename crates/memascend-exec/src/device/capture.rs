@@ -1,3 +1,5 @@
+//! Gradients captured from the device.
+
 use std::sync::Arc;
 
 use super::{Copies, DeviceEvent, Outcome, Promise};
@@ -8,29 +10,29 @@ use memascend_kernels::GradientStats;
 pub struct Capture(pub(super) Arc<Outcome<GradientStats>>);
 
 impl Capture {
-    /// Waits until the gradient is kept; spills may still be on their way to the SSD. Gives its statistics.
+    /// Waits until the gradient is captured, and returns its statistics. Spills to the SSD may still be under way.
     pub fn wait(&self) -> Result<GradientStats> {
         self.0.wait()
     }
 
-    /// Whether the capture has ended, well or not: the device's memory is read no more.
+    /// Whether the capture has ended, with or without an error: the device memory is no longer read.
     pub fn is_done(&self) -> bool {
         self.0.is_done()
     }
 }
 
-/// Where a gradient comes from.
+/// A gradient in device memory.
 pub(crate) struct Source {
     pub(crate) start: usize,
     pub(crate) address: usize,
     pub(crate) numel: usize,
     pub(crate) accumulate: bool,
-    /// Address and number of the blocks' sums of squares.
+    /// Address and number of the sums of squares of its blocks.
     pub(crate) sums: Option<(usize, usize)>,
     pub(crate) ready: DeviceEvent,
 }
 
-/// The capture, for a thread of the device's. From now on the gradient is being captured.
+/// The capture as a job for a thread of the device. The gradient counts as being captured from now on.
 pub(super) fn job(
     copies: Arc<Copies>,
     gradients: Arc<Gradients>,
@@ -42,7 +44,7 @@ pub(super) fn job(
     move || {
         // SAFETY: the caller of `DeviceLink::capture` vouches for the source until the capture has ended.
         let captured = copies.enter().and_then(|()| unsafe { gradients.capture_from(&copies, id, &source) });
-        // Before anybody hears of the end: who closes the store next must be the last to hold it.
+        // Drop the gradients before signalling, so that a caller that closes the store then is the last to hold it.
         drop((copies, gradients));
         arriving.end(Ok(()));
         promise.keep(captured);

@@ -1,3 +1,5 @@
+//! Copies in the streams of a device.
+
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,15 +10,15 @@ use memascend_mem::{CudaError, CudaEvent, CudaStream, Cudart, Fence, Lease, Leas
 use crate::{OptimError, Result, Staging};
 use memascend_kernels::GradientStats;
 
-/// Pieces on their way from the device at once: one arriving, the next queued behind it, one being dealt with, and one
-/// more for a thread that wakes up late.
+/// Pieces on their way from the device at once: one arriving, one queued behind it, one being processed, and one more for
+/// a thread that wakes up late.
 const IN_FLIGHT: usize = 4;
 /// Bytes of a block's sum.
 const SUM_BYTES: usize = size_of::<f64>();
 /// Bytes of the flag behind the sums.
 const FLAG_BYTES: usize = size_of::<u32>();
 
-/// What was copied and how often a thread waited for the device, so far.
+/// Copies so far, and how often a thread waited for the device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceCounters {
     /// Bytes copied to the device.
@@ -27,9 +29,9 @@ pub struct DeviceCounters {
     pub h2d_copies: u64,
     /// Copies from the device.
     pub d2h_copies: u64,
-    /// Times that the caller of this module had to wait for the device, or for what one of its threads does with it.
+    /// Times that the caller of this module waited for the device or for one of the module's threads.
     pub waits_caller: u64,
-    /// Times that a thread of this module's had to wait for the device.
+    /// Times that a thread of this module waited for the device.
     pub waits_worker: u64,
 }
 
@@ -95,9 +97,9 @@ pub(crate) struct Copies {
     index: i32,
     /// Weights on their way to the device.
     pub(super) upload: CudaStream,
-    /// What was put aside, on its way back.
+    /// Bytes put aside, on their way back.
     pub(super) restore: CudaStream,
-    /// Gradients, and what is put aside.
+    /// Gradients, and bytes that are put aside.
     pub(super) download: CudaStream,
     counters: Arc<Counters>,
 }
@@ -110,12 +112,12 @@ impl Copies {
         Ok(Self { cudart, index, upload, restore, download, counters })
     }
 
-    /// Makes the device that of the calling thread: one of this module's.
+    /// Makes the device current in the calling thread, which is one of this module.
     pub(super) fn enter(&self) -> Result<()> {
         self.cudart.set_device(self.index).map_err(device_error)
     }
 
-    /// Runs `work` for the device on a thread that may have another.
+    /// Runs `work` with the device current, on a thread that may have another current device.
     pub(super) fn on_device<T>(
         &self,
         work: impl FnOnce(&Arc<Cudart>) -> memascend_mem::Result<T>,
@@ -127,7 +129,7 @@ impl Copies {
         DeviceEvent { event: event.into(), counters: Arc::clone(&self.counters) }
     }
 
-    /// Has what is copied from the device from now on come after `event`.
+    /// Makes later copies from the device wait for `event`.
     pub(crate) fn download_after(&self, event: &DeviceEvent) -> Result<()> {
         self.download.wait(&event.event).map_err(device_error)
     }
@@ -137,12 +139,12 @@ impl Copies {
         wait(&stream.record().map_err(device_error)?, &self.counters.waits_worker)
     }
 
-    /// Puts a copy of a range of `lease` to device address `target` into one of the streams. The lease returns to its
-    /// pool only after the copy, whose end the event is.
+    /// Enqueues a copy of a range of `lease` to device address `target` in one of the streams. Returns the event that marks
+    /// its end; the lease returns to its pool only after that event.
     ///
     /// # Safety
-    /// `target` is the address of as many bytes of the device's, which live until the event is done. Nobody writes the
-    /// range meanwhile.
+    /// `target` is the address of as many bytes of device memory, which live until the event is done. The range is not
+    /// written until then.
     pub(super) unsafe fn copy_to_device(
         &self,
         stream: &CudaStream,
@@ -152,7 +154,7 @@ impl Copies {
         target: usize,
     ) -> memascend_mem::Result<Arc<CudaEvent>> {
         let source = LeaseSlice::new(Arc::clone(lease), offset, bytes);
-        // SAFETY: the lease is kept by the fence below; the target is the caller's promise.
+        // SAFETY: the fence below holds the lease; the target is the caller's promise.
         unsafe { stream.copy_to_device(target, source.address(), bytes)? };
         self.counters.h2d_copies.fetch_add(1, Ordering::Relaxed);
         self.counters.h2d_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -163,11 +165,11 @@ impl Copies {
 
     /// Copies from device address `source` into chunks of `staging`, `piece_bytes` bytes to each, and calls
     /// `consume(index, chunk, stays, bytes)` for each piece in `range` (of `bytes` bytes in all, counted from piece 0) in
-    /// order, when it is there. With `keep` a chunk may stay in host memory if there are enough (`stays`). When this
-    /// returns, whatever it returns, the device is read from no more.
+    /// order, once its bytes have arrived. With `keep` a chunk may stay in host memory if enough are free (`stays`). When this
+    /// returns, with or without an error, no copy reads the source any more.
     ///
     /// # Safety
-    /// `source` is the address of `bytes` bytes of the device's, which live and are not written during the call.
+    /// `source` is the address of `bytes` bytes of device memory, which live and are not written during the call.
     #[allow(clippy::too_many_arguments)]
     pub(crate) unsafe fn download(
         &self,
@@ -183,18 +185,18 @@ impl Copies {
         for index in range {
             let (chunk, stays) = loop {
                 let room = arriving.len() < IN_FLIGHT;
-                if let Some(found) = if room { staging.try_chunk_for(keep)? } else { None } {
-                    break found;
+                if let Some(chunk) = if room { staging.try_chunk_for(keep)? } else { None } {
+                    break chunk;
                 }
                 match arriving.pop_front() {
                     Some(first) => first.settle(&mut consume)?,
-                    // Only who holds nothing may wait: somebody else could be waiting for it.
+                    // Wait only without holding a chunk: two threads that hold chunks and wait could deadlock.
                     None => break staging.chunk_for(keep)?,
                 }
             };
             let length = piece_bytes.min(bytes - index * piece_bytes);
             let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
-            // SAFETY: the chunk is fresh and dropped only after the copy; the source is the caller's promise.
+            // SAFETY: the chunk is fresh, and is dropped only after the copy; the source is the caller's promise.
             unsafe { self.download.copy_to_host(target.address(), source + index * piece_bytes, length) }
                 .map_err(device_error)?;
             drop(target);
@@ -223,7 +225,7 @@ impl Copies {
             let piece = LeaseSlice::new(chunk, 0, length);
             // SAFETY: the copy has ended and the chunk is ours alone.
             let (words, flag) = unsafe { piece.as_slice() }.as_chunks::<SUM_BYTES>();
-            // Chunks are whole pages: the flag, which is shorter than a sum, is what is left of the last one.
+            // Chunks are whole pages and hold whole sums: the flag, which is shorter than a sum, is the remainder of the last chunk.
             words.iter().for_each(|word| stats.add_block(f64::from_ne_bytes(*word)));
             stats.non_finite |= flag.iter().any(|byte| *byte != 0);
             Ok(())
@@ -236,12 +238,12 @@ impl Copies {
     }
 }
 
-/// An event behind a copy that was just put into a stream, from or to `lease`.
+/// Records an event behind a copy from or to `lease` that was just enqueued.
 fn end_of_copy(stream: &CudaStream, lease: &Lease) -> memascend_mem::Result<Arc<CudaEvent>> {
     stream.record().map(Arc::new).inspect_err(|_| lease.return_after(Arc::new(Never)))
 }
 
-/// Keeps a buffer for good: when the copy ends is not known, and better lost than another's while the device uses it.
+/// Never returns a buffer to its pool: the end of the copy is unknown, and the device may use the buffer at any time.
 struct Never;
 
 impl Fence for Never {
@@ -261,7 +263,7 @@ struct Arriving<'a> {
 }
 
 impl Arriving<'_> {
-    /// Waits for the copy and hands the piece on.
+    /// Waits for the copy, and passes the piece to its consumer.
     fn settle(
         mut self,
         consume: &mut impl FnMut(usize, Arc<Lease>, bool, usize) -> Result<()>,
@@ -276,7 +278,7 @@ impl Arriving<'_> {
 
 impl Drop for Arriving<'_> {
     fn drop(&mut self) {
-        // Given up on the way, because an earlier piece failed.
+        // The piece is dropped under way because an earlier one failed.
         if let Some(chunk) = self.chunk.take()
             && wait(&self.event, &self.copies.counters.waits_worker).is_err()
         {
@@ -316,9 +318,9 @@ mod tests {
                 source.extend((u32::from(non_finite) << 8).to_ne_bytes());
                 let address = source.as_ptr().addr();
                 // SAFETY: the source lives, unchanged, beyond the call.
-                let found = unsafe { copies.block_sums(&staging, address, sums.len()) }.unwrap();
+                let stats = unsafe { copies.block_sums(&staging, address, sums.len()) }.unwrap();
                 let expected = sums.iter().fold(0.0, |sum, next| sum + next);
-                assert_eq!((found.sum_squares.to_bits(), found.non_finite), (expected.to_bits(), non_finite));
+                assert_eq!((stats.sum_squares.to_bits(), stats.non_finite), (expected.to_bits(), non_finite));
             }
         }
         fake.assert_clean();

@@ -1,3 +1,5 @@
+//! The link to one CUDA device: its streams, and the threads that wait for them.
+
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
@@ -8,11 +10,11 @@ use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
 use super::{Capture, Outcome, Restore, capture, restore};
 use crate::{GradientId, Gradients, OptimError, Result, Staging, Stash};
 
-/// One CUDA device: a stream each for weights to it, for activations back to it and for all that leaves it, and the
-/// threads that wait, in the order of the calls, for staging buffers and the SSD on behalf of the caller, who never does.
+/// One CUDA device: a stream for weights to the device, one for activations back to it, and one for everything that leaves
+/// it. Threads wait for staging buffers and the SSD, in the order of the calls; the caller never does.
 ///
-/// Addresses of the device's are numbers; whoever passes one vouches for the memory until the event, the capture, the
-/// stash or the restore is done that the call gives.
+/// Device addresses are numbers: the code that passes one vouches for the memory until the event, capture, stash or restore
+/// that the call returns is done.
 pub struct DeviceLink {
     index: i32,
     open: Mutex<Option<Open>>,
@@ -26,7 +28,7 @@ struct Open {
     stashes: Worker,
 }
 
-/// A thread that does jobs one after another.
+/// A thread that runs jobs one after another.
 struct Worker {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
@@ -45,13 +47,12 @@ impl Worker {
         Self { jobs, thread: thread.expect("the system can start a thread") }
     }
 
-    /// Has the thread do a job. Where it cannot, because it has failed, the job is dropped, and whoever waits for what
-    /// comes of it is told.
+    /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome with an error.
     fn send(&self, job: impl FnOnce() + Send + 'static) {
         let _ = self.jobs.send(Box::new(job));
     }
 
-    /// Waits until everything sent is done.
+    /// Waits until all jobs are done.
     fn end(self) {
         drop(self.jobs);
         let _ = self.thread.join();
@@ -62,7 +63,7 @@ impl DeviceLink {
     /// Opens device number `index` of those that the process may see.
     ///
     /// # Errors
-    /// [`OptimError::Device`] if there is none of that number, or it has no room for a context.
+    /// [`OptimError::Device`] if there is no device of that number, or no device memory for a context.
     pub fn open(cudart: Arc<Cudart>, index: i32) -> Result<Self> {
         let counters = Arc::default();
         let copies = Arc::new(Copies::open(cudart, index, Arc::clone(&counters))?);
@@ -84,12 +85,12 @@ impl DeviceLink {
         self.copies()?.on_device(|cudart| cudart.device_memory())
     }
 
-    /// What was copied and waited for so far.
+    /// Copies and waits so far.
     pub fn counters(&self) -> DeviceCounters {
         self.counters.snapshot()
     }
 
-    /// An event that is done when all that was put into `stream` so far is.
+    /// Records an event behind the work enqueued in `stream` so far.
     ///
     /// # Safety
     /// `stream` is 0, the device's default stream, or the handle of a live `cudaStream_t` of the device.
@@ -100,7 +101,7 @@ impl DeviceLink {
         Ok(copies.event(event))
     }
 
-    /// Has what is put into `stream` from now on come after `event`.
+    /// Makes later work in `stream` wait for `event`.
     ///
     /// # Safety
     /// As [`DeviceLink::record`].
@@ -109,12 +110,12 @@ impl DeviceLink {
         self.copies()?.on_device(|_| unsafe { event.event.precede(stream as *mut _) })
     }
 
-    /// Has `bytes` bytes of `lease` from `offset` copied to device address `target`, after the events. The lease returns
-    /// to its pool only after the event that this gives, when it is done.
+    /// Copies `bytes` bytes of `lease` from `offset` to device address `target`, after the events. Returns the event that
+    /// marks the end of the copy; the lease returns to its pool only after that event.
     ///
     /// # Safety
-    /// `target` is the address of `bytes` bytes of the device's, which nobody uses but after the event, and before
-    /// `after`. Nobody writes the range of the lease until then.
+    /// `target` is the address of `bytes` bytes of device memory, which are used only before `after` and after the returned
+    /// event. The range of the lease is not written until then.
     pub unsafe fn upload(
         &self,
         lease: &Arc<Lease>,
@@ -132,18 +133,18 @@ impl DeviceLink {
         Ok(copies.event(event))
     }
 
-    /// Has a gradient taken over from device address `source`, as [`Gradients::capture`] does from host memory, after
-    /// `ready`. `sums` is the address of the sums of squares of its blocks, fp64, with a flag (u32) behind them that says
-    /// whether an element is not finite, and how many they are: the host then never reads the gradient. Whatever is done
-    /// with the gradient afterwards comes after this.
+    /// Captures a gradient at device address `source`, after `ready`, as [`Gradients::capture`] does from host memory. Later
+    /// uses of the gradient wait for the capture.
+    ///
+    /// `sums` is the address and the number of the sums of squares of its blocks (f64). Behind them lies a flag (u32), which
+    /// is not zero if an element is not finite. With `sums` the host never reads the elements.
     ///
     /// # Safety
-    /// `source` and `sums` are addresses of memory of the device's, of `numel` elements of the gradient's dtype and of the
-    /// sums, which live and are not written from `ready` until the capture has ended.
+    /// `source` and `sums` are addresses of device memory that holds `numel` elements of the gradient's dtype, and the sums
+    /// with the flag. Both live and are not written from `ready` until the capture has ended.
     ///
     /// # Panics
-    /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of what is to be added to
-    /// something else.
+    /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a gradient that is added up.
     #[allow(clippy::too_many_arguments)]
     pub unsafe fn capture(
         &self,
@@ -165,11 +166,11 @@ impl DeviceLink {
         Ok(Capture(outcome))
     }
 
-    /// Has `bytes` bytes at device address `source` put aside, as [`Stash::new`] does from host memory, after `ready`.
+    /// Puts `bytes` bytes at device address `source` aside, after `ready`, as [`Stash::new`] does from host memory.
     ///
     /// # Safety
-    /// `source` is the address of memory of the device's that lives and is not written from `ready` until the stash has
-    /// the bytes ([`Stash::is_copied`]).
+    /// `source` is the address of device memory that lives and is not written from `ready` until the stash has the bytes
+    /// ([`Stash::is_copied`]).
     pub unsafe fn stash(
         &self,
         staging: &Arc<Staging>,
@@ -182,28 +183,29 @@ impl DeviceLink {
         let open = self.lock();
         let Open { copies, stashes, .. } = open.as_ref().ok_or(OptimError::Closed)?;
         let stash = Stash::arriving(staging, bytes, copied);
-        let job = restore::stash_job(Arc::clone(copies), stash.kept(), source, ready.clone(), spill, promise);
+        let job =
+            restore::stash_job(Arc::clone(copies), stash.stashed(), source, ready.clone(), spill, promise);
         stashes.send(job);
         Ok(stash)
     }
 
-    /// Has what was put aside copied to device address `target`, after `after`. May be asked for as often as wanted.
+    /// Copies the bytes of a stash to device address `target`, after `after`. May be called any number of times.
     ///
     /// # Safety
-    /// `target` is the address of as many bytes of the device's, which nobody uses from `after` until the event of
+    /// `target` is the address of as many bytes of device memory, which are not used from `after` until the event of
     /// [`Restore::enqueued`].
     pub unsafe fn restore(&self, stash: &Stash, target: usize, after: &DeviceEvent) -> Result<Restore> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
         let Open { copies, stashes, .. } = open.as_ref().ok_or(OptimError::Closed)?;
-        stashes.send(restore::job(Arc::clone(copies), stash.kept(), target, after.clone(), promise));
+        stashes.send(restore::job(Arc::clone(copies), stash.stashed(), target, after.clone(), promise));
         Ok(Restore(outcome))
     }
 
-    /// Does what was asked for so far, waits until the device has done its part, and ends threads and streams. Further
-    /// calls fail with [`OptimError::Closed`]; closing twice is fine.
+    /// Finishes all jobs, waits for the device, and ends threads and streams. Later calls fail with
+    /// [`OptimError::Closed`]; closing twice is fine.
     pub fn close(&self) {
-        // Neither threads nor device came along into a forked child.
+        // A forked child has neither the threads nor the device.
         if !self.origin.is_here() {
             return;
         }
@@ -211,7 +213,7 @@ impl DeviceLink {
         captures.end();
         stashes.end();
         let _ = copies.on_device(|_| {
-            // A device that has failed copies no more.
+            // The streams of a failed device have stopped: errors are ignored.
             for stream in [&copies.upload, &copies.restore, &copies.download] {
                 let _ = copies.drain(stream);
             }

@@ -1,5 +1,5 @@
-//! One CUDA device: copies to and from it, each in a stream of its own, and what comes of them. Nobody who puts a copy
-//! there waits for it; what has to wait for staging buffers or the SSD does so on threads of this module's.
+//! One CUDA device: copies to and from it in streams of their own, and the results of those copies. A caller never waits
+//! for a copy: threads of this module wait for staging buffers and the SSD.
 
 mod capture;
 mod copies;

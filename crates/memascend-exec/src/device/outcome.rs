@@ -1,3 +1,5 @@
+//! Results of work that a thread of the device does.
+
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
@@ -5,7 +7,7 @@ use super::copies::Counters;
 use crate::{OptimError, Result};
 use memascend_mem::{LockExt, WaitExt};
 
-/// What comes of work that a thread of the device's does.
+/// The result of work that a thread of the device does.
 #[derive(Debug)]
 pub(crate) struct Outcome<T> {
     result: Mutex<Option<Result<T>>>,
@@ -13,19 +15,19 @@ pub(crate) struct Outcome<T> {
     counters: Arc<Counters>,
 }
 
-/// Whoever holds it owes the result. One that is dropped without has failed: nobody is left waiting.
+/// The obligation to set a result. Dropping it without one sets an error, so that no waiter is left behind.
 #[derive(Debug)]
 pub(crate) struct Promise<T>(Arc<Outcome<T>>);
 
 impl<T: Clone> Outcome<T> {
-    /// One whose result is to come, from whoever gets the promise.
+    /// An outcome without a result yet, and the promise to set one.
     pub(crate) fn new(counters: &Arc<Counters>) -> (Arc<Self>, Promise<T>) {
         let counters = Arc::clone(counters);
         let outcome = Arc::new(Self { result: Mutex::default(), ended: Condvar::new(), counters });
         (Arc::clone(&outcome), Promise(outcome))
     }
 
-    /// Whether the work has ended, well or not.
+    /// Whether the work has ended, with or without an error.
     pub(crate) fn is_done(&self) -> bool {
         self.lock().is_some()
     }
@@ -57,7 +59,7 @@ impl<T> Outcome<T> {
 }
 
 impl<T> Promise<T> {
-    /// Tells everybody.
+    /// Sets the result and wakes all waiters.
     pub(crate) fn keep(self, result: Result<T>) {
         self.0.end(result);
     }

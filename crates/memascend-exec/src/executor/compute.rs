@@ -33,10 +33,10 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
     if let Some((range, target)) = weights.zip(targets.weights) {
         writes.push((target, first * tensor.dtype.bytes(), range));
     }
-    // From here on the writes alone hold the buffers.
+    // From here on only the writes hold the buffers.
     drop((gradient, gradient_chunk));
     for (extent, offset, buffer) in writes {
-        // Counted before the ticket is ready: whoever sees the weights also sees their write-back pending.
+        // Begun before the ticket is ready, so that a caller that sees the weights also sees their write-back pending.
         let write = pending.begin();
         let done =
             Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
@@ -52,9 +52,9 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     let tensor = &work.tensor;
     let element = tensor.dtype.bytes();
     let local = start - work.first;
-    // SAFETY (this and the following): the chunk's reads have ended, and until its writes are submitted this
-    // thread alone knows the slot's areas and the piece's weights; segments do not overlap. Addresses of host
-    // memory are vouched for by whoever made the segment, until the ticket is ready.
+    // SAFETY (this and the following): the piece's reads have ended, and until its writes are submitted only this
+    // thread uses the slot's areas and the piece's weights; segments do not overlap. The code that made the segment
+    // vouches for addresses of host memory until the ticket is ready.
     let weight: &mut [u8] = match (&segment.host, &work.weights) {
         (Some((weight, _)), _) => {
             let offset = (start - segment.start) * element;

@@ -22,14 +22,14 @@ pub(super) struct Work {
     pub(super) targets: Arc<Targets>,
     pub(super) gradient_chunk: Option<Chunk>,
     pub(super) pending: Arc<Pending>,
-    // Declared last, so that even a dropped piece returns its buffers before anybody hears of its end.
+    // Declared last, so that even a dropped piece returns its buffers before it signals its end.
     /// Counted by the unit's [`Pending`], so that no later job reads the unit before this update.
     pub(super) update: Underway,
     /// Counted by the job's ticket.
     pub(super) ready: Underway,
 }
 
-/// Where a tensor's new values go: not where the old ones lie, as long as a generation needs those.
+/// Where a tensor's new values go: to other extents than the old ones while a generation holds those.
 pub(super) struct Targets {
     pub(super) weights: Option<Extent>,
     /// In the order of the tensor's planes.
@@ -62,7 +62,7 @@ impl Reads {
         let work = work.expect("the last read ends once");
         match error {
             None => {
-                // Refused, the piece comes back, and its dropping tells those who wait for it.
+                // A refused piece is dropped, which ends its operations with an error.
                 let _ = self.computed.send(work);
             }
             Some(error) => work.fail(error),
@@ -75,7 +75,7 @@ impl Reads {
 }
 
 impl Work {
-    /// Returns the buffers and reports `error`, to the unit too: its other pieces may have been updated.
+    /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces may have been updated.
     fn fail(self, error: OptimError) {
         let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
         drop((tensor, areas, weights, gradient_chunk));
@@ -84,7 +84,7 @@ impl Work {
     }
 }
 
-/// How the pieces of a tensor lie in an update slot: its planes one after the other, then the gradient.
+/// How a piece lies in an update slot: the tensor's planes one after the other, then the gradient.
 pub(super) struct SlotLayout {
     /// Elements of a piece.
     pub(super) elements: usize,
@@ -115,13 +115,13 @@ impl SlotLayout {
             };
             assert!(
                 elements.is_multiple_of(smallest),
-                "slots of {slot_bytes} bytes hold no piece of a tensor"
+                "slots of {slot_bytes} bytes are too small for any piece of a tensor"
             );
         }
     }
 }
 
-/// The parts of an update slot that one piece takes.
+/// The parts of an update slot that one piece uses.
 pub(super) struct Areas {
     pub(super) planes: Vec<LeaseSlice>,
     pub(super) gradient: LeaseSlice,
