@@ -8,7 +8,7 @@ use memascend_store::StoreError;
 /// Errors of the step executor. Cheap to clone: one failed transfer may fail several waiters.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
-pub enum OptimError {
+pub enum ExecError {
     /// A transfer failed.
     #[error("{0}")]
     Store(Arc<StoreError>),
@@ -34,17 +34,17 @@ pub enum OptimError {
     Closed,
 }
 
-impl From<StoreError> for OptimError {
+impl From<StoreError> for ExecError {
     fn from(error: StoreError) -> Self {
         Self::Store(Arc::new(error))
     }
 }
 
-impl From<MemError> for OptimError {
+impl From<MemError> for ExecError {
     fn from(error: MemError) -> Self {
         Self::Memory(Arc::new(error))
     }
 }
 
 /// Result of an executor operation.
-pub type Result<T> = std::result::Result<T, OptimError>;
+pub type Result<T> = std::result::Result<T, ExecError>;

@@ -17,7 +17,7 @@ use memascend_store::Store;
 use self::compute::compute;
 use self::coordinator::Coordinator;
 use self::piece::Work;
-use crate::{OptimError, Pending, Result, Underway, UnitWeights, UpdateTensor};
+use crate::{ExecError, Pending, Result, Underway, UnitWeights, UpdateTensor};
 
 /// A job under way.
 pub struct Ticket {
@@ -113,7 +113,7 @@ impl Executor {
         let ticket = Arc::new(Ticket { ready: Arc::default() });
         let job = Job { pending, weights, updates, ticket: Arc::clone(&ticket), ready: ticket.ready.begin() };
         if let Err(refused) = self.jobs.as_ref().expect("open until dropped").send(job) {
-            refused.0.ready.end(Err(OptimError::Closed));
+            refused.0.ready.end(Err(ExecError::Closed));
         }
         ticket
     }

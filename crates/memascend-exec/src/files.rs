@@ -7,7 +7,7 @@ use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{HostAllocator, LeaseSlice, Origin, PAGE_BYTES, PageableAllocator};
 use memascend_store::ExternalFile;
 
-use crate::{OptimError, Result, Underway};
+use crate::{ExecError, Result, Underway};
 
 /// Threads that read external files, and so reads in flight: each has one window.
 pub const FILE_WINDOWS: usize = 4;
@@ -63,7 +63,7 @@ impl FileReader {
                     let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
                     // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
-                    read.end(result.map_err(OptimError::from));
+                    read.end(result.map_err(ExecError::from));
                 }
             };
             let thread = std::thread::Builder::new().name(format!("memascend-files-{index}"));

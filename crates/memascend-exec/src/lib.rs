@@ -12,7 +12,7 @@ mod stash;
 mod update;
 
 pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceLink, Restore};
-pub use error::{OptimError, Result};
+pub use error::{ExecError, Result};
 pub use executor::{Executor, Ticket};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientId, GradientSource, Gradients};

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use crate::{OptimError, Result};
+use crate::{ExecError, Result};
 use memascend_mem::{LockExt, WaitExt};
 
 /// Counts operations under way and remembers the first that failed.
@@ -15,7 +15,7 @@ pub struct Pending {
 #[derive(Debug, Default)]
 struct State {
     count: usize,
-    error: Option<OptimError>,
+    error: Option<ExecError>,
 }
 
 /// One operation that a [`Pending`] counts. It ends exactly once. If a thread panics or an engine closes, dropping this
@@ -74,7 +74,7 @@ impl Underway {
 impl Drop for Underway {
     fn drop(&mut self) {
         if let Some(pending) = self.pending.take() {
-            pending.end(Err(OptimError::Abandoned));
+            pending.end(Err(ExecError::Abandoned));
         }
     }
 }
@@ -92,7 +92,7 @@ mod tests {
             panic!("this panic is part of the test");
         });
         assert!(thread.join().is_err());
-        assert!(matches!(pending.wait(), Err(OptimError::Abandoned)));
+        assert!(matches!(pending.wait(), Err(ExecError::Abandoned)));
     }
 
     #[test]
@@ -100,11 +100,11 @@ mod tests {
         let pending = Arc::new(Pending::default());
         let (first, second, third) = (pending.begin(), pending.begin(), pending.begin());
         first.end(Ok(()));
-        second.end(Err(OptimError::Closed));
+        second.end(Err(ExecError::Closed));
         assert!(!pending.is_idle());
-        third.end(Err(OptimError::Stalled { seconds: 1 }));
-        assert!(matches!(pending.wait(), Err(OptimError::Closed)));
+        third.end(Err(ExecError::Stalled { seconds: 1 }));
+        assert!(matches!(pending.wait(), Err(ExecError::Closed)));
         pending.begin().end(Ok(()));
-        assert!(matches!(pending.wait(), Err(OptimError::Closed)));
+        assert!(matches!(pending.wait(), Err(ExecError::Closed)));
     }
 }

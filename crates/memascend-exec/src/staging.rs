@@ -8,7 +8,7 @@ use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
-use crate::{OptimError, Pending, Result};
+use crate::{ExecError, Pending, Result};
 use memascend_kernels::{GRADIENT_BLOCK, Plane};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
@@ -74,7 +74,7 @@ impl Staging {
     /// A chunk, waiting for one to come free.
     pub fn chunk(&self) -> Result<Arc<Lease>> {
         let lease = self.pool.lease(self.chunk_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
-        lease.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
+        lease.map(Arc::new).ok_or(ExecError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
     /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` counts the write.
@@ -89,7 +89,7 @@ impl Staging {
         let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(bytes));
         let write = pending.begin();
         let done =
-            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
+            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(ExecError::from)));
         self.store.transfer(Operation::Write, extent, offset as u64, buffer, done);
     }
 
@@ -196,7 +196,7 @@ impl Staging {
                 next += 1;
             }
             let (index, chunk, length, receiver) = ahead.pop_front().expect("a chunk was just requested");
-            receiver.recv().map_err(|_| OptimError::Closed)?.map_err(OptimError::from)?;
+            receiver.recv().map_err(|_| ExecError::Closed)?.map_err(ExecError::from)?;
             consume(index, chunk, length)?;
         }
         Ok(())

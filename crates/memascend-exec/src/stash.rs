@@ -6,7 +6,7 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, Origin};
 use memascend_store::Extent;
 
 use crate::device::{Copies, Outcome};
-use crate::{OptimError, Pending, Result, Staging};
+use crate::{ExecError, Pending, Result, Staging};
 
 /// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare. Dropping the stash frees
 /// both.
@@ -124,7 +124,7 @@ impl Stashed {
     /// # Safety
     /// As [`Copies::download`].
     pub(crate) unsafe fn download(&self, copies: &Copies, source: usize, spill: bool) -> Result<()> {
-        let staging = self.staging.upgrade().ok_or(OptimError::Closed)?;
+        let staging = self.staging.upgrade().ok_or(ExecError::Closed)?;
         let chunk_bytes = staging.chunk_bytes();
         let pieces = 0..self.bytes.div_ceil(chunk_bytes);
         let add = |_, chunk, stays, bytes| self.add(&staging, chunk, stays, bytes);
@@ -133,7 +133,7 @@ impl Stashed {
     }
 
     /// Makes every later restore fail with `error`.
-    pub(crate) fn fail(&self, error: &OptimError) {
+    pub(crate) fn fail(&self, error: &ExecError) {
         self.pending.begin().end(Err(error.clone()));
     }
 
@@ -142,7 +142,7 @@ impl Stashed {
         &self,
         mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,
     ) -> Result<()> {
-        let staging = self.staging.upgrade().ok_or(OptimError::Closed)?;
+        let staging = self.staging.upgrade().ok_or(ExecError::Closed)?;
         self.pending.wait()?;
         let Places { chunks, extent } = self.lock().clone();
         let chunk_bytes = staging.chunk_bytes();

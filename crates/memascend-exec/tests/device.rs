@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use fake::Fake;
 use memascend_exec::{
-    Capture, DeviceEvent, DeviceLink, GradientId, Gradients, OptimError, Pending, Restore, Staging, Stash,
+    Capture, DeviceEvent, DeviceLink, ExecError, GradientId, Gradients, Pending, Restore, Staging, Stash,
 };
 use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats, stats_bf16, stats_f16, stats_f32};
 use memascend_mem::{CudaAllocator, Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
@@ -206,10 +206,10 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// What an [`OptimError::Device`] says.
+/// What an [`ExecError::Device`] says.
 fn device_failure<T>(result: memascend_exec::Result<T>) -> String {
     match result {
-        Err(OptimError::Device(error)) => error.to_string(),
+        Err(ExecError::Device(error)) => error.to_string(),
         Err(other) => panic!("another error: {other}"),
         Ok(_) => panic!("no error"),
     }
@@ -600,10 +600,10 @@ fn closing_does_what_was_asked_for_and_waits_for_the_device() {
             assert!(arrived.is_done().unwrap() && upload.is_done().unwrap());
             rig.link.close();
             // SAFETY: nothing is put into the stream.
-            assert!(matches!(unsafe { rig.link.record(COMPUTE) }, Err(OptimError::Closed)));
+            assert!(matches!(unsafe { rig.link.record(COMPUTE) }, Err(ExecError::Closed)));
             // SAFETY: the target is left alone.
             let late = unsafe { rig.link.restore(&stash, target.as_mut_ptr().addr(), &arrived) };
-            assert!(matches!(late, Err(OptimError::Closed)));
+            assert!(matches!(late, Err(ExecError::Closed)));
             rig.gradients.clear(id);
             drop((stash, capture, restore, arrived, upload));
             rig.end();
@@ -615,7 +615,7 @@ fn closing_does_what_was_asked_for_and_waits_for_the_device() {
 fn every_copy_is_of_the_device_asked_for_and_the_callers_stays_as_it_is() {
     within_patience("second device", || {
         let fake = Arc::new(Fake::new(&["FAKE_DEVICES=2"]));
-        assert!(matches!(DeviceLink::open(fake.open().unwrap(), 2), Err(OptimError::Device(_))));
+        assert!(matches!(DeviceLink::open(fake.open().unwrap(), 2), Err(ExecError::Device(_))));
         let rig = Rig::on(Arc::clone(&fake), 1, 20, Timing::all()[1]);
         assert_eq!((rig.link.index(), fake.device()), (1, 0));
         rig.link.memory().unwrap();

@@ -6,7 +6,7 @@ mod support;
 use std::sync::Arc;
 
 use memascend_exec::{
-    Address, Executor, GradientSource, OptimError, Segment, Staging, UpdatePlane, UpdateTensor,
+    Address, ExecError, Executor, GradientSource, Segment, Staging, UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{Algorithm, HostTensor, Moments, Rule, Weight, step_host};
 use memascend_nvme::testing::Faults;
@@ -410,7 +410,7 @@ fn a_panic_on_a_kernel_thread_fails_the_job_and_the_unit() {
             let lease = unit.lease();
             // Nothing was captured: a bug of the caller, which panics where the gradient is looked up.
             let error = unit.fetch(&lease, unit.updates(1)).wait().unwrap_err();
-            assert!(matches!(error, OptimError::Abandoned), "{error}");
+            assert!(matches!(error, ExecError::Abandoned), "{error}");
             assert!(unit.pending.wait().is_err());
             drop(lease);
             assert_eq!(unit.live_bytes(), [0; 3]);

@@ -10,7 +10,7 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_exec::{OptimError, Result};
+use memascend_exec::{ExecError, Result};
 use memascend_kernels::{GRADIENT_BLOCK, Moments};
 use memascend_nvme::testing::Faults;
 use seeds::for_each_seed;
@@ -142,9 +142,9 @@ impl Trial {
     }
 
     /// The error is one that the faults can give, and says of what.
-    fn allowed(&self, error: &OptimError) {
+    fn allowed(&self, error: &ExecError) {
         let Faults { read_error_one_in, write_error_one_in, .. } = self.faults;
-        let OptimError::Store(store) = error else { panic!("not of a transfer: {error}") };
+        let ExecError::Store(store) = error else { panic!("not of a transfer: {error}") };
         let message = error.to_string();
         let (one_in, errnos): (_, &[i32]) = if message.contains("write of") {
             (write_error_one_in, &[5, 28])
@@ -157,7 +157,7 @@ impl Trial {
     }
 
     /// A unit of which a part may be updated and another not is not worked on again.
-    fn given_up(&self, unit: &Unit, error: &OptimError) {
+    fn given_up(&self, unit: &Unit, error: &ExecError) {
         Outcomes::count(&self.outcomes.failed);
         let refused = |result: Result<()>, what: &str| {
             let again = result.err().unwrap_or_else(|| panic!("{what} after {error}"));

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{device_error, optim_error};
+use crate::errors::{device_error, exec_error};
 use crate::host;
 use crate::lease::LeaseBuffer;
 
@@ -24,12 +24,12 @@ pub(crate) struct CudaEvent(pub(crate) DeviceEvent);
 impl CudaEvent {
     /// Whether all that was put into the stream before is done.
     fn is_done(&self) -> PyResult<bool> {
-        self.0.is_done().map_err(|error| optim_error(&error))
+        self.0.is_done().map_err(|error| exec_error(&error))
     }
 
     /// Waits until it is done.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))
+        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
     }
 }
 
@@ -47,19 +47,19 @@ impl DeviceLink {
 
     /// `(free, total)` bytes of the device.
     fn memory(&self) -> PyResult<(usize, usize)> {
-        self.0.memory().map_err(|error| optim_error(&error))
+        self.0.memory().map_err(|error| exec_error(&error))
     }
 
     /// An event that is done when all that was put into `stream` so far is.
     fn record(&self, stream: usize) -> PyResult<CudaEvent> {
         // SAFETY: the Python layer passes the handle of a live stream of the device.
-        unsafe { self.0.record(stream) }.map(CudaEvent).map_err(|error| optim_error(&error))
+        unsafe { self.0.record(stream) }.map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
     /// Has what is put into `stream` from now on come after `event`.
     fn wait(&self, stream: usize, event: &Bound<'_, CudaEvent>) -> PyResult<()> {
         // SAFETY: as above.
-        unsafe { self.0.wait(stream, &event.get().0) }.map_err(|error| optim_error(&error))
+        unsafe { self.0.wait(stream, &event.get().0) }.map_err(|error| exec_error(&error))
     }
 
     /// Has `bytes` bytes of `lease` from `offset` copied to address `target` of the device, after the events `after`; the
@@ -78,7 +78,7 @@ impl DeviceLink {
         // SAFETY: the Python layer passes the address of as many bytes of the device's, which is a buffer of its own that
         // serves nobody else before the event.
         let upload = || unsafe { self.0.upload(lease, offset, bytes, target, &after) };
-        py.detach(upload).map(CudaEvent).map_err(|error| optim_error(&error))
+        py.detach(upload).map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
     /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`); how often a thread had to wait for
@@ -107,7 +107,7 @@ impl Capture {
     /// Waits until the gradient is kept; returns `(sum of squares, any non-finite)`. Raises what went wrong: the gradient
     /// is gone then.
     fn wait(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
-        let stats = py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))?;
+        let stats = py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))?;
         Ok((stats.sum_squares, stats.non_finite))
     }
 
@@ -158,7 +158,7 @@ impl Stash {
     fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
         // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
         py.detach(|| self.stash.restore(unsafe { host::elements_mut(target, self.stash.bytes()) }))
-            .map_err(|error| optim_error(&error))
+            .map_err(|error| exec_error(&error))
     }
 
     /// Has the bytes copied to address `target` of the device, after `after`.
@@ -174,7 +174,7 @@ impl Stash {
         // SAFETY: the Python layer passes a live, contiguous tensor of the device's of as many bytes, and holds it until
         // the restore's event.
         let restore = py.detach(|| unsafe { link.restore(&self.stash, target, after) });
-        restore.map(Restore).map_err(|error| optim_error(&error))
+        restore.map(Restore).map_err(|error| exec_error(&error))
     }
 }
 
@@ -187,6 +187,6 @@ impl Restore {
     /// Waits until every copy is in its stream; returns the event that is done when all bytes are there. Raises what went
     /// wrong: nothing is copied any more then.
     fn enqueued(&self, py: Python<'_>) -> PyResult<CudaEvent> {
-        py.detach(|| self.0.enqueued()).map(CudaEvent).map_err(|error| optim_error(&error))
+        py.detach(|| self.0.enqueued()).map(CudaEvent).map_err(|error| exec_error(&error))
     }
 }

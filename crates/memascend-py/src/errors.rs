@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use memascend_exec::OptimError;
+use memascend_exec::ExecError;
 use memascend_mem::{CudaError, MemError};
 use memascend_nvme::IoError;
 use memascend_store::StoreError;
@@ -50,11 +50,11 @@ pub(crate) fn device_error(error: &MemError) -> PyErr {
 }
 
 /// Raises the Python exception of an executor error.
-pub(crate) fn optim_error(error: &OptimError) -> PyErr {
+pub(crate) fn exec_error(error: &ExecError) -> PyErr {
     match error {
-        OptimError::Store(source) => store_error(source),
-        OptimError::Memory(source) => memory_error(source),
-        OptimError::Device(source) => device_error(source),
+        ExecError::Store(source) => store_error(source),
+        ExecError::Memory(source) => memory_error(source),
+        ExecError::Device(source) => device_error(source),
         other => raise("MemascendError", (other.to_string(),)),
     }
 }

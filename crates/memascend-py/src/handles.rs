@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memascend_exec::Pending;
 use pyo3::prelude::*;
 
-use crate::errors::optim_error;
+use crate::errors::exec_error;
 
 /// A tensor of the store.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
@@ -24,7 +24,7 @@ pub(crate) struct Commit {
 impl Commit {
     /// Waits until the generation is durable; returns its number.
     fn wait(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.ready.wait()).map_err(|error| optim_error(&error))?;
+        py.detach(|| self.ready.wait()).map_err(|error| exec_error(&error))?;
         Ok(self.generation.load(Ordering::Acquire))
     }
 
@@ -42,7 +42,7 @@ pub(crate) struct Ticket(pub Arc<memascend_exec::Ticket>);
 impl Ticket {
     /// Waits until the unit's weights are in their buffer.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.wait()).map_err(|error| optim_error(&error))
+        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
     }
 
     /// Whether `wait` would return at once.

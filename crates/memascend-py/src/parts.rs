@@ -9,7 +9,7 @@ use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::errors::{device_error, memory_error, optim_error, store_error};
+use crate::errors::{device_error, exec_error, memory_error, store_error};
 
 /// A line of the plan: consumer, bytes of a buffer, number of buffers.
 pub(crate) type PlanLine = (String, usize, usize);
@@ -149,7 +149,7 @@ impl Drop for Parts {
 
 fn open_link(device: i32) -> PyResult<DeviceLink> {
     let cudart = Cudart::find().map_err(|error| device_error(&error))?;
-    DeviceLink::open(cudart, device).map_err(|error| optim_error(&error))
+    DeviceLink::open(cudart, device).map_err(|error| exec_error(&error))
 }
 
 /// Carves the pools from the first allocator that may lock enough memory. Adds a notice if an allocator before it may not.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use memascend_exec::{FilePart, GradientId, OptimError, Pending, UnitWeights};
+use memascend_exec::{ExecError, FilePart, GradientId, Pending, UnitWeights};
 use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::StoreOptions;
@@ -15,7 +15,7 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{UpdateArgument, unit_tensors};
 use crate::device::{self, Capture, CudaEvent, Stash};
-use crate::errors::{memory_error, optim_error, store_error};
+use crate::errors::{exec_error, memory_error, store_error};
 use crate::files::ExternalFile;
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane, parse_dtype};
@@ -174,7 +174,7 @@ impl Runtime {
             let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
             let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
             let committed = written.and_then(|()| {
-                let number = parts.store.commit(&state).map_err(OptimError::from)?;
+                let number = parts.store.commit(&state).map_err(ExecError::from)?;
                 generation.store(number, Ordering::Release);
                 Ok(())
             });
@@ -271,7 +271,7 @@ impl Runtime {
             let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), tensor.offset, tensor.bytes);
             let write = self.unit(unit).begin();
             let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
-                write.end(result.map_err(OptimError::from));
+                write.end(result.map_err(ExecError::from));
             });
             parts.store.transfer(Operation::Write, target, 0, buffer, done);
         }
@@ -281,7 +281,7 @@ impl Runtime {
     /// Waits until nothing of a unit is under way; raises what failed.
     fn wait_unit(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
         let pending = self.unit(unit);
-        py.detach(|| pending.wait()).map_err(|error| optim_error(&error))
+        py.detach(|| pending.wait()).map_err(|error| exec_error(&error))
     }
 
     /// Makes room for the gradient of a tensor of `unit` that moves alone; returns its number.
@@ -296,7 +296,7 @@ impl Runtime {
         let (parts, pending, dtype) = (self.parts()?, self.unit(unit), parse_dtype(dtype)?);
         py.detach(|| parts.gradients.create(name, dtype, numel, pending))
             .map(|id| id.0)
-            .map_err(|error| optim_error(&error))
+            .map_err(|error| exec_error(&error))
     }
 
     /// Makes room in host memory for the gradients of small tensors packed together; returns their number.
@@ -324,7 +324,7 @@ impl Runtime {
         let capture = || unsafe {
             parts.gradients.capture(GradientId(gradient), start, source as *const u8, numel, accumulate)
         };
-        let stats = py.detach(capture).map_err(|error| optim_error(&error))?;
+        let stats = py.detach(capture).map_err(|error| exec_error(&error))?;
         Ok((stats.sum_squares, stats.non_finite))
     }
 
@@ -351,7 +351,7 @@ impl Runtime {
         // ended.
         let capture =
             || unsafe { link.capture(gradients, id, start, source, numel, accumulate, ready, sums) };
-        py.detach(capture).map(Capture).map_err(|error| optim_error(&error))
+        py.detach(capture).map(Capture).map_err(|error| exec_error(&error))
     }
 
     /// Forgets a gradient.
@@ -369,7 +369,7 @@ impl Runtime {
             let target = unsafe { host::elements_mut(target, bytes) };
             parts.gradients.read(GradientId(gradient), target)
         })
-        .map_err(|error| optim_error(&error))
+        .map_err(|error| exec_error(&error))
     }
 
     /// Copies `bytes` bytes at address `source` into spare staging buffers as far as there are any, and the rest to the SSD;
@@ -380,7 +380,7 @@ impl Runtime {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             memascend_exec::Stash::new(&parts.staging, unsafe { host::elements(source, bytes) }, spill)
         });
-        let stash = stash.map_err(|error| optim_error(&error))?;
+        let stash = stash.map_err(|error| exec_error(&error))?;
         Ok(Stash { stash, link: parts.link.clone() })
     }
 
@@ -398,7 +398,7 @@ impl Runtime {
         let link = parts.link()?;
         // SAFETY: the Python layer passes a live, contiguous tensor of the device's and holds it until it is copied.
         let stash = py.detach(|| unsafe { link.stash(&parts.staging, source, bytes, ready, spill) });
-        let stash = stash.map_err(|error| optim_error(&error))?;
+        let stash = stash.map_err(|error| exec_error(&error))?;
         Ok(Stash { stash, link: Some(Arc::clone(link)) })
     }
 
@@ -423,7 +423,7 @@ impl Runtime {
             let target = unsafe { host::elements_mut(target, bytes) };
             parts.staging.read(extent, target)
         })
-        .map_err(|error| optim_error(&error))
+        .map_err(|error| exec_error(&error))
     }
 
     /// Reads `numel` elements of a plane to address `target`, as float32.
@@ -442,7 +442,7 @@ impl Runtime {
             let target = unsafe { host::elements_mut(target, numel) };
             parts.staging.read_plane(extent, plane, target)
         })
-        .map_err(|error| optim_error(&error))
+        .map_err(|error| exec_error(&error))
     }
 
     /// Writes `numel` float32 elements at address `source` as a plane, the whole of it, and waits for the end.
@@ -463,7 +463,7 @@ impl Runtime {
             parts.staging.write_plane(extent, plane, source, &pending)?;
             pending.wait()
         })
-        .map_err(|error| optim_error(&error))
+        .map_err(|error| exec_error(&error))
     }
 
     /// Writes `bytes` bytes at address `source` as a tensor, the whole of it, and waits for the end.
@@ -483,7 +483,7 @@ impl Runtime {
             parts.staging.write(extent, source, &pending)?;
             pending.wait()
         })
-        .map_err(|error| optim_error(&error))
+        .map_err(|error| exec_error(&error))
     }
 
     /// Counters: bytes moved, host bytes in use, reserved and at most, store bytes, engine.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::{CudaError, CudaEvent, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
 
-use crate::{OptimError, Result, Staging};
+use crate::{ExecError, Result, Staging};
 use memascend_kernels::GradientStats;
 
 /// Pieces on their way from the device at once: one arriving, one queued behind it, one being processed, and one more for
@@ -78,8 +78,8 @@ impl DeviceEvent {
     }
 }
 
-pub(super) fn device_error(error: MemError) -> OptimError {
-    OptimError::Device(Arc::new(error))
+pub(super) fn device_error(error: MemError) -> ExecError {
+    ExecError::Device(Arc::new(error))
 }
 
 fn wait(event: &CudaEvent, waits: &AtomicU64) -> Result<()> {

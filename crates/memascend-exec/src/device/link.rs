@@ -8,7 +8,7 @@ use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
 
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
 use super::{Capture, Outcome, Restore, capture, restore};
-use crate::{GradientId, Gradients, OptimError, Result, Staging, Stash};
+use crate::{ExecError, GradientId, Gradients, Result, Staging, Stash};
 
 /// One CUDA device: a stream for weights to the device, one for activations back to it, and one for everything that leaves
 /// it. Threads wait for staging buffers and the SSD, in the order of the calls; the caller never does.
@@ -63,7 +63,7 @@ impl DeviceLink {
     /// Opens device number `index` of those that the process may see.
     ///
     /// # Errors
-    /// [`OptimError::Device`] if there is no device of that number, or no device memory for a context.
+    /// [`ExecError::Device`] if there is no device of that number, or no device memory for a context.
     pub fn open(cudart: Arc<Cudart>, index: i32) -> Result<Self> {
         let counters = Arc::default();
         let copies = Arc::new(Copies::open(cudart, index, Arc::clone(&counters))?);
@@ -159,7 +159,7 @@ impl DeviceLink {
     ) -> Result<Capture> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
-        let Open { copies, captures, .. } = open.as_ref().ok_or(OptimError::Closed)?;
+        let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         let source =
             capture::Source { start, address: source, numel, accumulate, sums, ready: ready.clone() };
         captures.send(capture::job(Arc::clone(copies), Arc::clone(gradients), id, source, promise));
@@ -181,7 +181,7 @@ impl DeviceLink {
     ) -> Result<Stash> {
         let (copied, promise) = Outcome::new(&self.counters);
         let open = self.lock();
-        let Open { copies, stashes, .. } = open.as_ref().ok_or(OptimError::Closed)?;
+        let Open { copies, stashes, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         let stash = Stash::arriving(staging, bytes, copied);
         let job =
             restore::stash_job(Arc::clone(copies), stash.stashed(), source, ready.clone(), spill, promise);
@@ -197,13 +197,13 @@ impl DeviceLink {
     pub unsafe fn restore(&self, stash: &Stash, target: usize, after: &DeviceEvent) -> Result<Restore> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
-        let Open { copies, stashes, .. } = open.as_ref().ok_or(OptimError::Closed)?;
+        let Open { copies, stashes, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         stashes.send(restore::job(Arc::clone(copies), stash.stashed(), target, after.clone(), promise));
         Ok(Restore(outcome))
     }
 
     /// Finishes all jobs, waits for the device, and ends threads and streams. Later calls fail with
-    /// [`OptimError::Closed`]; closing twice is fine.
+    /// [`ExecError::Closed`]; closing twice is fine.
     pub fn close(&self) {
         // A forked child has neither the threads nor the device.
         if !self.origin.is_here() {
@@ -222,7 +222,7 @@ impl DeviceLink {
     }
 
     fn copies(&self) -> Result<Arc<Copies>> {
-        self.lock().as_ref().map(|open| Arc::clone(&open.copies)).ok_or(OptimError::Closed)
+        self.lock().as_ref().map(|open| Arc::clone(&open.copies)).ok_or(ExecError::Closed)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Open>> {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use super::copies::Counters;
-use crate::{OptimError, Result};
+use crate::{ExecError, Result};
 use memascend_mem::{LockExt, WaitExt};
 
 /// The result of work that a thread of the device does.
@@ -67,6 +67,6 @@ impl<T> Promise<T> {
 
 impl<T> Drop for Promise<T> {
     fn drop(&mut self) {
-        self.0.end(Err(OptimError::Abandoned));
+        self.0.end(Err(ExecError::Abandoned));
     }
 }

@@ -11,7 +11,7 @@ use memascend_store::Store;
 
 use super::piece::{Areas, Work};
 use crate::gradients::{Chunk, SourcePlace};
-use crate::{OptimError, Segment};
+use crate::{ExecError, Segment};
 
 /// Runs the kernel on a piece whose reads have ended and starts its write-back.
 pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
@@ -39,7 +39,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         // Begun before the ticket is ready, so that a caller that sees the weights also sees their write-back pending.
         let write = pending.begin();
         let done =
-            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(OptimError::from)));
+            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(ExecError::from)));
         store.transfer(Operation::Write, extent, offset as u64, buffer, done);
     }
     drop(tensor);

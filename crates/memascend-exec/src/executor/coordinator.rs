@@ -13,7 +13,7 @@ use super::piece::{Areas, Places, Reads, SlotLayout, Targets, Work};
 use super::{Job, Ticket};
 use crate::files::FileReader;
 use crate::gradients::{Chunk, SourcePlace};
-use crate::{OptimError, Pending, Result, UnitTensor, UnitWeights, UpdateTensor};
+use crate::{ExecError, Pending, Result, UnitTensor, UnitWeights, UpdateTensor};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
@@ -125,7 +125,7 @@ impl Coordinator {
         let buffer = LeaseSlice::new(Arc::clone(lease), tensor.offset, tensor.bytes);
         let read = ticket.ready.begin();
         let done =
-            Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(OptimError::from)));
+            Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(ExecError::from)));
         self.store.transfer(Operation::Read, self.store.current(tensor.tensor), 0, buffer, done);
     }
 
@@ -148,7 +148,7 @@ impl Coordinator {
     /// An update slot, waiting for one to come free.
     fn slot(&self) -> Result<Arc<Lease>> {
         let slot = self.slots.lease(self.slot_bytes, Duration::from_secs(PATIENCE_SECONDS))?;
-        slot.map(Arc::new).ok_or(OptimError::Stalled { seconds: PATIENCE_SECONDS })
+        slot.map(Arc::new).ok_or(ExecError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
     /// Starts the reads of a piece; the last of them to end passes the piece on to the kernel threads.
@@ -205,7 +205,7 @@ impl Coordinator {
         for (extent, offset, buffer) in reads {
             let join = Arc::clone(&join);
             let done = Box::new(move |result: std::result::Result<(), _>| {
-                join.ended(result.map_err(OptimError::from));
+                join.ended(result.map_err(ExecError::from));
             });
             self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
         }

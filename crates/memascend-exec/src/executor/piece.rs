@@ -9,7 +9,7 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, round_up_to_page};
 use memascend_store::{Extent, Rewrite};
 
 use crate::gradients::Chunk;
-use crate::{OptimError, Pending, Result, Underway, UpdateTensor};
+use crate::{ExecError, Pending, Result, Underway, UpdateTensor};
 
 /// A piece of a tensor on its way through the pipeline.
 pub(super) struct Work {
@@ -39,7 +39,7 @@ pub(super) struct Targets {
 /// The reads of a piece under way; the last to end passes the piece on.
 pub(super) struct Reads {
     pub(super) left: AtomicUsize,
-    pub(super) outcome: Mutex<(Option<OptimError>, Option<Work>)>,
+    pub(super) outcome: Mutex<(Option<ExecError>, Option<Work>)>,
     pub(super) computed: Sender<Work>,
 }
 
@@ -69,14 +69,14 @@ impl Reads {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Option<OptimError>, Option<Work>)> {
+    fn lock(&self) -> MutexGuard<'_, (Option<ExecError>, Option<Work>)> {
         self.outcome.locked()
     }
 }
 
 impl Work {
     /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces may have been updated.
-    fn fail(self, error: OptimError) {
+    fn fail(self, error: ExecError) {
         let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
         drop((tensor, areas, weights, gradient_chunk));
         update.end(Err(error.clone()));

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use memascend_exec::{
-    Address, Executor, GradientId, GradientSource, Gradients, OptimError, Pending, Segment, Staging, Ticket,
+    Address, ExecError, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging, Ticket,
     UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{
@@ -155,7 +155,7 @@ pub fn pool(bytes: usize, count: usize) -> Pool {
 }
 
 /// Whether the message says which tensor of the unit failed.
-pub fn names_a_tensor(error: &OptimError) -> bool {
+pub fn names_a_tensor(error: &ExecError) -> bool {
     error.to_string().starts_with("layer.0")
 }
 
