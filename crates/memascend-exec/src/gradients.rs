@@ -1,11 +1,12 @@
 //! Captured gradients: copied or added up in staging buffers, and spilled to the SSD.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memascend_mem::{Lease, LeaseSlice, LockExt};
 use memascend_store::Extent;
 
-use crate::device::{Copies, Source};
+use crate::device::{Copies, DeviceGradient};
 use crate::{Pending, Result, Staging, Underway};
 use memascend_kernels::{
     Dtype, GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
@@ -128,7 +129,7 @@ impl Gradients {
         if numel == 0 {
             return Ok(GradientStats::default()); // torch gives an empty tensor the address 0
         }
-        let (dtype, pending) = (record.dtype, &record.pending);
+        let dtype = record.dtype;
         // SAFETY: the caller vouches for `numel` readable elements.
         let source = unsafe { std::slice::from_raw_parts(source, numel * dtype.bytes()) };
         let mut stats = GradientStats::default();
@@ -140,24 +141,24 @@ impl Gradients {
                 merge(dtype, unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
             }
             Place::Chunks { extent, chunks } => {
-                pending.wait()?;
-                self.capture_chunks(dtype, *extent, chunks, source, accumulate, pending, &mut stats)?;
+                record.pending.wait()?;
+                self.capture_chunks(&record, *extent, chunks, source, accumulate, &mut stats)?;
             }
         }
         Ok(stats)
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Captures the whole gradient of a tensor that moves alone, chunk by chunk.
     fn capture_chunks(
         &self,
-        dtype: Dtype,
+        record: &Record,
         extent: Extent,
         chunks: &mut [Chunk],
         source: &[u8],
         accumulate: bool,
-        pending: &Arc<Pending>,
         stats: &mut GradientStats,
     ) -> Result<()> {
+        let (dtype, pending) = (record.dtype, &record.pending);
         let chunk_bytes = self.chunk_elements * dtype.bytes();
         let mut index = 0;
         while index < chunks.len() {
@@ -209,7 +210,7 @@ impl Gradients {
     ///
     /// # Panics
     /// As [`Gradients::capture`], and if there are block sums of another number of blocks, or of a gradient that is added up.
-    pub(crate) fn begin_capture(&self, id: GradientId, source: &Source) -> Underway {
+    pub(crate) fn begin_capture(&self, id: GradientId, source: &DeviceGradient) -> Underway {
         let record = self.record(id);
         record.check(source.start, source.numel);
         if let Some((_, count)) = source.sums {
@@ -228,7 +229,7 @@ impl Gradients {
         &self,
         copies: &Copies,
         id: GradientId,
-        source: &Source,
+        source: &DeviceGradient,
     ) -> Result<GradientStats> {
         if source.numel == 0 {
             return Ok(GradientStats::default());
@@ -250,7 +251,7 @@ impl Gradients {
         copies: &Copies,
         record: &Record,
         place: &mut Place,
-        source: &Source,
+        source: &DeviceGradient,
     ) -> Result<GradientStats> {
         let (dtype, element) = (record.dtype, record.dtype.bytes());
         let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
@@ -297,11 +298,11 @@ impl Gradients {
         record: &Record,
         extent: Extent,
         chunks: &mut [Chunk],
-        source: &Source,
+        source: &DeviceGradient,
         stats: &mut GradientStats,
     ) -> Result<()> {
         let (dtype, pending) = (record.dtype, &record.pending);
-        let Source { address, numel, accumulate, .. } = *source;
+        let DeviceGradient { address, numel, accumulate, .. } = *source;
         let (bytes, piece_bytes) = (numel * dtype.bytes(), self.chunk_elements * dtype.bytes());
         if !accumulate {
             chunks.fill(Chunk::Empty);
@@ -315,24 +316,8 @@ impl Gradients {
             let range = index..index + length;
             index += length;
             if spilled {
-                self.staging.read_chunks(extent, piece_bytes, range, bytes, |index, chunk, length| {
-                    let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
-                    let add = |_, part, _, length| {
-                        let part = LeaseSlice::new(part, 0, length);
-                        // SAFETY: read and copy have ended, and the chunks are ours alone.
-                        let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                        merge(dtype, target, part, true, stats);
-                        Ok(())
-                    };
-                    let piece = index..index + 1;
-                    // SAFETY: the caller's promise.
-                    unsafe {
-                        copies.download(&self.staging, address, piece, piece_bytes, bytes, false, add)?;
-                    }
-                    drop(target);
-                    self.staging.write_chunk(extent, index * piece_bytes, chunk, length, pending);
-                    Ok(())
-                })?;
+                // SAFETY: the caller's promise.
+                unsafe { self.add_to_spilled(copies, record, extent, range, source, stats)? };
                 continue;
             }
             let take = |index: usize, arrived: Arc<Lease>, stays, length| {
@@ -361,6 +346,41 @@ impl Gradients {
             unsafe { copies.download(&self.staging, address, range, piece_bytes, bytes, true, take)? };
         }
         Ok(())
+    }
+
+    /// Adds the chunks of `source` in `range` to those on the SSD.
+    ///
+    /// # Safety
+    /// As [`Gradients::capture_from`].
+    unsafe fn add_to_spilled(
+        &self,
+        copies: &Copies,
+        record: &Record,
+        extent: Extent,
+        range: Range<usize>,
+        source: &DeviceGradient,
+        stats: &mut GradientStats,
+    ) -> Result<()> {
+        let dtype = record.dtype;
+        let (bytes, piece_bytes) = (source.numel * dtype.bytes(), self.chunk_elements * dtype.bytes());
+        self.staging.read_chunks(extent, piece_bytes, range, bytes, |index, chunk, length| {
+            let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
+            let add = |_, part, _, length| {
+                let part = LeaseSlice::new(part, 0, length);
+                // SAFETY: read and copy have ended, and the chunks are ours alone.
+                let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
+                merge(dtype, target, part, true, stats);
+                Ok(())
+            };
+            let piece = index..index + 1;
+            // SAFETY: the caller's promise.
+            unsafe {
+                copies.download(&self.staging, source.address, piece, piece_bytes, bytes, false, add)?;
+            }
+            drop(target);
+            self.staging.write_chunk(extent, index * piece_bytes, chunk, length, &record.pending);
+            Ok(())
+        })
     }
 
     /// Forgets a gradient's values; its extent on the SSD stays.

@@ -11,7 +11,7 @@ mod staging;
 mod stash;
 mod update;
 
-pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceLink, Restore};
+pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, Restore};
 pub use error::{ExecError, Result};
 pub use executor::{Executor, Ticket};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use fake::Fake;
 use memascend_exec::{
-    Capture, DeviceEvent, DeviceLink, ExecError, GradientId, Gradients, Pending, Restore, Staging, Stash,
+    Capture, DeviceEvent, DeviceGradient, DeviceLink, ExecError, GradientId, Gradients, Pending, Restore,
+    Staging, Stash,
 };
 use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats, stats_bf16, stats_f16, stats_f32};
 use memascend_mem::{CudaAllocator, Lease, LeaseSlice, PageableAllocator, Pool, SizeClass, round_up_to_page};
@@ -105,9 +106,10 @@ impl Rig {
     ) -> memascend_exec::Result<Capture> {
         let (ready, numel) = (self.computed(source), source.len() / dtype.bytes());
         let sums = sums.map(|sums| (sums.bytes.as_ptr().addr(), sums.count));
-        let source = source.as_ptr().addr();
+        let address = source.as_ptr().addr();
+        let source = DeviceGradient { start, address, numel, accumulate, sums, ready };
         // SAFETY: the caller's promise.
-        unsafe { self.link.capture(&self.gradients, id, start, source, numel, accumulate, &ready, sums) }
+        unsafe { self.link.capture(&self.gradients, id, source) }
     }
 
     /// Puts `source` aside, which its caller keeps, unchanged, until it is copied.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use memascend_exec::{ExecError, FilePart, GradientId, Pending, UnitWeights};
+use memascend_exec::{DeviceGradient, ExecError, FilePart, GradientId, Pending, UnitWeights};
 use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::StoreOptions;
@@ -345,13 +345,14 @@ impl Runtime {
         ready: &Bound<'_, CudaEvent>,
         sums: Option<(usize, usize)>,
     ) -> PyResult<Capture> {
-        let (parts, ready, id) = (self.parts()?, &ready.get().0, GradientId(gradient));
+        let (parts, id, ready) = (self.parts()?, GradientId(gradient), ready.get().0.clone());
+        let source = DeviceGradient { start, address: source, numel, accumulate, sums, ready };
         let (link, gradients) = (parts.link()?, &parts.gradients);
         // SAFETY: the Python layer passes live, contiguous tensors of the device's and holds them until the capture has
         // ended.
-        let capture =
-            || unsafe { link.capture(gradients, id, start, source, numel, accumulate, ready, sums) };
-        py.detach(capture).map(Capture).map_err(|error| exec_error(&error))
+        py.detach(|| unsafe { link.capture(gradients, id, source) })
+            .map(Capture)
+            .map_err(|error| exec_error(&error))
     }
 
     /// Forgets a gradient.

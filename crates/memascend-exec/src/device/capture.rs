@@ -21,15 +21,22 @@ impl Capture {
     }
 }
 
-/// A gradient in device memory.
-pub(crate) struct Source {
-    pub(crate) start: usize,
-    pub(crate) address: usize,
-    pub(crate) numel: usize,
-    pub(crate) accumulate: bool,
-    /// Address and number of the sums of squares of its blocks.
-    pub(crate) sums: Option<(usize, usize)>,
-    pub(crate) ready: DeviceEvent,
+/// A gradient in device memory, to be captured.
+#[derive(Debug, Clone)]
+pub struct DeviceGradient {
+    /// First element within the tensor.
+    pub start: usize,
+    /// Device address of the elements.
+    pub address: usize,
+    /// Number of elements.
+    pub numel: usize,
+    /// Whether to add it to the gradient so far.
+    pub accumulate: bool,
+    /// Device address and number of the sums of squares of its blocks (f64). Behind them lies a flag (u32), which is not
+    /// zero if an element is not finite. With the sums the host never reads the elements.
+    pub sums: Option<(usize, usize)>,
+    /// The event after which the elements may be read.
+    pub ready: DeviceEvent,
 }
 
 /// The capture as a job for a thread of the device. The gradient counts as being captured from now on.
@@ -37,7 +44,7 @@ pub(super) fn job(
     copies: Arc<Copies>,
     gradients: Arc<Gradients>,
     id: GradientId,
-    source: Source,
+    source: DeviceGradient,
     promise: Promise<GradientStats>,
 ) -> impl FnOnce() + Send {
     let arriving = gradients.begin_capture(id, &source);

@@ -8,7 +8,7 @@ use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
 
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
 use super::{Capture, Outcome, Restore, capture, restore};
-use crate::{ExecError, GradientId, Gradients, Result, Staging, Stash};
+use crate::{DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
 
 /// One CUDA device: a stream for weights to the device, one for activations back to it, and one for everything that leaves
 /// it. Threads wait for staging buffers and the SSD, in the order of the calls; the caller never does.
@@ -133,35 +133,24 @@ impl DeviceLink {
         Ok(copies.event(event))
     }
 
-    /// Captures a gradient at device address `source`, after `ready`, as [`Gradients::capture`] does from host memory. Later
-    /// uses of the gradient wait for the capture.
-    ///
-    /// `sums` is the address and the number of the sums of squares of its blocks (f64). Behind them lies a flag (u32), which
-    /// is not zero if an element is not finite. With `sums` the host never reads the elements.
+    /// Captures a gradient in device memory, as [`Gradients::capture`] does from host memory. Later uses of the gradient wait
+    /// for the capture.
     ///
     /// # Safety
-    /// `source` and `sums` are addresses of device memory that holds `numel` elements of the gradient's dtype, and the sums
-    /// with the flag. Both live and are not written from `ready` until the capture has ended.
+    /// The addresses in `source` are those of device memory that holds `numel` elements of the gradient's dtype, and the sums
+    /// with their flag. Both live and are not written from `ready` until the capture has ended.
     ///
     /// # Panics
     /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a gradient that is added up.
-    #[allow(clippy::too_many_arguments)]
     pub unsafe fn capture(
         &self,
         gradients: &Arc<Gradients>,
         id: GradientId,
-        start: usize,
-        source: usize,
-        numel: usize,
-        accumulate: bool,
-        ready: &DeviceEvent,
-        sums: Option<(usize, usize)>,
+        source: DeviceGradient,
     ) -> Result<Capture> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
         let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
-        let source =
-            capture::Source { start, address: source, numel, accumulate, sums, ready: ready.clone() };
         captures.send(capture::job(Arc::clone(copies), Arc::clone(gradients), id, source, promise));
         Ok(Capture(outcome))
     }

@@ -7,11 +7,10 @@ mod link;
 mod outcome;
 mod restore;
 
-pub use capture::Capture;
+pub use capture::{Capture, DeviceGradient};
 pub use copies::{DeviceCounters, DeviceEvent};
 pub use link::DeviceLink;
 pub use restore::Restore;
 
-pub(crate) use capture::Source;
 pub(crate) use copies::Copies;
 pub(crate) use outcome::{Outcome, Promise};

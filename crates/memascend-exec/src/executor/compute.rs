@@ -50,48 +50,17 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
 /// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the piece.
 fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     let tensor = &work.tensor;
-    let element = tensor.dtype.bytes();
     let local = start - work.first;
-    // SAFETY (this and the following): the piece's reads have ended, and until its writes are submitted only this
-    // thread uses the slot's areas and the piece's weights; segments do not overlap. The code that made the segment
-    // vouches for addresses of host memory until the ticket is ready.
-    let weight: &mut [u8] = match (&segment.host, &work.weights) {
-        (Some((weight, _)), _) => {
-            let offset = (start - segment.start) * element;
-            // SAFETY: see above.
-            unsafe { std::slice::from_raw_parts_mut(weight.0.add(offset), numel * element) }
-        }
-        (None, Some(range)) => {
-            let range = range.narrow(local * element, numel * element);
-            // SAFETY: see above.
-            unsafe { std::slice::from_raw_parts_mut(range.address().as_ptr(), range.bytes()) }
-        }
-        (None, None) => unreachable!("a segment without an address belongs to a unit"),
-    };
-    let gradient: &[u8] = match (&segment.host, &tensor.gradient.place, &work.gradient_chunk) {
-        (Some((_, gradient)), SourcePlace::Addresses, _) => {
-            let offset = (start - segment.start) * element;
-            // SAFETY: see above.
-            unsafe { std::slice::from_raw_parts(gradient.0.add(offset), numel * element) }
-        }
-        (_, SourcePlace::Packed { buffer }, _) => {
-            let range = buffer.narrow(start * element, numel * element);
-            // SAFETY: see above; captures into the pack wait for this update.
-            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
-        }
-        (_, SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
-            let offset = start % chunk_elements * element;
-            let range = LeaseSlice::new(Arc::clone(lease), offset, numel * element);
-            // SAFETY: see above; the chunk was handed over by the gradient's record.
-            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
-        }
-        (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
-            let range = work.areas.gradient.narrow(local * element, numel * element);
-            // SAFETY: see above.
-            unsafe { std::slice::from_raw_parts(range.address().as_ptr(), range.bytes()) }
-        }
-        _ => unreachable!("a segment is updated only where its gradient was captured"),
-    };
+    let bytes = numel * tensor.dtype.bytes();
+    let weight = weight_address(work, segment, start, numel);
+    let gradient = gradient_address(work, segment, start, numel);
+    // SAFETY: here and below, the piece's reads have ended, and until its writes are submitted only this thread uses
+    // the slot's areas and the piece's weights; segments do not overlap. Captures wait for this update, and a gradient's
+    // chunk was handed over by its record. The code that made the segment vouches for addresses of host memory until
+    // the ticket is ready.
+    let weight = unsafe { std::slice::from_raw_parts_mut(weight, bytes) };
+    // SAFETY: see above.
+    let gradient = unsafe { std::slice::from_raw_parts(gradient, bytes) };
     let areas: Vec<LeaseSlice> = segment
         .rule
         .planes()
@@ -105,11 +74,43 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
         .collect();
     let mut planes: Vec<&mut [u8]> = areas
         .iter()
-        // SAFETY: see above; the planes of a rule are different ones.
+        // SAFETY: see above; the planes of a rule are distinct.
         .map(|area| unsafe { area.as_mut_slice() })
         .collect();
     for (plane, _) in planes.iter_mut().zip(&segment.fresh).filter(|(_, fresh)| **fresh) {
         plane.fill(0);
     }
     step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
+}
+
+/// Where the weights of elements `start .. start + numel` lie, of which there are as many in memory.
+fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *mut u8 {
+    let element = work.tensor.dtype.bytes();
+    match (&segment.host, &work.weights) {
+        (Some((weight, _)), _) => weight.0.wrapping_add((start - segment.start) * element),
+        (None, Some(range)) => {
+            range.narrow((start - work.first) * element, numel * element).address().as_ptr()
+        }
+        (None, None) => unreachable!("a segment without an address belongs to a unit"),
+    }
+}
+
+/// Where the gradient of elements `start .. start + numel` lies, of which there are as many in memory.
+fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *const u8 {
+    let element = work.tensor.dtype.bytes();
+    let bytes = numel * element;
+    match (&segment.host, &work.tensor.gradient.place, &work.gradient_chunk) {
+        (Some((_, gradient)), SourcePlace::Addresses, _) => {
+            gradient.0.wrapping_add((start - segment.start) * element).cast_const()
+        }
+        (_, SourcePlace::Packed { buffer }, _) => buffer.narrow(start * element, bytes).address().as_ptr(),
+        (_, SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
+            let offset = start % chunk_elements * element;
+            LeaseSlice::new(Arc::clone(lease), offset, bytes).address().as_ptr()
+        }
+        (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
+            work.areas.gradient.narrow((start - work.first) * element, bytes).address().as_ptr()
+        }
+        _ => unreachable!("a segment is updated only where its gradient was captured"),
+    }
 }
