@@ -14,6 +14,8 @@ from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from torch.utils.hooks import RemovableHandle
+
     from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -54,10 +56,12 @@ class Place:
     source: tuple[ExternalFile, int] | None = None
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of date.
     version: int = 0
-    #: Of gradients kept by memascend: whether there is one, the number of captures, and the number of additions.
+    #: Whether memascend keeps a gradient.
     held: bool = False
+    #: Gradients that memascend has taken over so far, and how often one was added to another.
     captured: int = 0
     added: int = 0
+    #: The gradient's sum of squares, and whether a value is infinite or NaN.
     sum_squares: float = 0.0
     non_finite: bool = False
     #: The capture under way from a device, which will give `sum_squares` and `non_finite`.
@@ -66,7 +70,8 @@ class Place:
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
-    hooks: list = field(default_factory=list)
+    #: Autograd hooks that take over gradients.
+    hooks: list[RemovableHandle] = field(default_factory=list)
     #: The version counters of the parameter and of `marker` at the last check for writes. Only of a parameter on a
     #: device: there, reading the values themselves would wait for the device.
     seen: list[int] | None = None
@@ -188,15 +193,16 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 
 
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
-    """Give every parameter its place in `unit`: large parameters page-aligned, small ones packed behind them.
+    """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
 
-    Frozen parameters are packed apart, so that no update writes them again. The tensors that stand for absent
-    parameters and gradients are on `device`.
+    Frozen ones are packed apart, so that updates do not rewrite them. The tensors that stand for absent parameters and
+    gradients are on `device`.
 
     Raises ValueError for a dtype that cannot be trained.
     """
-    packs: dict[tuple[torch.dtype, bool], StoreTensor] = {}
-    small: list[StoreTensor] = []
+    #: The packs that are still filled, by dtype and whether they are trained.
+    open_packs: dict[tuple[torch.dtype, bool], StoreTensor] = {}
+    packs: list[StoreTensor] = []
     for name, parameter in named:
         dtype, numel, trained = parameter.dtype, parameter.numel(), parameter.requires_grad
         if dtype not in DTYPE_NAMES:
@@ -209,29 +215,23 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             unit.tensors.append(tensor)
             start = 0
         else:
-            pack = packs.get((dtype, trained))
+            pack = open_packs.get((dtype, trained))
             if pack is None or pack.numel + numel > PACK_ELEMENTS_MAX:
-                pack = StoreTensor(f"{unit.name}.packed{len(small)}", dtype, unit, packed=True, trained=trained)
-                packs[dtype, trained] = pack
-                small.append(pack)
+                pack = StoreTensor(f"{unit.name}.packed{len(packs)}", dtype, unit, packed=True, trained=trained)
+                open_packs[dtype, trained] = pack
+                packs.append(pack)
             tensor = pack
-            start = tensor.numel
-            tensor.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
-        tensor.places.append(
-            Place(
-                name,
-                parameter,
-                parameter.shape,
-                dtype,
-                numel,
-                tensor,
-                start,
-                offset=0,
-                absent=absent_like(parameter.shape, dtype, device),
-                marker=absent_like(parameter.shape, dtype, device),
-            )
-        )
-    unit.tensors.extend(small)
+            start = pack.numel
+            pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
+        absent, marker = (absent_like(parameter.shape, dtype, device) for _ in range(2))
+        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, marker)
+        tensor.places.append(place)
+    unit.tensors.extend(packs)
+    _assign_offsets(unit)
+
+
+def _assign_offsets(unit: Unit) -> None:
+    """Put the tensors of `unit` behind one another, each on a page boundary."""
     for tensor in unit.tensors:
         tensor.offset = unit.nbytes
         unit.nbytes += tensor.nbytes
@@ -245,58 +245,71 @@ def partition(model: nn.Module, device: torch.device = CPU) -> list[Unit]:
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer); every other
     module with parameters of its own is one, small ones together. A tied parameter belongs to the first.
     """
-    units: list[Unit] = []
-    taken: set[int] = set()
-    small = Unit("small modules", repeated=False, held=False)
-
-    def own(module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
-        named = []
-        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
-            if id(parameter) not in taken and parameter.numel() > 0:
-                taken.add(id(parameter))
-                named.append((name, parameter))
-        return named
-
-    def add(unit: Unit, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
-        unit.modules.append(module)
-        lay_out(unit, named, device)
-        units.append(unit)
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        direct = own(module, prefix, recurse=False)
-        if direct:
-            if sum(parameter.numel() * parameter.element_size() for _, parameter in direct) < SMALL_MODULE_BYTES:
-                small.modules.append(module)
-                small_named.extend(direct)
-            else:
-                add(Unit(prefix or "root module", repeated=False, held=any(module.children())), module, direct)
-        repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            if repeats:
-                named = own(child, path, recurse=True)
-                if named:
-                    add(Unit(path, repeated=True), child, named)
-            else:
-                visit(child, path)
-
-    small_named: list[tuple[str, nn.Parameter]] = []
-    visit(model, "")
-    if small_named:
-        lay_out(small, small_named, device)
-        units.append(small)
-    small.held = any(any(module.children()) for module in small.modules)
+    divider = _Divider(device)
+    divider.visit(model, "")
+    units = divider.finish()
     _mark_held_together(model, units)
     return units
 
 
+class _Divider:
+    """Collects units while the modules of a model are visited in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._units: list[Unit] = []
+        #: Identities of the parameters that belong to a unit already.
+        self._taken: set[int] = set()
+        self._small = Unit("small modules", repeated=False)
+        self._small_parameters: list[tuple[str, nn.Parameter]] = []
+
+    def visit(self, module: nn.Module, prefix: str) -> None:
+        """Divide a module, whose name in the model is `prefix`, and the modules inside it."""
+        direct = self._take(module, prefix, recurse=False)
+        if sum(parameter.numel() * parameter.element_size() for _, parameter in direct) >= SMALL_MODULE_BYTES:
+            unit = Unit(prefix or "root module", repeated=False, held=any(module.children()))
+            self._add(unit, module, direct)
+        elif direct:
+            self._small.modules.append(module)
+            self._small_parameters.extend(direct)
+        repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if not repeats:
+                self.visit(child, path)
+            elif parameters := self._take(child, path, recurse=True):
+                self._add(Unit(path, repeated=True), child, parameters)
+
+    def finish(self) -> list[Unit]:
+        """Return all units, the one of small modules last."""
+        if self._small_parameters:
+            lay_out(self._small, self._small_parameters, self._device)
+            self._units.append(self._small)
+        self._small.held = any(any(module.children()) for module in self._small.modules)
+        return self._units
+
+    def _take(self, module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of a module that belong to no unit yet; empty parameters belong to none."""
+        parameters = []
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+            if id(parameter) not in self._taken and parameter.numel() > 0:
+                self._taken.add(id(parameter))
+                parameters.append((name, parameter))
+        return parameters
+
+    def _add(self, unit: Unit, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        unit.modules.append(module)
+        lay_out(unit, parameters, self._device)
+        self._units.append(unit)
+
+
 def _mark_held_together(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Mark the units that one module needs several of at once, because parameters are tied across them."""
-    owner = {place.parameter: unit for unit in units for place in unit.places}
+    """Mark as held the units of which one module needs several at once: its parameters are tied to theirs."""
+    unit_of = {place.parameter: unit for unit in units for place in unit.places}
     repeated = {module: unit for unit in units if unit.repeated for module in unit.modules}
     for module in model.modules():
         parameters = module.parameters(recurse=module in repeated)
-        together = {owner[parameter] for parameter in parameters if parameter in owner}
-        if len(together) > 1:
-            for unit in together - {repeated.get(module)}:
+        units_needed = {unit_of[parameter] for parameter in parameters if parameter in unit_of}
+        if len(units_needed) > 1:
+            for unit in units_needed - {repeated.get(module)}:
                 unit.held = True

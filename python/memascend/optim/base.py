@@ -129,7 +129,7 @@ class OffloadedOptimizer(Optimizer):
         self._built = True
         self._prepare(self.param_groups)
 
-    # ---- the algorithm, which a subclass gives -----------------------------------------------------
+    # ---- the algorithm, which a subclass gives ---------------------------------------------------
 
     def _algorithm(self, group: dict[str, Any]) -> str:
         """Name the algorithm of a group, as `memascend._memascend.Rule` takes it."""
@@ -151,7 +151,7 @@ class OffloadedOptimizer(Optimizer):
         """Return the kernels and states of the parameter's last step, or of the next one if it is the first."""
         return self._homes.rules.get(parameter) or self.rule_of(group, parameter)
 
-    # ---- parameter groups --------------------------------------------------------------------------
+    # ---- parameter groups ------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in PyTorch, and make room for its states."""
@@ -191,7 +191,7 @@ class OffloadedOptimizer(Optimizer):
     def _homes_with_gradient(self) -> list[Home]:
         return [self._homes.of(parameter) for _, parameter in self._with_gradient()]
 
-    # ---- step --------------------------------------------------------------------------------------
+    # ---- step ------------------------------------------------------------------------------------
 
     def unscaled_by_torch(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `torch.amp.GradScaler` can unscale in place."""
@@ -255,7 +255,7 @@ class OffloadedOptimizer(Optimizer):
         """Apply deferred updates now, and wait until they are on the store's drives."""
         self._homes.flush()
 
-    # ---- saved states ------------------------------------------------------------------------------
+    # ---- saved states ----------------------------------------------------------------------------
 
     def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, Place] | None:
         """Return the store that keeps a parameter's states and its place there; None for states in memory."""
@@ -332,7 +332,7 @@ class OffloadedOptimizer(Optimizer):
             self._homes.make(room)
             home.load(rule, saved, steps)
 
-    # ---- durable steps -----------------------------------------------------------------------------
+    # ---- durable steps ---------------------------------------------------------------------------
 
     def trains_only(self, session: Session) -> bool:
         """Whether every parameter is of the model that `session` offloads."""

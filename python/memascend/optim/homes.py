@@ -110,7 +110,7 @@ class Home(ABC):
         self.homes = homes
         self.parameter = parameter
 
-    # ---- the same for every home -------------------------------------------------------------------
+    # ---- the same for every home -----------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Home(ABC):
             )
         return gradient
 
-    # ---- what each home answers --------------------------------------------------------------------
+    # ---- what each home answers ------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -443,7 +443,7 @@ class _Ordinary(Home):
     def count(self, rule: Rule) -> None:
         """Note that a step was taken."""
         super().count(rule)
-        # The kernels write without autograd's knowledge: have it refuse graphs made before the step.
+        # The kernels write without autograd: have it refuse graphs made before the step.
         torch.autograd.graph.increment_version(self.parameter)
 
 
