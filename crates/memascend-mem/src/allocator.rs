@@ -1,3 +1,5 @@
+//! Host allocators: page-locked, registered with CUDA, locked, or ordinary memory.
+
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -19,8 +21,8 @@ pub trait HostAllocator: Send + Sync {
     fn allocate(&self, bytes: usize) -> Result<HostBlock>;
 }
 
-/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`, which is `cuda` where the CUDA
-/// runtime can be used and `locked` elsewhere. `huge_pages` concerns `registered` and `locked` alone.
+/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is `cuda` where the CUDA
+/// runtime can be used and `locked` elsewhere. `huge_pages` applies to `registered` and `locked` only.
 ///
 /// # Errors
 /// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime cannot be used.
@@ -39,7 +41,7 @@ pub fn allocator(name: &str, huge_pages: bool) -> Result<Box<dyn HostAllocator>>
     })
 }
 
-/// A contiguous, page-aligned range of host memory; given back when dropped.
+/// A contiguous, page-aligned range of host memory. Dropping the block releases the memory.
 #[derive(Debug)]
 pub struct HostBlock {
     address: NonNull<u8>,
@@ -48,7 +50,7 @@ pub struct HostBlock {
     origin: Origin,
 }
 
-/// How a block is given back.
+/// How a block's memory is released.
 #[derive(Debug)]
 enum Release {
     Unmap,
@@ -63,7 +65,7 @@ unsafe impl Send for HostBlock {}
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
-    /// A fresh mapping. With `huge_pages` it begins at a huge page, which is where the kernel can use one.
+    /// A fresh mapping. With `huge_pages` the mapping begins at a multiple of a huge page, so that the kernel can use one.
     fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
         let bytes = rounded(bytes)?;
         let refused = |source| MemError::Reserve { bytes, source };
@@ -90,20 +92,20 @@ impl HostBlock {
             block.trim(bytes).map_err(refused)?;
         }
         let address = block.address.as_ptr().cast();
-        // A forked DataLoader worker must neither inherit the arena nor copy it on write, and in-flight
-        // direct I/O into copy-on-write pages would be lost. A refusal (old kernel) is harmless.
+        // A forked DataLoader worker must not inherit the arena: copy-on-write would duplicate the arena, and direct I/O
+        // in flight into copy-on-write pages would be lost. An old kernel refuses the call, which is harmless.
         // SAFETY: the range is the mapping made above.
         unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) };
         if huge_pages {
-            // A kernel without huge pages refuses, and small ones do the same work.
+            // A kernel without huge pages refuses the call; small pages give the same results.
             // SAFETY: as above.
             unsafe { libc::madvise(address, bytes, libc::MADV_HUGEPAGE) };
         }
         Ok(block)
     }
 
-    /// Unmaps all but `bytes` bytes from the first huge page on. The block stands for what is still mapped at
-    /// every moment, so that dropping it after an error leaves nothing behind.
+    /// Unmaps all but `bytes` bytes from the first huge page on. At every moment the block describes exactly what is
+    /// still mapped, so dropping the block after an error leaves nothing mapped.
     fn trim(&mut self, bytes: usize) -> io::Result<()> {
         let head = self.address.as_ptr().align_offset(HUGE_PAGE_BYTES);
         if head > 0 {
@@ -131,8 +133,8 @@ impl HostBlock {
         self.bytes
     }
 
-    /// Lets processes forked from now on have copies of the block, as of ordinary memory. Not for memory that a device
-    /// or the kernel writes to meanwhile; memory known to CUDA stays hidden from them.
+    /// Gives processes forked from now on copies of the block, as of ordinary memory. Must not be called while a device
+    /// or the kernel writes to the block. Memory known to CUDA stays hidden from forked processes.
     pub fn show_to_forks(&self) {
         if let Release::Unmap = self.release {
             // SAFETY: the range is a mapping of our own. A refusal leaves it hidden.
@@ -140,7 +142,7 @@ impl HostBlock {
         }
     }
 
-    /// Never gives the block back: a device may still be writing to it.
+    /// Leaks the block's memory, because a device may still be writing to it.
     pub(crate) fn keep_forever(&mut self) {
         self.release = Release::Never;
     }
@@ -153,7 +155,7 @@ impl HostBlock {
 
     fn populate_part(&self, part: Range<usize>) -> io::Result<()> {
         loop {
-            // SAFETY: the part lies within the block, which nobody else has yet.
+            // SAFETY: the part lies within the block, which is not shared yet.
             let rc = unsafe {
                 let start = self.address.as_ptr().add(part.start);
                 libc::madvise(start.cast(), part.len(), libc::MADV_POPULATE_WRITE)
@@ -176,7 +178,7 @@ impl HostBlock {
 
     fn touch_part(&self, part: Range<usize>) {
         for offset in part.step_by(PAGE_BYTES) {
-            // SAFETY: the page lies within the block, is still zero, and nobody else has it yet.
+            // SAFETY: the page lies within the block, which is still zero and not shared yet.
             unsafe { self.address.add(offset).write_volatile(0) };
         }
     }
@@ -198,7 +200,7 @@ impl HostBlock {
             for start in (part_bytes..self.bytes).step_by(part_bytes) {
                 match thread::Builder::new().spawn_scoped(scope, move || work(part(start))) {
                     Ok(thread) => running.push(thread),
-                    // No more threads are to be had; this one does the part.
+                    // The system starts no more threads: this thread does the part.
                     Err(_) => result = result.and_then(|()| work(part(start))),
                 }
             }
@@ -213,27 +215,27 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        // A forked child did not inherit the mapping; by now its addresses may hold something else of the child's.
-        // Nor does CUDA survive a fork.
+        // A forked child did not inherit the mapping, and may have mapped something else at these addresses. CUDA does
+        // not survive a fork either.
         if !self.origin.is_here() {
             return;
         }
-        // Every lease into the block is gone: the pool keeps it alive as long as one lives.
+        // No lease into the block is left: the pool keeps the block alive as long as a lease lives.
         match &self.release {
             Release::Unmap => {}
             Release::Never => return,
-            // CUDA would go on copying from and to the old pages for whatever is mapped at these addresses
-            // next. The memory is better lost, which happens at the end of the process or in a broken context.
+            // While the range is registered, CUDA would copy from and to the old pages on behalf of the next mapping at
+            // these addresses. So the memory is leaked. This happens at the end of the process or in a broken context.
             Release::UnregisterAndUnmap(cudart) if cudart.host_unregister(self.address).is_err() => return,
             Release::UnregisterAndUnmap(_) => {}
             Release::CudaFree(cudart) => {
-                // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
+                // A failure is ignored: at the end of the process CUDA may have shut down before.
                 // SAFETY: the address came from `host_alloc` of this runtime and is owned by self.
                 let _ = unsafe { cudart.free_host(self.address) };
                 return;
             }
         }
-        // A failure would leave the memory mapped, and there is nobody to tell.
+        // A failure leaves the memory mapped, and a destructor cannot report an error.
         let _ = unmap(self.address, self.bytes);
     }
 }
@@ -248,7 +250,7 @@ fn unmap(address: NonNull<u8>, bytes: usize) -> io::Result<()> {
 }
 
 fn rounded(bytes: usize) -> Result<usize> {
-    // The largest size that can be rounded; no system has so much.
+    // A larger size cannot be rounded up, and no system has that much memory.
     if bytes > isize::MAX as usize {
         return Err(MemError::Reserve { bytes, source: io::ErrorKind::OutOfMemory.into() });
     }
@@ -285,8 +287,8 @@ impl HostAllocator for LockedAllocator {
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         let block = HostBlock::map(bytes, self.huge_pages)?;
-        // Locking first and faulting in afterwards asks the limit before any page is touched, and runs on several
-        // threads. `mlock` alone faults in by itself, on one thread and with huge pages ten times more slowly.
+        // Locking first checks the limit before any page is touched, and lets several threads fault the pages in.
+        // `mlock` alone faults them in on one thread, with huge pages ten times more slowly.
         lock_on_fault(&block).map_err(|source| MemError::Lock {
             bytes: block.bytes(),
             limit_bytes: memlock_limit_bytes(),
@@ -305,7 +307,7 @@ fn lock_on_fault(block: &HostBlock) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // A sandbox may lack the newer call or refuse it. This one faults in at once.
+    // A sandbox may lack or refuse mlock2. mlock faults every page in at once.
     if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) {
         // SAFETY: as above.
         if unsafe { libc::mlock(address, block.bytes()) } == 0 {
@@ -353,15 +355,15 @@ impl HostAllocator for CudaAllocator {
         let address = self.cudart.host_alloc(bytes)?;
         let release = Release::CudaFree(Arc::clone(&self.cudart));
         let block = HostBlock { address, bytes, release, origin: Origin::here() };
-        // CUDA speaks of page-locked memory and does not promise where it begins; direct I/O needs a page.
+        // CUDA does not promise that page-locked memory begins at a page, which direct I/O needs.
         let address = address.as_ptr().addr();
         if !address.is_multiple_of(PAGE_BYTES) {
             return Err(CudaError::Unaligned { bytes, address }.into());
         }
-        // Nor does CUDA promise zeroes.
+        // CUDA does not promise zeros.
         block
             .in_parts(0, |part| {
-                // SAFETY: the part lies within the block, which nobody else has yet.
+                // SAFETY: the part lies within the block, which is not shared yet.
                 unsafe { block.address().add(part.start).write_bytes(0, part.len()) };
                 Ok(())
             })
@@ -388,7 +390,7 @@ impl HostAllocator for RegisteredAllocator {
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         let mut block = HostBlock::map(bytes, self.huge_pages)?;
-        // Registering would fault the pages in as well, on one thread.
+        // Registration would fault the pages in on one thread.
         block.populate(self.threads)?;
         // SAFETY: the range is the whole mapping, and the block unregisters it before it unmaps it.
         unsafe { self.cudart.host_register(block.address(), block.bytes()) }?;

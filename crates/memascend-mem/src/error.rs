@@ -49,8 +49,7 @@ pub enum MemError {
 }
 
 impl MemError {
-    /// Whether the system refused to lock memory into RAM, of which there may be enough: less of it, or unlocked memory,
-    /// may be had.
+    /// Whether the system refused to lock memory into RAM. A smaller or unlocked reservation may succeed.
     pub fn is_pinning_refused(&self) -> bool {
         matches!(
             self,

@@ -1,18 +1,20 @@
+//! Tells a process from the children that it forks.
+
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 static FORKS: AtomicU32 = AtomicU32::new(0);
 static WATCH: Once = Once::new();
 
-/// The process that made something. A forked child has copies of its parent's handles, but neither the threads nor the
-/// memory behind them, and must leave them alone.
+/// The process that made a handle. A forked child has copies of its parent's handles without the threads and the memory
+/// behind them, and must not use or release them.
 ///
-/// A handler counts forks: asking the system for the process's number takes longer than all else that a lease does.
+/// A fork handler counts forks, because `getpid` takes longer than everything else that a lease does.
 #[derive(Debug, Clone, Copy)]
 pub struct Origin(u32);
 
 impl Origin {
-    /// This process.
+    /// The calling process.
     pub fn here() -> Self {
         unsafe extern "C" fn forked() {
             FORKS.fetch_add(1, Ordering::Relaxed);
@@ -25,7 +27,7 @@ impl Origin {
         Self(FORKS.load(Ordering::Relaxed))
     }
 
-    /// Whether it is this process and not one that this one was forked from.
+    /// Whether the calling process made the handle, rather than a process that the calling one was forked from.
     pub fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }

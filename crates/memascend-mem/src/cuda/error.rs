@@ -13,7 +13,7 @@ pub enum CudaError {
         /// Every library tried, with the loader's reason.
         tried: String,
     },
-    /// The library is no CUDA runtime, or not one of a supported version.
+    /// The library is not a CUDA runtime, or not one of a supported version.
     #[error(
         "{library} has no function {symbol}: it is not the CUDA runtime 12 or 13; set MEMASCEND_CUDART to the \
          path of one, or use device=\"cpu\" and allocator=\"locked\""
@@ -56,12 +56,12 @@ pub enum CudaError {
         library: String,
         /// Version of the runtime.
         runtime: String,
-        /// What is known of the driver.
+        /// The newest CUDA version that the driver supports, or why that is unknown.
         driver: String,
     },
-    /// CUDA has not the page-locked memory.
+    /// CUDA cannot page-lock that much memory.
     #[error(
-        "{call} of {bytes} bytes: the system has not that much memory to lock into RAM; lower host_memory, or use \
+        "{call} of {bytes} bytes: the system does not have that much memory to lock into RAM; lower host_memory, or use \
          allocator=\"locked\" or allocator=\"pageable\""
     )]
     OutOfMemory {
@@ -70,7 +70,7 @@ pub enum CudaError {
         /// Bytes asked for.
         bytes: usize,
     },
-    /// CUDA knows the memory already.
+    /// The memory is already registered with CUDA.
     #[error(
         "cudaHostRegister of {bytes} bytes: the memory is registered already, by another library or by one that \
          unmapped it without unregistering; use allocator=\"cuda\""
@@ -79,7 +79,7 @@ pub enum CudaError {
         /// Bytes of the range.
         bytes: usize,
     },
-    /// The system cannot do what was asked of CUDA.
+    /// The system does not support the call.
     #[error(
         "{call} of {bytes} bytes is not supported on this system; use allocator=\"{}\"",
         alternative(call)
@@ -110,7 +110,7 @@ pub enum CudaError {
         /// The address given.
         address: usize,
     },
-    /// The device failed after it was told to copy, so that nobody knows when it has.
+    /// The device failed after a copy was enqueued, so that the end of the copy cannot be observed.
     #[error("the CUDA device failed while it copied to or from the buffer, which is lost: end this process")]
     CopyLost,
     /// Any other error of CUDA.
@@ -122,7 +122,7 @@ pub enum CudaError {
         code: i32,
         /// Its name.
         name: String,
-        /// What CUDA says of it.
+        /// CUDA's description of the error.
         message: String,
     },
 }

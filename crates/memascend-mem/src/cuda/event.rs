@@ -7,10 +7,10 @@ use std::sync::Arc;
 use crate::cuda::library::NOT_READY;
 use crate::{CudaError, Cudart, Fence, Origin, Result};
 
-/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event costs the least.
+/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event without times is cheapest.
 const EVENT_FLAGS: c_uint = 1 | 2;
 
-/// A point in a CUDA stream: done when everything put into the stream before it is done. Destroyed when dropped.
+/// A point in a CUDA stream: done when everything enqueued before it is done. Dropping the value destroys the event.
 #[derive(Debug)]
 pub struct CudaEvent {
     cudart: Arc<Cudart>,
@@ -27,8 +27,8 @@ impl CudaEvent {
     /// Records an event into `stream`; a null pointer is the default stream.
     ///
     /// # Safety
-    /// `stream` is null or a live `cudaStream_t` of the device that is current in the calling thread. It may be
-    /// destroyed once this has returned.
+    /// `stream` is null or a live `cudaStream_t` of the calling thread's current device. The stream may be destroyed once
+    /// this call has returned.
     pub unsafe fn record(cudart: &Arc<Cudart>, stream: *mut c_void) -> Result<Self> {
         const CREATE: &str = "cudaEventCreateWithFlags";
         let mut event = ptr::null_mut();
@@ -43,7 +43,7 @@ impl CudaEvent {
         Ok(event)
     }
 
-    /// Has what is put into `stream` from now on come after the event; nobody waits here.
+    /// Makes everything enqueued in `stream` from now on wait for the event. The calling thread does not wait.
     ///
     /// # Safety
     /// `stream` is null, the default stream of the calling thread's device, or a live `cudaStream_t`.
@@ -56,7 +56,7 @@ impl CudaEvent {
     /// Whether the stream has reached the event. Does not wait.
     ///
     /// # Errors
-    /// Whatever went wrong in the stream before the event.
+    /// Any error of work enqueued in the stream before the event.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the event is live.
         let code = unsafe { (self.cudart.functions.event_query)(self.event.as_ptr()) };
@@ -71,7 +71,7 @@ impl CudaEvent {
     /// Waits until the stream has reached the event; the thread sleeps meanwhile.
     ///
     /// # Errors
-    /// Whatever went wrong in the stream before the event.
+    /// Any error of work enqueued in the stream before the event.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event is live.
         let code = unsafe { (self.cudart.functions.event_synchronize)(self.event.as_ptr()) };
@@ -91,9 +91,9 @@ impl Drop for CudaEvent {
         if !self.origin.is_here() {
             return;
         }
-        // SAFETY: the event is live and never used again. CUDA keeps what it needs of one that is not done.
+        // SAFETY: the event is live and never used again. CUDA frees an event that is not done only once it is.
         let code = unsafe { (self.cudart.functions.event_destroy)(self.event.as_ptr()) };
-        // Nothing can be done about a failure; at the end of the process CUDA may be gone before.
+        // A failure is ignored: at the end of the process CUDA may have shut down before.
         let _ = self.cudart.check("cudaEventDestroy", code);
     }
 }

@@ -1,5 +1,5 @@
-//! The CUDA runtime's functions that host memory and copies to and from a device need, loaded at run time: nothing is
-//! linked, and a machine without CUDA loses two allocators, devices and no more.
+//! The CUDA runtime library, loaded at run time. Nothing is linked: a machine without CUDA lacks two allocators and
+//! devices, and everything else works.
 
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -15,12 +15,12 @@ use libloading::os::unix::Library;
 use crate::cuda::functions::{Functions, function};
 use crate::{CudaError, Result};
 
-/// The variable that names the library to use, before any other is looked for.
+/// The environment variable that names the library. If it is set, no other library is tried.
 const LIBRARY_VARIABLE: &str = "MEMASCEND_CUDART";
 const USUAL_NAMES: [&str; 3] = ["libcudart.so.13", "libcudart.so.12", "libcudart.so"];
 const SUPPORTED_MAJORS: [c_int; 2] = [12, 13];
 
-/// Page-locked for every CUDA context, whichever device it is of: `cudaHostAllocPortable`,
+/// Page-locked for the contexts of all devices: `cudaHostAllocPortable`,
 /// `cudaHostRegisterPortable`.
 const PORTABLE: c_uint = 1;
 const INVALID_VALUE: c_int = 1;
@@ -32,7 +32,7 @@ const ALREADY_REGISTERED: c_int = 712;
 const NOT_REGISTERED: c_int = 713;
 const NOT_SUPPORTED: c_int = 801;
 
-/// A CUDA runtime library that was loaded, is of a supported version and sees a device. It is never unloaded.
+/// A CUDA runtime library of a supported version that sees a device. The library is never unloaded.
 pub struct Cudart {
     library: String,
     version: c_int,
@@ -46,12 +46,12 @@ impl fmt::Debug for Cudart {
 }
 
 impl Cudart {
-    /// Finds the library of this process: the one that the variable `MEMASCEND_CUDART` names; else one that is
-    /// loaded already, as PyTorch's is; else one that the dynamic loader finds under its usual names.
+    /// Finds the library for this process. In this order: the one that the environment variable `MEMASCEND_CUDART` names,
+    /// one that is loaded already (PyTorch's), one that the dynamic loader finds under its usual names.
     ///
     /// # Errors
-    /// The variable's library fails alone. Otherwise the first failure of a library that was found, or
-    /// [`CudaError::LibraryNotFound`] with everything that was tried.
+    /// If the variable is set, the error of the library it names. Otherwise the first error of a library that was found,
+    /// or [`CudaError::LibraryNotFound`] with all libraries tried.
     pub fn find() -> Result<Arc<Self>> {
         match env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::open(path),
@@ -59,7 +59,7 @@ impl Cudart {
         }
     }
 
-    /// Loads the library at `path`, or of that name where the dynamic loader searches.
+    /// Loads the library at `path`, or, if `path` is a bare name, the one that the dynamic loader finds.
     ///
     /// # Errors
     /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no device.
@@ -85,7 +85,7 @@ impl Cudart {
         let mapped = mapped.iter().map(|path| (path.as_str(), libc::RTLD_NOLOAD));
         for (name, flags) in mapped.chain(names.iter().map(|name| (*name, 0))) {
             let name = OsStr::new(name);
-            // What is mapped need not be loaded, for example when somebody reads the file: then it is loaded now.
+            // A mapped file is not always a loaded library: a process may only read the file. Then it is loaded here.
             match load(name, flags).or_else(|_| load(name, 0)) {
                 Ok(loaded) => match Self::from_loaded(&loaded, name) {
                     Ok(cudart) => return Ok(cudart),
@@ -136,14 +136,15 @@ impl Cudart {
         Ok(count)
     }
 
-    /// Makes a device that of the calling thread: whatever it makes and asks from now on is of that device.
+    /// Makes device `index` the current device of the calling thread.
     pub fn set_device(&self, index: c_int) -> Result<()> {
         // SAFETY: the function takes any int.
         let code = unsafe { (self.functions.set_device)(index) };
         Ok(self.check("cudaSetDevice", code)?)
     }
 
-    /// Runs `work` with a device as that of the calling thread, whose own device it leaves as it was: PyTorch's.
+    /// Runs `work` with device `index` as the calling thread's current device, and restores the thread's own device, which
+    /// PyTorch may rely on.
     pub fn on_device<T>(&self, index: c_int, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut before = 0;
         // SAFETY: the function writes one int.
@@ -167,31 +168,31 @@ impl Cudart {
         Ok((free, total))
     }
 
-    /// Page-locked memory from CUDA; its content is whatever was there.
+    /// Page-locked memory from CUDA, not initialised.
     pub(crate) fn host_alloc(&self, bytes: usize) -> Result<NonNull<u8>> {
         const CALL: &str = "cudaHostAlloc";
         let mut address = ptr::null_mut();
         // SAFETY: the function writes one pointer.
         let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
         self.check_host(CALL, code, bytes)?;
-        // CUDA answers a request for nothing with a null pointer; nobody here makes one.
+        // CUDA answers a request for zero bytes with a null pointer; no caller makes such a request.
         Ok(NonNull::new(address.cast()).ok_or(CudaError::InvalidValue { call: CALL })?)
     }
 
-    /// Gives memory of [`host_alloc`](Self::host_alloc) back.
+    /// Frees memory of [`host_alloc`](Self::host_alloc).
     ///
     /// # Safety
-    /// `address` came from `host_alloc`, was not given back yet and is not used again.
+    /// `address` came from `host_alloc`, was not freed yet and is not used again.
     pub(crate) unsafe fn free_host(&self, address: NonNull<u8>) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { (self.functions.free_host)(address.as_ptr().cast()) };
         Ok(self.check("cudaFreeHost", code)?)
     }
 
-    /// Page-locks `bytes` bytes of memory and makes them known to CUDA.
+    /// Page-locks `bytes` bytes of memory and registers them with CUDA.
     ///
     /// # Safety
-    /// The range is mapped and stays so until it is unregistered.
+    /// The range is mapped, and stays mapped until it is unregistered.
     pub(crate) unsafe fn host_register(&self, address: NonNull<u8>, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         let code = unsafe { (self.functions.host_register)(address.as_ptr().cast(), bytes, PORTABLE) };
@@ -203,7 +204,7 @@ impl Cudart {
         // SAFETY: CUDA looks the address up in its registrations and does not read the memory.
         let code = unsafe { (self.functions.host_unregister)(address.as_ptr().cast()) };
         match self.check("cudaHostUnregister", code) {
-            // Somebody reset the device.
+            // Another part of the process reset the device.
             Err(_) if code == NOT_REGISTERED => Ok(()),
             result => Ok(result?),
         }
@@ -248,8 +249,8 @@ impl Cudart {
         })
     }
 
-    /// CUDA keeps the last error of a thread, and whoever asks next, PyTorch for one, would take it for its own.
-    /// An error that broke the context stays all the same.
+    /// Clears the calling thread's last CUDA error, which PyTorch would otherwise report as its own. An error that broke the
+    /// context is not cleared.
     pub(super) fn forget_error(&self) {
         // SAFETY: the function takes nothing and returns an int.
         unsafe { (self.functions.get_last_error)() };
@@ -262,7 +263,7 @@ impl Cudart {
         if code != 0 {
             self.forget_error();
         }
-        // CUDA says 0 where no driver is installed.
+        // The version is 0 where no driver is installed.
         if code != 0 || version == 0 {
             return "no driver is loaded".to_owned();
         }
@@ -308,7 +309,7 @@ fn mapped_libraries() -> BTreeSet<String> {
 
 fn cudart_paths(maps: &str) -> BTreeSet<String> {
     maps.lines()
-        // The path begins with the line's first slash: the five fields before it have none.
+        // The path begins at the line's first slash: the five fields before the path contain none.
         .filter_map(|line| line.find('/').map(|start| &line[start..]))
         .filter(|path| {
             let file = path.rsplit('/').next().unwrap_or_default();

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use crate::{CudaError, CudaEvent, Cudart, Origin, Result};
 
-/// `cudaStreamNonBlocking`: the default stream, which libraries use without being asked to, is not waited for.
+/// `cudaStreamNonBlocking`: the stream does not wait for the default stream, which libraries use on their own.
 const STREAM_FLAGS: c_uint = 1;
 /// `cudaMemcpyHostToDevice`, `cudaMemcpyDeviceToHost`.
 const TO_DEVICE: c_int = 1;
 const TO_HOST: c_int = 2;
 
-/// A stream of copies, carried out one after another beside all other streams. Destroyed when dropped; what was put
-/// into it is done all the same.
+/// A stream of copies, carried out one after another and concurrently with other streams. Dropping the value destroys the
+/// stream; copies enqueued before are still carried out.
 #[derive(Debug)]
 pub struct CudaStream {
     cudart: Arc<Cudart>,
@@ -27,7 +27,7 @@ unsafe impl Send for CudaStream {}
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
-    /// A stream of the calling thread's device.
+    /// Creates a stream of the calling thread's current device.
     pub fn new(cudart: &Arc<Cudart>) -> Result<Self> {
         const CREATE: &str = "cudaStreamCreateWithFlags";
         let mut stream = ptr::null_mut();
@@ -38,32 +38,32 @@ impl CudaStream {
         Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
     }
 
-    /// An event that is done when all that was put into the stream so far is. The stream's device is that of the calling
-    /// thread.
+    /// An event that is done when everything enqueued in the stream so far is done. The stream's device must be the calling
+    /// thread's current device.
     pub fn record(&self) -> Result<CudaEvent> {
         // SAFETY: the stream is live.
         unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
     }
 
-    /// Has what is put into the stream from now on come after `event`; nobody waits here.
+    /// Makes everything enqueued in the stream from now on wait for `event`. The calling thread does not wait.
     pub fn wait(&self, event: &CudaEvent) -> Result<()> {
         // SAFETY: the stream is live.
         unsafe { event.precede(self.stream.as_ptr()) }
     }
 
-    /// Puts a copy of `bytes` bytes to device address `target` into the stream.
+    /// Enqueues a copy of `bytes` bytes to device address `target`.
     ///
     /// # Safety
-    /// Both ranges are live until the copy is done; `source` is not written meanwhile.
+    /// Both ranges are live until the copy is done; `source` is not written before.
     pub unsafe fn copy_to_device(&self, target: usize, source: NonNull<u8>, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.copy(target as *mut c_void, source.as_ptr().cast(), bytes, TO_DEVICE) }
     }
 
-    /// Puts a copy of `bytes` bytes at device address `source` into the stream.
+    /// Enqueues a copy of `bytes` bytes from device address `source`.
     ///
     /// # Safety
-    /// Both ranges are live until the copy is done; nobody else reads or writes `target` meanwhile.
+    /// Both ranges are live until the copy is done; `target` is not accessed before.
     pub unsafe fn copy_to_host(&self, target: NonNull<u8>, source: usize, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.copy(target.as_ptr().cast(), source as *const c_void, bytes, TO_HOST) }
@@ -88,11 +88,11 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        // As with events.
+        // CUDA does not survive a fork, and the stream is the parent's.
         if !self.origin.is_here() {
             return;
         }
-        // SAFETY: the stream is live and never used again. CUDA keeps what it needs of one with work in it.
+        // SAFETY: the stream is live and never used again. CUDA frees a stream with work in it only once the work is done.
         let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
         let _ = self.cudart.check("cudaStreamDestroy", code);
     }

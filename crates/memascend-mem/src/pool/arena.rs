@@ -1,4 +1,4 @@
-//! The block behind pools that were carved together, and the books kept on it.
+//! The block behind pools that were carved together, and which of its buffers are free.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use crate::pool::counters::PoolCounters;
 use crate::sync::{Condvar, LockExt, Mutex, MutexGuard};
 use crate::{HostBlock, Origin, Result};
 
-/// How long the memory of a pool that nobody has any more waits for the devices that still use it.
+/// How long the last owner of an arena waits for devices that still use its buffers, before the memory is leaked.
 const FENCE_PATIENCE: Duration = Duration::from_secs(60);
-/// How often a waiting request looks at the fences of returned buffers: nobody calls when a device is done.
+/// How often a waiting request polls the fences of returned buffers: a device that is done sends no notification.
 pub(super) const FENCE_POLL: Duration = Duration::from_micros(50);
 
-/// Work on a buffer that goes on after its owner has dropped the lease: a copy that a device carries out. The
-/// buffer returns to its pool when the fence is done.
+/// Work that uses a buffer after the lease was dropped, for example a copy by a device. The buffer returns to its pool
+/// when the work is done.
 pub trait Fence: Send + Sync {
     /// Whether the work has ended. Must not block.
     ///
     /// # Errors
-    /// When that cannot be told. The buffer then never returns, because the device may still be using it.
+    /// If the state of the work is unknown. The buffer then never returns, because a device may still be using it.
     fn is_done(&self) -> Result<bool>;
 }
 
-/// The one block behind all the pools of a carve. They share a lock: what they do under it is short, and only so
-/// is it known how much they hold together.
+/// The block behind all pools that were carved together, and their state behind one lock. Critical sections are short,
+/// and one lock makes the joint peak of all pools exact.
 pub(super) struct Arena {
     pub(super) block: HostBlock,
     pub(super) allocator: &'static str,
@@ -39,17 +39,17 @@ pub(super) struct State {
     pub(super) counters: Vec<PoolCounters>,
     pub(super) live_bytes: usize,
     pub(super) live_bytes_max: usize,
-    /// Requests waiting for a return; without any, a return calls nobody.
+    /// Requests waiting for a return. While there are none, a return notifies no thread.
     pub(super) waiting: usize,
 }
 
 pub(super) struct Class {
     pub(super) bytes: usize,
     pub(super) count: usize,
-    /// Which pool it belongs to.
+    /// Index of the pool that the class belongs to.
     pub(super) pool: usize,
     pub(super) live_bytes: usize,
-    /// Its live bytes when those of all classes together were highest.
+    /// The class's live bytes when the sum over all classes was highest.
     pub(super) live_bytes_at_peak: usize,
     /// Offsets into the arena of the buffers not leased, used as a stack so that warm memory is reused.
     pub(super) free: Vec<usize>,
@@ -88,7 +88,7 @@ impl State {
     /// Frees the dropped buffers of a class whose fences are done.
     ///
     /// # Errors
-    /// What a fence says that cannot tell, unless another buffer came free.
+    /// The error of a fence whose state is unknown, unless another buffer became free.
     pub(super) fn settle(&mut self, class: usize) -> Result<()> {
         let class = &mut self.classes[class];
         let (mut settled, mut outcome) = (0, Ok(()));
@@ -134,7 +134,7 @@ impl Drop for Arena {
                     Ok(true) => break,
                     Ok(false) if Instant::now() < deadline => std::thread::sleep(FENCE_POLL),
                     _ => {
-                        // Better lost than freed under a device that writes to it.
+                        // Leak the memory: a device may still write to it.
                         self.block.keep_forever();
                         return;
                     }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::pool::arena::{Arena, Fence, Fences};
 use crate::sync::LockExt;
 
-/// A pool buffer in use; returned to the pool when dropped. It cannot be cloned, so it cannot be
-/// returned twice; share it as `Arc<Lease>`.
+/// A pool buffer in use. Dropping the lease returns the buffer to the pool. A lease cannot be cloned, so a buffer cannot
+/// be returned twice; share a lease as `Arc<Lease>`.
 pub struct Lease {
     pub(super) arena: Arc<Arena>,
     pub(super) class: usize,
@@ -25,15 +25,15 @@ impl Lease {
         unsafe { self.arena.block.address().add(self.offset) }
     }
 
-    /// Has the buffer return to its pool, once the lease is dropped, only when `fence` is done too.
+    /// Delays the buffer's return, after the lease is dropped, until `fence` is done.
     pub fn return_after(&self, fence: Arc<dyn Fence>) {
         let mut fences = self.fences.locked();
-        // A lease that is kept and copied from again and again gathers no more of them than are still going on.
+        // Drop the fences that are done, so that a lease that is copied from many times does not accumulate fences.
         fences.retain(|fence| !matches!(fence.is_done(), Ok(true)));
         fences.push(fence);
     }
 
-    /// Bytes that may be used: the size class, at least what was asked for.
+    /// Usable bytes: those of the size class, at least as many as were asked for.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
@@ -41,8 +41,8 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // A forked child holds a copy of the bookkeeping but not the memory, and perhaps a lock that a
-        // thread of the parent held: it must not touch either.
+        // A forked child has a copy of the bookkeeping without the memory, and the lock may have been held by a thread
+        // that the child does not have. The child must not touch either.
         if !self.arena.origin.is_here() {
             return;
         }
@@ -56,10 +56,10 @@ impl Drop for Lease {
             state.counters[pool].fenced_bytes += self.capacity;
             state.classes[self.class].fenced.push_back((self.offset, fences));
         }
-        let somebody_waits = state.waiting > 0;
+        let has_waiters = state.waiting > 0;
         drop(state);
-        // All of them: those who wait for another class go back to sleep.
-        if somebody_waits {
+        // Notify all waiters: those waiting for another class go back to sleep.
+        if has_waiters {
             self.arena.returned.notify_all();
         }
     }
@@ -71,7 +71,7 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// A byte range of a shared lease: what an I/O request owns while it is in flight.
+/// A byte range of a shared lease. An I/O request owns one while the request is in flight.
 #[derive(Debug, Clone)]
 pub struct LeaseSlice {
     lease: Arc<Lease>,
@@ -114,7 +114,7 @@ impl LeaseSlice {
     /// The bytes, to read.
     ///
     /// # Safety
-    /// Nobody may write the range while the returned slice lives.
+    /// The range must not be written while the returned slice lives.
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: in bounds and alive as long as self; the caller excludes writers.
         unsafe { std::slice::from_raw_parts(self.address().as_ptr(), self.bytes) }
@@ -123,7 +123,7 @@ impl LeaseSlice {
     /// The bytes, to write.
     ///
     /// # Safety
-    /// Nobody else may read or write the range while the returned slice lives.
+    /// The range must not be read or written in any other way while the returned slice lives.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn as_mut_slice(&self) -> &mut [u8] {
         // SAFETY: in bounds and alive as long as self; the caller excludes every other access.

@@ -31,7 +31,7 @@ pub struct SizeClass {
     pub count: usize,
 }
 
-/// A part of an arena cut into size classes. Cheap to clone; the arena lives until the last lease is gone.
+/// A part of an arena, cut into size classes. Cheap to clone. The arena lives until the last lease is dropped.
 #[derive(Clone)]
 pub struct Pool {
     arena: Arc<Arena>,
@@ -42,9 +42,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the
-    /// consumers of one group can never starve those of another. Within a group, classes of equal size
-    /// serve one another.
+    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the consumers of one group
+    /// cannot starve those of another. Classes of equal size in a group are merged.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
         let mut offset = 0;
         let mut state =
@@ -101,11 +100,12 @@ impl Pool {
         Ok(pools.pop().expect("one group gives one pool"))
     }
 
-    /// A buffer of the smallest class that holds `bytes`, or `None` when that class has none free. A larger
-    /// class never steps in: its buffers are planned for somebody else, who could then starve.
+    /// A buffer of the smallest class that holds `bytes`, or `None` when that class has none free. A larger class never
+    /// steps in: its buffers are planned for another consumer, which could then starve.
     ///
     /// # Errors
-    /// [`MemError::TooLarge`] if no class could ever hold it; what a [`Fence`] says when it is all that is left.
+    /// [`MemError::TooLarge`] if no class holds `bytes`; the error of a [`Fence`] if no buffer is free and the state of a
+    /// fenced one is unknown.
     pub fn try_lease(&self, bytes: usize) -> Result<Option<Lease>> {
         let mut state = self.arena.lock();
         let class = self.class_of(&state, bytes)?;
@@ -143,13 +143,13 @@ impl Pool {
         }
     }
 
-    /// A buffer as by [`Pool::try_lease`], if more than `reserve` of its class are free.
+    /// As [`Pool::try_lease`], but only if more than `reserve` buffers of the class are free.
     pub fn try_lease_spare(&self, bytes: usize, reserve: usize) -> Result<Option<Lease>> {
         let mut state = self.arena.lock();
         let class = self.class_of(&state, bytes)?;
         if state.classes[class].free.len() <= reserve {
             match state.settle(class) {
-                // What is left without it still serves somebody.
+                // A free buffer still serves other requests, so the fence's error is not reported here.
                 Err(error) if state.classes[class].free.is_empty() => return Err(error),
                 _ => {}
             }
@@ -198,8 +198,8 @@ impl Pool {
     /// Number of the smallest class that holds `bytes`.
     fn class_of(&self, state: &State, bytes: usize) -> Result<usize> {
         let classes = &state.classes[self.classes.clone()];
-        let found = classes.iter().position(|class| class.bytes >= bytes);
-        found.map(|index| self.classes.start + index).ok_or_else(|| MemError::TooLarge {
+        let smallest = classes.iter().position(|class| class.bytes >= bytes);
+        smallest.map(|index| self.classes.start + index).ok_or_else(|| MemError::TooLarge {
             bytes,
             largest_bytes: classes.last().map_or(0, |class| class.bytes),
         })

@@ -162,7 +162,7 @@ fn the_arena_waits_for_the_device_that_uses_it() {
     });
     std::thread::sleep(Duration::from_millis(20));
     assert!(!freed.load(Ordering::Acquire), "freed while the device was at work");
-    // SAFETY: the arena is still there, which is what is tested; nobody else touches it.
+    // SAFETY: the arena is still there, which is what is tested; no other thread touches it.
     unsafe { (address as *mut u8).write_volatile(1) };
     gate.open();
     closing.join().unwrap();
@@ -213,7 +213,7 @@ impl Mix {
     }
 }
 
-/// What must hold whatever happened: buffers are live, free or fenced, each once, and the counters agree.
+/// What holds at every moment: buffers are live, free or fenced, each once, and the counters agree.
 fn check(pool: &Pool, live: &[Lease]) {
     let state = pool.arena.lock();
     let arena = pool.arena.block.address().as_ptr() as usize;
@@ -281,8 +281,10 @@ fn sixteen_threads_never_share_a_buffer() {
                 let mut mix = Mix(worker);
                 for turn in 0..2000 {
                     let bytes = [4096, 8192][mix.next(2)];
-                    let lease =
-                        pool.lease(bytes, Duration::from_secs(60)).unwrap().expect("somebody returns one");
+                    let lease = pool
+                        .lease(bytes, Duration::from_secs(60))
+                        .unwrap()
+                        .expect("another thread returns one");
                     let slice = LeaseSlice::new(Arc::new(lease), 0, bytes);
                     let mark = (worker as u8).wrapping_mul(31).wrapping_add(turn as u8);
                     // SAFETY: the lease is this thread's alone, which is what is tested.
