@@ -38,7 +38,7 @@ pub enum IoError {
         /// What the operating system said.
         source: io::Error,
     },
-    /// The directory's filesystem or the device has not the room.
+    /// The directory's filesystem or the device has not enough space.
     #[error(
         "not enough space in {path}: {needed_bytes} bytes needed, {free_bytes} free; \
          free some space or add a second --store on another drive"
@@ -74,7 +74,7 @@ pub enum IoError {
     /// A raw block device could not be used.
     #[error(transparent)]
     Device(Box<BlockDeviceError>),
-    /// The volume holds a store that somebody can go on with.
+    /// The volume holds a store that a run can resume from.
     #[error(
         "{path} holds a store that was kept (keep_store, or a run that was interrupted): go on with it by `memascend.resume` \
          or `memascend finetune --resume`; or {remedy}; or choose another place"
@@ -82,10 +82,10 @@ pub enum IoError {
     Kept {
         /// The directory or device.
         path: PathBuf,
-        /// How to get rid of it.
+        /// How to remove the store.
         remedy: String,
     },
-    /// Nothing was kept where a kept store was to be opened.
+    /// The volume to be opened holds no kept store.
     #[error(
         "{path} holds no store that was kept: none was ever committed there (durability, keep_store, --keep-store)"
     )]
@@ -178,7 +178,7 @@ pub(crate) fn file_error(action: &'static str, path: &Path, source: io::Error) -
     IoError::File { action, path: path.to_owned(), source }
 }
 
-/// Remedies for what a file or a drive may answer.
+/// Remedies for the errors of files and drives.
 pub(crate) fn errno_hint(source: &io::Error) -> &'static str {
     match source.raw_os_error() {
         Some(libc::ENOSPC) => "the filesystem is full: free some space",
@@ -191,7 +191,7 @@ pub(crate) fn errno_hint(source: &io::Error) -> &'static str {
         Some(libc::EINVAL) => "the file or device refuses transfers of this alignment",
         Some(libc::EACCES | libc::EPERM) => "check the owner and the permissions",
         Some(libc::EROFS) => "the filesystem is mounted read-only",
-        Some(libc::ELOOP) => "a symbolic link is in its place, which is not followed: remove it",
+        Some(libc::ELOOP) => "a symbolic link is in its place, and links are not followed: remove the link",
         Some(libc::EBADF | libc::ESTALE) => "the file was closed or replaced underneath",
         _ => "",
     }
@@ -202,7 +202,7 @@ fn ring_hint(source: &io::Error) -> &'static str {
         Some(libc::EPERM | libc::EACCES) => {
             "the sysctl kernel.io_uring_disabled or a seccomp profile such as Docker's forbids it"
         }
-        Some(libc::ENOSYS) => "the kernel does not have it",
+        Some(libc::ENOSYS) => "the kernel does not have io_uring",
         Some(libc::ENOMEM) => "RLIMIT_MEMLOCK is too low: raise `ulimit -l`",
         _ => "",
     }

@@ -1,5 +1,5 @@
-//! The parsers of what lies on raw devices, as the fuzz targets call them: with any bytes, and with bytes whose checksums are
-//! right, since a wrong one hides everything behind it.
+//! Entry points for the fuzz targets: the parsers of superblocks and notes, with arbitrary bytes, and with bytes whose
+//! checksums were corrected, since a wrong checksum ends parsing early.
 
 use std::io;
 use std::sync::Mutex;
@@ -24,7 +24,7 @@ fn sign(block: &mut [u8]) {
     block[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// A block as a superblock: what is accepted divides a device in order.
+/// Parses a block as a superblock. An accepted superblock must divide a device soundly.
 pub fn superblock(data: &[u8]) {
     let Some((mode, data)) = data.split_first() else { return };
     let mut block = block_of(data);
@@ -42,7 +42,7 @@ pub fn superblock(data: &[u8]) {
     assert_eq!(Superblock::decode(&found.encode()), Ok(found));
 }
 
-/// A note area in memory; leaving it is an error of ours.
+/// A note area in memory. An access outside of it panics.
 struct Area(Mutex<Vec<u8>>);
 
 const AREA_AT: usize = 3 * BLOCK_BYTES;
@@ -68,7 +68,7 @@ impl Medium for Area {
     }
 }
 
-/// Two slots of any content: what is found was there, and the next note is found.
+/// Finds the note in two slots of arbitrary content, then writes and finds another.
 pub fn notes(data: &[u8]) {
     let id = Uuid::from_bytes(*b"0123456789abcdef");
     let notes = Notes::at(id, AREA_AT as u64, AREA_BYTES as u64);

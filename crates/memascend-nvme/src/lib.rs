@@ -1,7 +1,7 @@
 //! How bytes move between leases and SSDs.
 //!
 //! A [`Volume`] is a directory with a preallocated file or a raw block device; each has an [`Engine`] of its own. A
-//! [`Request`] owns its buffer from submission to completion; the completion hands it back, also on error. Completions
+//! [`Request`] owns its buffer from submission to completion; the completion returns the buffer, also on error. Completions
 //! carry results: short transfers are resumed, everything else is an [`IoError`].
 
 mod block_device;
@@ -10,7 +10,7 @@ mod error;
 pub mod testing;
 mod volume;
 
-/// What the fuzz targets reach that nobody else does.
+/// Entry points for the fuzz targets.
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -35,6 +35,6 @@ pub use volume::Volume;
 pub use volume::file::VolumeFile;
 pub use volume::geometry::Geometry;
 
-/// What extents are multiples of, in bytes: the larger of the two logical block sizes in use (512 and 4096), so that
-/// every drive's alignment is met and no drive has to read before it writes.
+/// Extents are multiples of this many bytes: the larger of the two logical block sizes in use (512 and 4096). So every
+/// drive's alignment is met, and no drive reads a block in order to write a part of it.
 pub const BLOCK_BYTES: usize = 4096;

@@ -1,4 +1,4 @@
-//! The one door to engines that are no drives, for tests and benchmarks.
+//! The only way to the engines that keep no data, for tests and benchmarks.
 //!
 //! Users are offered `auto`, `ring` and `threads`. Two more engines exist, each of which loses data: a process can open
 //! one only by its name, and only while the engine's environment variable is set.

@@ -1,3 +1,5 @@
+//! Counters of an engine: bytes, requests, failures and latencies of each direction.
+
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -5,7 +7,7 @@ use memascend_mem::LockExt;
 
 use crate::Operation;
 
-/// What an engine has done, kept with two uncontended lock round trips a request: cheap enough to stay on.
+/// Counters of an engine. A request costs two uncontended locks, cheap enough to count always.
 #[derive(Debug, Default)]
 pub struct Counters {
     inner: Mutex<Inner>,
@@ -30,7 +32,7 @@ struct Direction {
 }
 
 impl Counters {
-    /// Notes that a request was submitted at `now`.
+    /// Counts a request submitted at `now`.
     pub fn started(&self, now: Instant) {
         let mut inner = self.lock();
         inner.in_flight += 1;
@@ -38,7 +40,7 @@ impl Counters {
         inner.busy_since.get_or_insert(now);
     }
 
-    /// Notes the end of a request that was submitted at `started`.
+    /// Counts the end of a request submitted at `started`.
     pub fn ended(&self, operation: Operation, bytes: usize, started: Instant, done: bool) {
         let now = Instant::now();
         let mut inner = self.lock();
@@ -102,20 +104,20 @@ pub struct CountersSnapshot {
     pub writes: DirectionSnapshot,
     /// Requests submitted and not ended.
     pub in_flight: usize,
-    /// The most of them at one time.
+    /// Highest value of `in_flight`.
     pub in_flight_max: usize,
     /// How long at least one request was in flight.
     pub busy: Duration,
 }
 
 impl CountersSnapshot {
-    /// Bytes moved in either direction for every second in which anything was in flight; 0 before the first.
+    /// Bytes moved in both directions, per second in which a request was in flight. 0 before the first request.
     pub fn bytes_per_busy_second(&self) -> f64 {
         let seconds = self.busy.as_secs_f64();
         if seconds > 0.0 { (self.reads.bytes + self.writes.bytes) as f64 / seconds } else { 0.0 }
     }
 
-    /// Requests in flight on average while any was (Little's law: the sum of latencies over the time).
+    /// Mean number of requests in flight while there was any (Little's law: the sum of latencies over the time).
     pub fn in_flight_mean(&self) -> f64 {
         let seconds = self.busy.as_secs_f64();
         let sum = self.reads.latency_sum + self.writes.latency_sum;
@@ -123,13 +125,13 @@ impl CountersSnapshot {
     }
 }
 
-/// The counters of one direction. Latencies are from submission to the end of the whole request, successful ones
-/// alone, the quantiles to within 7 %.
+/// The counters of one direction. Latencies are of successful requests, from submission to completion. Quantiles are
+/// exact to within 7 %.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DirectionSnapshot {
     /// Bytes moved.
     pub bytes: u64,
-    /// Requests that ended well.
+    /// Requests that succeeded.
     pub requests: u64,
     /// Requests that failed.
     pub failures: u64,
@@ -180,7 +182,7 @@ impl Histogram {
         self.max
     }
 
-    /// What a part `share` of the durations does not exceed, 0 of none.
+    /// The duration that a part `share` of the durations does not exceed; 0 if there are none.
     pub(crate) fn quantile(&self, share: f64) -> Duration {
         let rank = ((self.count as f64 * share).ceil() as u64).max(1);
         let mut seen = 0;

@@ -1,4 +1,4 @@
-//! Engines: what moves bytes between leases and a volume, and the one order of transfers that all of them follow.
+//! Engines, which move bytes between leases and a volume, and the schedule that all engines share.
 
 pub(crate) mod counters;
 pub(crate) mod ring;
@@ -33,19 +33,20 @@ impl fmt::Display for Operation {
     }
 }
 
-/// What an engine calls when a request has ended. It runs on an engine thread: it must be short and must
-/// never wait for I/O (submitting more is fine).
+/// Called when a request has ended, on an engine thread. The callback must be short and must never wait for I/O. It may
+/// submit requests.
 pub type OnComplete = Box<dyn FnOnce(Completion) + Send>;
 
-/// Calls back. A panic ends with the callback: the thread still owes the other requests their ends.
+/// Calls the callback. A panic in the callback does not end the thread, which must complete other requests.
 pub(crate) fn run_callback(on_complete: OnComplete, completion: Completion) {
-    // The panic hook has reported it; nothing of the engine's was borrowed.
+    // The panic hook has reported the panic; the callback borrowed nothing from the engine.
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| on_complete(completion)));
 }
 
-/// One transfer. It owns its buffer until it completes.
+/// One transfer. The request owns its buffer until it completes.
 ///
-/// Between submission and completion of a read nobody may touch the buffer; of a write nobody may modify it.
+/// Between submission and completion the buffer of a read must not be accessed, and the buffer of a write must not be
+/// modified.
 pub struct Request {
     /// Read or write.
     pub operation: Operation,
@@ -70,7 +71,7 @@ pub trait Engine: Send + Sync {
     /// `ring`, `threads`, `sim` or `null`.
     fn name(&self) -> &'static str;
 
-    /// Queues a request. Requests may complete in any order; whoever needs an order waits for completions.
+    /// Queues a request. Requests complete in any order; a caller that needs an order waits for completions.
     fn submit(&self, request: Request);
 
     /// Waits until the writes that have completed are on the medium.
@@ -79,31 +80,31 @@ pub trait Engine: Send + Sync {
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
 
-    /// Which optional features of the system are in use, and of those asked for, which were refused and why.
+    /// Optional features of the system that are in use, and those requested that were refused, with the reason.
     fn features(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Makes an arena known whose buffers will be transferred often; it lives until the engine is gone. Waits for the
-    /// engine's thread: not to be called by a completion.
+    /// Registers an arena whose buffers will be transferred often. The engine keeps the arena alive. Waits for the engine's
+    /// thread, so a completion must not call this.
     fn register(&self, _pool: &Pool) {}
 
-    /// Whether bytes reach the volume's own file, so that room in it has to be found.
+    /// Whether bytes reach the volume's own file, which must then have room for them.
     fn needs_room(&self) -> bool {
         true
     }
 
-    /// How many bytes there is room for on a medium of the engine's own, where that is limited.
+    /// Capacity in bytes of a simulated medium, if it is limited.
     fn room_bytes(&self) -> Option<u64> {
         None
     }
 
-    /// Whether bytes are moved at all, so that what was written is what is read.
+    /// Whether the engine moves bytes, so that a read returns what was written.
     fn moves_bytes(&self) -> bool {
         true
     }
 
-    /// Where notes go that do not go to the volume: a simulated medium has its own place for them.
+    /// Where notes are kept instead of the volume: a simulated medium has its own place for them.
     fn notes(&self) -> Option<Arc<dyn NoteKeeper>> {
         None
     }
@@ -128,14 +129,15 @@ pub enum EngineChoice {
 /// How to open an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
-    /// Which.
+    /// The engine.
     pub choice: EngineChoice,
     /// The most transfers in flight at once.
     pub depth: usize,
-    /// Poll the device for completions instead of taking interrupts: a little faster on NVMe drives with poll queues,
-    /// at the price of a busy thread. Only `ring`.
+    /// Poll the device for completions instead of taking interrupts. Slightly faster on NVMe drives with poll queues, at
+    /// the cost of a busy thread. Only for `ring`.
     pub io_poll: bool,
-    /// Have a kernel thread look for submissions: no system call to submit, at the price of that thread. Only `ring`.
+    /// Have a kernel thread poll for submissions: submitting needs no system call, at the cost of that thread. Only for
+    /// `ring`.
     pub sq_poll: bool,
 }
 
@@ -145,11 +147,11 @@ impl Default for EngineOptions {
     }
 }
 
-/// An engine, and why it is not the one that was wanted most.
+/// An engine, and why it is not the preferred one.
 pub struct OpenedEngine {
     /// The engine.
     pub engine: Arc<dyn Engine>,
-    /// What the user should know.
+    /// What to tell the user.
     pub notice: Option<String>,
 }
 

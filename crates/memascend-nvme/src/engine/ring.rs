@@ -1,3 +1,5 @@
+//! The engine over io_uring: one ring and one thread for a volume.
+
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,15 +16,16 @@ use crate::{
     Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
 };
 
-/// The most bytes in flight: more would only make small requests wait longer in the drive.
+/// The most bytes in flight. More would not be faster, and small requests would wait longer in the drive.
 const BYTES_IN_FLIGHT: usize = 32 << 20;
-/// Completions taken before more is submitted. Drives answer in bursts, and would run dry while a whole one is handled.
+/// Completions handled before more is submitted. Drives complete in bursts, and would idle while a whole burst is
+/// handled.
 const COMPLETIONS_AT_ONCE: usize = 2;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
-/// The kernel takes no larger registered buffer.
+/// The largest buffer that the kernel registers.
 const REGISTERED_BYTES_MAX: usize = 1 << 30;
-/// How long the kernel's submission thread looks for more before it sleeps, in milliseconds.
+/// How long the kernel's submission thread polls for submissions before it sleeps, in milliseconds.
 const SQ_POLL_IDLE_MS: u32 = 2;
 
 /// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across requests.
@@ -54,12 +57,13 @@ impl Wake {
         if event < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor was just made and nobody else owns it.
+        // SAFETY: the descriptor was just made and has no other owner.
         Ok(Self { event: unsafe { OwnedFd::from_raw_fd(event) }, sleeping: AtomicBool::new(false) })
     }
 
     fn notify(&self) {
-        // SeqCst pairs with the ring thread's store-then-check: either it sees the new request or we see it sleeping.
+        // SeqCst pairs with the ring thread's store-then-check: either the ring thread sees the new request, or this thread
+        // sees that the ring thread sleeps.
         if self.sleeping.swap(false, Ordering::SeqCst) {
             self.ring();
         }
@@ -71,7 +75,7 @@ impl Wake {
         unsafe { libc::write(self.event.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
-    /// Sleeps until somebody rings.
+    /// Sleeps until another thread calls [`Wake::ring`].
     fn wait(&self) {
         let mut word = 0_u64;
         // SAFETY: eight bytes are written to a live u64.
@@ -80,8 +84,8 @@ impl Wake {
 }
 
 impl RingEngine {
-    /// Sets up the ring and starts its thread. What the kernel does not know of the features that make it faster is
-    /// left out; [`Engine::features`] tells what is in use.
+    /// Sets up the ring and starts its thread. Optional features that the kernel does not have are left out;
+    /// [`Engine::features`] lists those in use.
     ///
     /// # Errors
     /// [`IoError::RingUnavailable`] where the system refuses io_uring (an old kernel, the sysctl
@@ -115,7 +119,7 @@ impl RingEngine {
             .name("memascend-ring".into())
             .spawn(move || driver.start(built, &ready))
             .map_err(unavailable)?;
-        // The ring belongs to the thread that enables it, so the thread alone can tell.
+        // The ring belongs to the thread that enables it, so only that thread knows whether enabling worked.
         started.recv().unwrap_or_else(|_| Err(io::Error::other("its thread ended"))).map_err(unavailable)?;
         Ok(Self {
             queue: Some(queue),
@@ -133,7 +137,7 @@ impl RingEngine {
         match queue.send(message) {
             Ok(()) => self.wake.notify(),
             Err(refused) => {
-                // The thread is gone, which takes a bug: the request still ends.
+                // The thread has ended, which only a defect can cause. The request still completes.
                 if let Message::Request(request, started) = refused.0 {
                     let Request { operation, buffer, on_complete, .. } = request;
                     self.counters.ended(operation, buffer.bytes(), started, false);
@@ -170,14 +174,14 @@ impl Engine for RingEngine {
     fn register(&self, pool: &Pool) {
         let (told, heard) = bounded(1);
         self.send(Message::Register(pool.clone(), told));
-        // Nobody is left to tell where the thread has ended.
+        // Receiving fails if the thread has ended; then there is nothing to wait for.
         let _ = heard.recv();
     }
 }
 
 impl Drop for RingEngine {
     fn drop(&mut self) {
-        // The threads did not come along into a forked child: there is nobody to wake or to join.
+        // A forked child does not have the thread, so it cannot wake or join the thread.
         if !self.origin.is_here() {
             return;
         }
@@ -196,11 +200,12 @@ impl Drop for RingEngine {
 struct Built {
     ring: IoUring,
     features: Vec<String>,
-    /// Completions are polled for, so that nothing but direct transfers may be submitted.
+    /// Whether completions are polled for. Then only direct transfers may be submitted.
     polls: bool,
 }
 
-/// The ring with as many features as the kernel has. Those asked for that it refuses are named among the features.
+/// The ring with as many features as the kernel has. Requested features that the kernel refuses are listed with the
+/// reason.
 fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
     let mut refused = Vec::new();
     let mut wanted = options;
@@ -233,7 +238,7 @@ fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
     if wanted.sq_poll {
         attempts.extend([(true, true, false), (true, false, false)]);
     }
-    // Deferred task work is of Linux 6.1, a single issuer of 6.0.
+    // Deferred task work needs Linux 6.1, a single issuer 6.0.
     attempts.extend([(false, true, true), (false, true, false), (false, false, false)]);
     let mut last = None;
     for (sq_poll, single_issuer, deferred) in attempts {
@@ -258,10 +263,10 @@ fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
     Err(last.expect("something was tried"))
 }
 
-/// Whether the device has queues to poll and answers polled reads: a block of the volume is read through a ring of its own.
+/// Whether the device has queues to poll and answers polled reads. Reads a block of the volume through a separate ring.
 fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
     if !file.polls() {
-        // A file that is empty yet would not tell.
+        // An empty file cannot be probed by a read.
         return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
     }
     let block = memascend_mem::PAGE_BYTES;
@@ -271,7 +276,7 @@ fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
     )
     .map_err(io::Error::other)?;
     let lease = pool.try_lease(block).map_err(io::Error::other)?.expect("a fresh pool has a buffer");
-    // Made last, so that it goes before the buffer.
+    // Declared last, so that the ring is dropped before the buffer.
     let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;
     let read = opcode::Read::new(types::Fd(file.fd()), lease.address().as_ptr(), block as u32)
         .offset(file.position(0))
@@ -307,7 +312,8 @@ struct Driver {
     arena: Option<Arena>,
 }
 
-/// The registered arena: held, so that no other memory can come to lie at its addresses while the kernel knows them.
+/// The registered arena. Holding the pool keeps other memory from being mapped at the arena's addresses while they are
+/// registered.
 struct Arena {
     _pool: Pool,
     start: usize,
@@ -315,7 +321,7 @@ struct Arena {
 }
 
 impl Arena {
-    /// The number of the registered buffer that holds the whole range, if one does.
+    /// Index of the registered buffer that contains the whole range, if there is one.
     fn buffer_of(&self, address: usize, bytes: usize) -> Option<u16> {
         let offset = address.checked_sub(self.start)?;
         let index = offset / REGISTERED_BYTES_MAX;
@@ -351,11 +357,11 @@ impl Driver {
             self.arm_wake(ring);
             self.fill(ring);
             let idle = self.in_flight == 0;
-            // The wake-up read too must have ended, or the kernel could still write to its word: dropping the engine
-            // always rings.
+            // The wake-up read must have ended too, or the kernel could still write to its word. Dropping the engine always
+            // rings, so the read does end.
             if !self.open && idle && self.schedule.is_empty() && !self.wake_armed {
-                // Now, and not when the kernel gets round to it: the device is to be free for others, and the next ring's
-                // buffers may have to fit under the same limit as these.
+                // Unregister now rather than when the kernel frees the ring: another process may open the device at once, and
+                // the next ring's buffers count against the same limit.
                 if self.fixed_file {
                     let _ = ring.submitter.unregister_files();
                 }
@@ -366,7 +372,7 @@ impl Driver {
             }
             if self.open {
                 self.wake.sleeping.store(true, Ordering::SeqCst);
-                // A request sent before the store above was seen would find nobody sleeping: look once more.
+                // A sender that did not see the store above does not ring: check the queue once more.
                 if !self.messages.is_empty() {
                     self.wake.sleeping.store(false, Ordering::SeqCst);
                     let _ = ring.submitter.submit();
@@ -374,7 +380,7 @@ impl Driver {
                     continue;
                 }
                 if !self.polls && idle && !self.wake_armed {
-                    // Nobody would wake it.
+                    // No read is armed that could wake the thread.
                     continue;
                 }
                 if self.polls && idle {
@@ -394,7 +400,7 @@ impl Driver {
         }
     }
 
-    /// Moves new requests into the schedule. What they hold is leased, so the arena bounds them.
+    /// Moves new requests into the schedule. Each holds a lease, so the arena bounds their number.
     fn accept(&mut self, ring: &Ring<'_>) {
         while self.open {
             match self.messages.try_recv() {
@@ -443,7 +449,7 @@ impl Driver {
         }
         let event = types::Fd(self.wake.event.as_raw_fd());
         let read = opcode::Read::new(event, (&raw mut *self.wake_word).cast(), 8).build().user_data(WAKE);
-        // What was submitted has left the queue meanwhile.
+        // Submitting has made room in the queue.
         ring.sq.sync();
         // SAFETY: the word is boxed and lives until the ring is dropped at the end of `run`.
         if unsafe { ring.sq.push(&read) }.is_ok() {
@@ -535,8 +541,8 @@ struct Ring<'a> {
 }
 
 impl Drop for Driver {
-    /// Nothing is left after an orderly end. After a panic the kernel may still be using what was submitted:
-    /// that memory is given up rather than given back, while whoever waits learns of it as the callbacks die.
+    /// After an orderly end nothing is in flight. After a panic the kernel may still use the submitted buffers: they are
+    /// leaked. Waiting threads are notified when the callbacks are dropped.
     fn drop(&mut self) {
         for request in self.schedule.drain() {
             std::mem::forget(request.buffer);

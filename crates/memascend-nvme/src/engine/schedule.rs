@@ -1,4 +1,4 @@
-//! Which part of which request comes next, and what becomes of a part: the same for every engine.
+//! Which part of which request comes next, and how the result of a part is handled: the same for every engine.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,25 +11,25 @@ use crate::error::errno_hint;
 use crate::volume::file::MADE_SHORTER;
 use crate::{Completion, Counters, Geometry, IoError, Operation, Request, VolumeFile};
 
-/// How often a part is tried again when the system says so, and nothing moves.
+/// How often in a row a part is retried after EAGAIN or EINTR without progress.
 const RETRIES: u32 = 1000;
-/// How often in a row less than a block may be moved at the same place.
+/// How often in a row a transfer may move less than a block.
 const CRUMBS: u32 = 16;
 
-/// The requests of a volume, cut into parts, in the order in which an engine should carry the parts out. Every
-/// engine runs on one: what becomes of a short transfer, of EAGAIN or of an error is decided here and nowhere else.
+/// The requests of a volume, cut into parts, in the order in which an engine carries the parts out. Every engine uses a
+/// schedule: short transfers, EAGAIN and errors are handled here and nowhere else.
 ///
-/// There are four queues, large and small requests of either direction, which are served by turns: a small request does
-/// not wait behind a large one, and a read that somebody computes on does not wait behind all that is being written back.
+/// Four queues, large and small requests of either direction, are served in turn. So a small request does not wait behind
+/// a large one, and a read that computation waits for does not wait behind all write-backs.
 pub(crate) struct Schedule {
     part_bytes: usize,
-    /// Where a short transfer may be resumed: at a multiple of this.
+    /// A short transfer is resumed at a multiple of this.
     block_bytes: usize,
     jobs: Slab<Job>,
     parts: Slab<Part>,
     queues: [VecDeque<usize>; 4],
     turn: usize,
-    /// Parts that moved only partly, or not yet: they come first.
+    /// Parts to be resumed or retried, which come first.
     again: VecDeque<usize>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Schedule {
 struct Job {
     request: Request,
     started: Instant,
-    /// Bytes from the start that parts were made of.
+    /// Bytes, from the start, that parts were issued for.
     issued: usize,
     parts: usize,
     failure: Option<Failure>,
@@ -64,14 +64,14 @@ struct Part {
     crumbs: u32,
 }
 
-/// What to do for a part.
+/// The transfer that carries out a part.
 pub(crate) struct Transfer {
     pub(crate) operation: Operation,
     /// From the beginning of the volume's data.
     pub(crate) offset: u64,
     pub(crate) address: *mut u8,
     pub(crate) bytes: usize,
-    /// How often nothing moved: whoever has nothing else to do should wait a little longer each time.
+    /// How often in a row nothing moved. An engine with nothing else to do waits a little longer each time.
     pub(crate) retries: u32,
 }
 
@@ -99,7 +99,7 @@ impl Schedule {
         }
     }
 
-    /// Takes a request on. One that the volume cannot carry out ends here.
+    /// Accepts a request. A request that the volume cannot carry out is returned as ended.
     pub(crate) fn accept(&mut self, file: &VolumeFile, request: Request, started: Instant) -> Option<Ended> {
         if let Err((errno, hint)) = file.check(request.offset, &request.buffer) {
             let failure = Failure { source: io::Error::from_raw_os_error(errno), hint };
@@ -111,7 +111,7 @@ impl Schedule {
         None
     }
 
-    /// The next part to carry out. Whoever takes it owes a call of [`Schedule::complete`].
+    /// The next part to carry out. The caller must call [`Schedule::complete`] for the part.
     pub(crate) fn next(&mut self) -> Option<usize> {
         if let Some(part) = self.again.pop_front() {
             return Some(part);
@@ -133,7 +133,7 @@ impl Schedule {
         Some(self.parts.insert(Part { job: index, start, bytes, retries: 0, crumbs: 0 }))
     }
 
-    /// What is to be done for a part.
+    /// The transfer that carries out `part`.
     pub(crate) fn transfer(&self, part: usize) -> Transfer {
         let Part { job, start, bytes, retries, .. } = self.parts[part];
         let request = &self.jobs[job].request;
@@ -143,8 +143,8 @@ impl Schedule {
         Transfer { operation: request.operation, offset, address, bytes, retries }
     }
 
-    /// Takes the result of a part: bytes moved or what the system said. Returns the request if it has ended; a part that
-    /// moved partly is among the next.
+    /// Handles the result of a part: bytes moved, or the system's error. Returns the request if it has ended. A part that
+    /// moved only partly is queued again.
     pub(crate) fn complete(&mut self, part: usize, result: io::Result<usize>) -> Option<Ended> {
         let piece = &mut self.parts[part];
         let failure = match result {
@@ -156,7 +156,7 @@ impl Schedule {
                 piece.bytes -= whole;
                 (piece.retries, piece.crumbs) =
                     if whole > 0 { (0, 0) } else { (piece.retries + 1, piece.crumbs + 1) };
-                // Always a part of the same block: the file ends in it.
+                // Every transfer ended inside the same block: the file ends there.
                 (piece.crumbs > CRUMBS).then(Failure::made_shorter)
             }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Some(Failure::made_shorter()),
@@ -174,7 +174,7 @@ impl Schedule {
             })
         });
         let index = piece.job;
-        // Once a part has failed, the others need not go on.
+        // Once a part has failed, the request's other parts are not retried.
         let lost = failure.is_some() || self.jobs[index].failure.is_some();
         if !lost && piece.bytes > 0 {
             self.again.push_back(part);
@@ -187,7 +187,7 @@ impl Schedule {
             let job = &mut self.jobs[index];
             job.failure.get_or_insert(failure);
             if job.issued < job.request.buffer.bytes() {
-                // The rest of it would only fail too, perhaps after a long time each.
+                // The remaining parts would fail too, each perhaps after a long time.
                 job.issued = job.request.buffer.bytes();
                 let queue = self.queue_of(&self.jobs[index].request);
                 self.queues[queue].retain(|queued| *queued != index);

@@ -1,3 +1,5 @@
+//! The engine over preadv2 and pwritev2 on a few threads, and the engine that moves nothing.
+
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -28,7 +30,7 @@ struct State {
     open: bool,
 }
 
-/// What is done for a part, and whether room for it has to be found.
+/// How the threads carry out a part, and whether the volume must have room for the bytes.
 struct Kind {
     name: &'static str,
     needs_room: bool,
@@ -39,20 +41,20 @@ static MOVING: Kind = Kind { name: "threads", needs_room: true, carry_out: move_
 static NULL: Kind = Kind { name: "null", needs_room: false, carry_out: |_, transfer| Ok(transfer.bytes) };
 
 impl ThreadsEngine {
-    /// Threads used when nobody asks otherwise: enough to keep a SATA or NVMe drive's queue from emptying.
+    /// The default number of threads: enough to keep the queue of a SATA or NVMe drive from emptying.
     pub const DEFAULT_THREADS: usize = 8;
 
     /// Starts `threads` I/O threads (at least one).
     ///
     /// # Errors
-    /// If the system starts none.
+    /// If the system starts no thread.
     pub fn new(file: &Arc<VolumeFile>, threads: usize) -> Result<Self> {
         Self::of(&MOVING, file, threads)
     }
 
-    /// Completes every request at once, on a thread of its own, and moves nothing: for replaying the schedule of a model
-    /// that neither the volumes nor the host memory could hold. What was read is whatever the buffer held before, so
-    /// nothing computed on it means anything.
+    /// An engine that completes every request at once, on a thread of its own, and moves nothing. It replays the schedule
+    /// of a model that neither the volumes nor the host memory could hold. A read leaves the buffer as it was, so results
+    /// computed from the buffer are meaningless.
     ///
     /// # Errors
     /// If the system starts no thread.
@@ -76,7 +78,7 @@ impl ThreadsEngine {
                 .spawn(move || serving.serve());
             match thread {
                 Ok(thread) => started.push(thread),
-                // One is enough to go on.
+                // One thread is enough to go on.
                 Err(source) if started.is_empty() => return Err(IoError::NoThread { source }),
                 Err(_) => break,
             }
@@ -176,7 +178,7 @@ impl Engine for ThreadsEngine {
 
 impl Drop for ThreadsEngine {
     fn drop(&mut self) {
-        // The threads did not come along into a forked child: there is nobody to wake or to join.
+        // A forked child does not have the threads, so it cannot wake or join them.
         if !self.origin.is_here() {
             return;
         }

@@ -1,3 +1,5 @@
+//! A measuring workload: requests of one size at a constant depth.
+
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -6,18 +8,18 @@ use memascend_mem::{LeaseSlice, LockExt, Pool, WaitExt};
 use crate::engine::counters::Histogram;
 use crate::{Completion, Engine, IoError, Operation, Request, Result};
 
-/// Requests of one size at a constant depth, to see what a volume can do.
+/// Requests of one size at a constant depth, which measure a volume.
 #[derive(Debug, Clone, Copy)]
 pub struct Workload {
     /// How many of 100 requests are reads.
     pub read_percent: u32,
-    /// Whether the places follow one another, from the beginning again at the end, or are random.
+    /// Whether offsets are random. If not, they are sequential and wrap around at the end of the span.
     pub random: bool,
     /// Length of a request.
     pub request_bytes: usize,
     /// Requests in flight at once.
     pub depth: usize,
-    /// The places lie in the first so many bytes of the volume's data, which must be allocated.
+    /// Requests lie in the first so many bytes of the volume's data, which must be allocated.
     pub span_bytes: u64,
     /// For how long new requests are submitted.
     pub duration: Duration,
@@ -56,7 +58,7 @@ impl Measured {
 
 impl Workload {
     /// Runs on `engine` with buffers from `pool`, which must have `depth` of them free. Every completion submits the next
-    /// request from the engine's own thread, so that the depth is constant. The data written is what the buffers held.
+    /// request from the engine's own thread, so that the depth is constant. Writes write what the buffers contain.
     ///
     /// # Errors
     /// The first transfer that failed.
@@ -150,7 +152,7 @@ impl Runner {
             drop(state);
             return Self::submit(runner, buffer);
         }
-        // Before anybody hears of the end, so that who waited finds the buffer free.
+        // Drop the lease before signalling, so the waiter can reuse the buffer.
         drop(buffer);
         state.running -= 1;
         if state.running == 0 {
@@ -218,7 +220,7 @@ mod tests {
         assert!(measured.requests > 20, "{measured:?}");
         assert!(counters.in_flight_max <= 4);
         assert_eq!(pool.counters().live_bytes, 0);
-        // What the file does not hold.
+        // Reads beyond the end of the file fail.
         let error =
             Workload { span_bytes: 1 << 40, random: true, read_percent: 100, ..workload }.run(&engine, &pool);
         assert_eq!(error.unwrap_err().errno(), Some(libc::EIO));

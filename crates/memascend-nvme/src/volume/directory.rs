@@ -104,8 +104,8 @@ impl Drop for HeldDirectory {
     }
 }
 
-/// Has a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file where they are: else room for them that was
-/// allocated beforehand does not help when the drive is full. Others refuse it, and need not be asked.
+/// Makes a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file in place. Otherwise allocating blocks
+/// beforehand does not help when the drive is full. Other filesystems refuse the flag and do not need it.
 pub(super) fn write_in_place(file: &File) {
     const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
     let mut flags: libc::c_int = 0;

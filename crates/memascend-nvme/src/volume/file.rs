@@ -22,7 +22,7 @@ pub struct VolumeFile {
     pub(super) base: u64,
     /// How many bytes of data a device has; None for a file, which grows.
     pub(super) data_bytes: Option<u64>,
-    /// How long a file is at least, unless somebody else makes it shorter.
+    /// The length that the file has unless another program makes the file shorter.
     pub(super) least_bytes: AtomicU64,
 }
 
@@ -37,7 +37,7 @@ impl VolumeFile {
         &self.path
     }
 
-    /// What transfers have to look like.
+    /// Alignments and lengths of transfers.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
@@ -66,18 +66,18 @@ impl VolumeFile {
         let (bytes, address) = (buffer.bytes() as u64, buffer.address().as_ptr() as usize);
         let Geometry { block_bytes, memory_bytes, .. } = self.geometry;
         if bytes == 0 {
-            return Err((libc::EINVAL, "a transfer of nothing"));
+            return Err((libc::EINVAL, "a transfer of zero bytes"));
         }
         if !(offset | bytes).is_multiple_of(block_bytes as u64) {
             return Err((libc::EINVAL, "offset and length must be multiples of the drive's logical block"));
         }
         if !address.is_multiple_of(memory_bytes) {
-            return Err((libc::EINVAL, "the buffer is not aligned as the drive asks for"));
+            return Err((libc::EINVAL, "the buffer is not aligned as the drive requires"));
         }
         let end = offset.checked_add(bytes).and_then(|end| end.checked_add(self.base));
         match (end, self.data_bytes) {
             (Some(end), Some(data)) if end > self.base + data => {
-                return Err((libc::EINVAL, "it leaves the device's data area"));
+                return Err((libc::EINVAL, "the transfer leaves the device's data area"));
             }
             (Some(end), _) if i64::try_from(end).is_ok() => {}
             _ => return Err((libc::EFBIG, "the offset is beyond what files can have")),
@@ -85,8 +85,8 @@ impl VolumeFile {
         Ok(())
     }
 
-    /// Whether the file is still as long as it was made. A read behind the end fails; but a write there would make the file
-    /// long again, and what lies between would read as zeros from then on: so every write asks first.
+    /// Checks that the file is still as long as it was made. A read behind the end fails by itself. A write there would
+    /// make the file longer again, with zeros in between, so every write calls this first.
     pub(crate) fn check_length(&self) -> io::Result<()> {
         let least_bytes = self.least_bytes.load(Ordering::Acquire);
         if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {
@@ -96,5 +96,5 @@ impl VolumeFile {
     }
 }
 
-/// What is wrong when a file ends before its time.
-pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by somebody else while in use";
+/// The hint of a transfer beyond the end of a file that was longer before.
+pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by another program while in use";

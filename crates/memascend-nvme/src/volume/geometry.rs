@@ -1,9 +1,11 @@
+//! Which alignments and lengths a file or device asks of direct transfers.
+
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::PathBuf;
 
-/// What a volume asks of transfers, and how it likes them best.
+/// The alignments that a volume requires of transfers, and the length that it prefers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Offsets and lengths are multiples of this: the logical block size, 512 or 4096 on most drives.
@@ -14,13 +16,13 @@ pub struct Geometry {
     pub part_bytes: usize,
 }
 
-/// Parts are never larger: beyond this no drive gets faster, and a small request waits longer behind them.
+/// The largest part. Larger ones are faster on no drive, and small requests wait longer behind them.
 const PART_BYTES_MAX: usize = 1 << 20;
-/// Nor smaller, whatever a device prefers: every part costs a submission.
+/// The smallest part, even if a device prefers less: every part costs a submission.
 const PART_BYTES_MIN: usize = 128 << 10;
 
 impl Geometry {
-    /// Without O_DIRECT any alignment will do.
+    /// The geometry without O_DIRECT, which needs no alignment.
     pub(crate) fn buffered() -> Self {
         Self { block_bytes: 1, memory_bytes: 1, part_bytes: PART_BYTES_MAX }
     }
@@ -38,7 +40,8 @@ impl Geometry {
     }
 }
 
-/// Alignments of memory and of offsets by statx; zeros where O_DIRECT is not supported, None where the kernel does not tell.
+/// Alignments of memory and of offsets by statx. Zeros where O_DIRECT is not supported, `None` where the kernel does not
+/// report them.
 fn dio_alignment(file: &File) -> Option<(usize, usize)> {
     const STATX_DIOALIGN: u32 = 0x2000;
     let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
@@ -80,7 +83,7 @@ fn queue_limit(file: &File, name: &str) -> Option<usize> {
     let device = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let number = format!("{}:{}", libc::major(device), libc::minor(device));
     let directory = PathBuf::from("/sys/dev/block").join(number);
-    // A partition has no queue of its own: it is its disk's.
+    // A partition uses the queue of its disk.
     ["queue", "../queue"]
         .iter()
         .find_map(|queue| std::fs::read_to_string(directory.join(queue).join(name)).ok()?.trim().parse().ok())

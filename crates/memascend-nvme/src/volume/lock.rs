@@ -1,3 +1,5 @@
+//! The lock file that gives one process a directory.
+
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::AsRawFd;
@@ -6,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::{IoError, Result};
 
-/// Exclusive hold on a directory. The kernel releases it when the process ends, however it ends, so
-/// a lock file left by a killed process locks nobody out.
+/// Exclusive use of a directory. The kernel releases the lock when the process ends in any way, so the lock file of a
+/// killed process does not block other processes.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     _file: File,
@@ -44,7 +46,8 @@ impl DirectoryLock {
                 let owner = if owner.trim().is_empty() { "unknown".into() } else { owner.trim().to_owned() };
                 return Err(IoError::InUse { path: directory.to_owned(), owner });
             }
-            // Between opening and locking its last owner may have removed the file: then the lock is on nothing.
+            // The last owner may have removed the file between opening and locking. Then the locked file is not the one at
+            // the path, and the loop tries again.
             let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
             if file.metadata().map(inode).ok() != std::fs::metadata(&path).map(inode).ok() {
                 continue;
@@ -64,7 +67,7 @@ impl DirectoryLock {
         }
     }
 
-    /// Removes the lock file; the lock itself goes with the value.
+    /// Removes the lock file. Dropping the value releases the lock.
     pub(crate) fn remove_file(&self) {
         let _ = std::fs::remove_file(&self.path);
     }

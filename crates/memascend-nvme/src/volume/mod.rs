@@ -55,7 +55,7 @@ impl Volume {
     /// when it was refused.
     pub fn create(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::open_place(path, direct, true)?;
-        // Until it is known not to be somebody else's, it is not ours to remove.
+        // Until the volume is known to hold no kept store, an error must not remove the file.
         volume.keep.store(true, Ordering::Release);
         if volume.read_note()?.is_some() {
             return Err(volume.kept_error());
@@ -69,7 +69,7 @@ impl Volume {
         Ok(volume)
     }
 
-    /// Opens a volume that was kept, for reading and writing; its note is [`Volume::read_note`]'s.
+    /// Opens a volume that was kept, for reading and writing. [`Volume::read_note`] returns its note.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::attach(path, direct)?;
         if volume.read_note()?.is_none() {
@@ -164,7 +164,7 @@ impl Volume {
         &self.path
     }
 
-    /// What finds the volume again: the UUID of a device (`UUID=…`), the absolute path of a directory.
+    /// A name that finds the volume again: `UUID=…` for a device, the absolute path for a directory.
     pub fn identity(&self) -> String {
         match &self.place {
             Place::Device(device) => format!("UUID={}", device.id()),
@@ -180,18 +180,18 @@ impl Volume {
         self.direct
     }
 
-    /// What the user should know about this volume.
+    /// What to tell the user about this volume, if anything.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
     }
 
-    /// How many bytes of data it can ever hold: a device's size. None for a directory, whose filesystem has what it has.
+    /// How many bytes of data the volume can hold: a device's data area. `None` for a directory, whose file grows.
     pub fn capacity(&self) -> Option<u64> {
         self.file.data_bytes
     }
 
-    /// Has room for `bytes` bytes from the beginning, with every block allocated, so that no later write can run out of
-    /// space. Fails with [`IoError::NoSpace`] before anything is changed when there is not the room.
+    /// Reserves the first `bytes` bytes, with every block allocated, so that no later write runs out of space. Fails with
+    /// [`IoError::NoSpace`] before changing anything if there is not enough space.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let mut reserved = self.reserved_bytes.locked();
         if bytes <= *reserved {
@@ -226,7 +226,7 @@ impl Volume {
             match source.raw_os_error() {
                 Some(libc::EINTR) => continue,
                 Some(libc::ENOSPC) => return Err(no_space()),
-                // A filesystem without fallocate: the size alone is set, space is found when written.
+                // A filesystem without fallocate: only the length is set, and blocks are allocated by writes.
                 Some(libc::EOPNOTSUPP) => {
                     return file
                         .file
@@ -243,7 +243,7 @@ impl Volume {
         *self.reserved_bytes.locked()
     }
 
-    /// Bytes that could still be reserved; `u64::MAX` where nobody tells.
+    /// Bytes that could still be reserved; `u64::MAX` where the filesystem does not report them.
     pub fn free_bytes(&self) -> Result<u64> {
         match self.file.data_bytes {
             Some(data) => Ok(data - self.reserved_bytes()),
@@ -259,16 +259,16 @@ impl Volume {
         }
         // SAFETY: statvfs succeeded and filled it.
         let stat = unsafe { stat.assume_init() };
-        // A filesystem that counts no blocks (ramfs, some FUSE ones) does not tell.
+        // A filesystem that counts no blocks (ramfs, some FUSE filesystems) does not report free space.
         Ok(if stat.f_blocks == 0 { u64::MAX } else { stat.f_bavail * stat.f_frsize })
     }
 
-    /// The note left with the data, durable and whole or not there at all.
+    /// The note kept with the data: whole and durable, or `None`.
     pub fn read_note(&self) -> Result<Option<Vec<u8>>> {
         Ok(self.find_note()?.note)
     }
 
-    /// Leaves `note` with the data, and leaves the data in place on drop.
+    /// Writes `note`, and keeps the data in place on drop.
     pub fn keep(&self, note: &[u8]) -> Result<()> {
         self.write_note(note)?;
         self.leave_in_place(true);
@@ -280,7 +280,7 @@ impl Volume {
         self.keep.store(leave, Ordering::Release);
     }
 
-    /// Takes back what [`Volume::keep`] did.
+    /// Undoes [`Volume::keep`]: removes the note, and the data on drop.
     ///
     /// # Errors
     /// If the note cannot be removed.
@@ -289,7 +289,7 @@ impl Volume {
         self.clear_note()
     }
 
-    /// What says that a store is in the way.
+    /// The error that refuses to overwrite the kept store on this volume.
     pub fn kept_error(&self) -> IoError {
         let remedy = match &self.place {
             Place::Directory(_) => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),

@@ -10,10 +10,10 @@ use crate::error::file_error;
 use crate::volume::directory::write_in_place;
 use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
 
-/// The longest note that is read from a directory: far above what any store writes, and no danger to the memory.
+/// The longest note that is read from a directory: far longer than any that a store writes, and small enough to load.
 const NOTE_BYTES_MAX: u64 = 256 << 20;
 
-/// The contents of a note that is no symbolic link.
+/// The contents of a note's file. A symbolic link is refused.
 fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     if file.metadata()?.len() > NOTE_BYTES_MAX {
@@ -31,7 +31,7 @@ pub(super) fn find(directory: &Path) -> Result<FoundNote> {
     let synced = |note| File::open(directory)?.sync_all().map(|()| note);
     match read_no_link(&path).and_then(synced) {
         Ok(mut note) => {
-            // The room that it has beyond its end; no note ends in zeros.
+            // Cut the padding behind the note, which is zeros. No note ends in zeros.
             note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
             Ok(FoundNote { note: Some(note), damaged: false })
         }
@@ -42,16 +42,16 @@ pub(super) fn find(directory: &Path) -> Result<FoundNote> {
 
 /// Writes a file that appears whole and durably, or not at all, with zeros behind it.
 ///
-/// Two files take it by turns: the one that is written is not the one that is there, and has its blocks already. So a note
-/// that is about as long as the one before can be written when the filesystem is full.
+/// Two files are used in turn: the spare file is written and then exchanged with the current one. The spare file has its
+/// blocks already, so a note about as long as the one before can be written when the filesystem is full.
 pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
     let (path, spare) = (directory.join(Volume::NOTE_NAME), spare_of(directory));
     let replace = || {
         let length = fill_spare(&spare, bytes, 0)?;
         if exchange(&spare, &path).is_err() {
-            // There was none before, or the filesystem cannot.
+            // There was no note before, or the filesystem cannot exchange files.
             std::fs::rename(&spare, &path)?;
-            // The next one's room, as long as there is some; without, the next write says so.
+            // Make the spare file for the next note. A failure is ignored here: the next write reports it.
             let _ = fill_spare(&spare, &[], length);
         }
         File::open(directory)?.sync_all()
@@ -59,7 +59,7 @@ pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
     replace().map_err(|source| file_error("write", &path, source))
 }
 
-/// Removes the note in `directory`, and the room for the next.
+/// Removes the note in `directory`, and the spare file for the next.
 pub(super) fn clear(directory: &Path) -> Result<()> {
     let path = directory.join(Volume::NOTE_NAME);
     remove_spare(directory);
@@ -67,7 +67,7 @@ pub(super) fn clear(directory: &Path) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     };
-    // Who takes a note back is about to change what it speaks of.
+    // The caller is about to change the data that the note describes, so the removal must be durable.
     removed
         .and_then(|()| File::open(directory)?.sync_all())
         .map_err(|source| file_error("remove", &path, source))
@@ -77,12 +77,12 @@ fn spare_of(directory: &Path) -> PathBuf {
     directory.join(format!("{}.new", Volume::NOTE_NAME))
 }
 
-/// Removes the room for the next note.
+/// Removes the spare file for the next note.
 pub(super) fn remove_spare(directory: &Path) {
     let _ = std::fs::remove_file(spare_of(directory));
 }
 
-/// Writes `bytes` and zeros, over all that the file has, and `least` bytes at least; returns how long it is then.
+/// Overwrites the whole spare file with `bytes` and zeros, and extends it to at least `least` bytes. Returns its length.
 fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
     let open = || {
         let mut options = OpenOptions::new();
@@ -95,7 +95,7 @@ fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
             .open(spare)
     };
     let file = match open() {
-        // Somebody's link, which is in the way and not followed.
+        // A symbolic link is in the way. It is removed rather than followed.
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
             std::fs::remove_file(spare)?;
             open()?
@@ -106,7 +106,7 @@ fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
     if had == 0 {
         write_in_place(&file);
     }
-    // A little more than it takes: the next one may be longer.
+    // A little more than needed: the next note may be longer.
     let wanted = (bytes.len() as u64 + bytes.len() as u64 / 8).next_multiple_of(4 * BLOCK_BYTES as u64);
     let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
     let mut padded = bytes.to_vec();
@@ -116,7 +116,7 @@ fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
     Ok(length)
 }
 
-/// Has two files change their names, in one go.
+/// Exchanges the names of two files atomically.
 fn exchange(one: &Path, other: &Path) -> io::Result<()> {
     let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other);
     let (one, other) = (path(one)?, path(other)?);

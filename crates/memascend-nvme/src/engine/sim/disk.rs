@@ -18,8 +18,8 @@ pub(super) const PART_BYTES: usize = 32 << 10;
 /// Where the slots for notes lie on a disk that has them: far behind all data.
 pub(super) const NOTE_OFFSET: u64 = 1 << 40;
 
-/// The medium behind simulated engines: what was flushed survives [`SimDisk::crash`], what was not may or may not.
-/// Blocks never written read as zeros.
+/// The medium behind simulated engines. Flushed data survives [`SimDisk::crash`]; other data may or may not. Blocks that
+/// were never written read as zeros.
 pub struct SimDisk {
     pub(super) faults: Faults,
     pub(super) power: Arc<Power>,
@@ -29,7 +29,7 @@ pub struct SimDisk {
 #[derive(Default)]
 pub(super) struct Disk {
     pub(super) durable: HashMap<u64, Block>,
-    /// Blocks written since the last flush that did its work.
+    /// Blocks written since the last flush that was not lost.
     pub(super) cached: BTreeMap<u64, Block>,
     /// How often each die was cast for each place.
     pub(super) casts: HashMap<(Die, u64), u64>,
@@ -42,13 +42,13 @@ pub(super) struct Disk {
 #[derive(Default)]
 pub(super) struct NoteFile {
     pub(super) durable: Option<Vec<u8>>,
-    /// What a directory says that was not flushed: no file, or one of which the bytes were flushed or not.
+    /// A rename that was not flushed: to no file, or to a file with its bytes and whether they were flushed.
     pub(super) renamed: Option<Option<(Vec<u8>, bool)>>,
 }
 
 type Block = Box<[u8]>;
 
-/// What is decided at random, each independently of the others.
+/// The random decisions, each independent of the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Die {
     ReadError,
@@ -84,24 +84,24 @@ impl SimDisk {
         Self::with_power(faults, Power::new())
     }
 
-    /// An empty disk that hangs on the same power as others.
+    /// An empty disk that shares its power with others.
     pub fn with_power(faults: Faults, power: Arc<Power>) -> Arc<Self> {
         Arc::new(Self { faults, power, state: Mutex::default() })
     }
 
-    /// The disk holds that much data from now on, or whatever it is given.
+    /// Limits the disk's capacity to `bytes`, or removes the limit.
     pub fn set_room(&self, bytes: Option<u64>) {
         self.lock().room_bytes = bytes;
     }
 
-    /// Changes a byte of what was flushed, as a drive may that forgets; false where nothing was ever written.
+    /// Changes a flushed byte, as a failing drive may. Returns false where nothing was ever written.
     pub fn flip(&self, place: u64, change: u8) -> bool {
         let mut disk = self.lock();
         let block = disk.durable.get_mut(&(place / BLOCK_BYTES as u64));
         block.map(|block| block[(place % BLOCK_BYTES as u64) as usize] ^= change).is_some()
     }
 
-    /// The power fails: of what was not flushed, each block is on the medium or is not. The disk may be used again.
+    /// Ends a power failure. Each block that was not flushed is on the medium or is not. The disk may be used again.
     pub fn crash(&self) {
         let mut disk = self.lock();
         let cached = std::mem::take(&mut disk.cached);
@@ -143,7 +143,8 @@ impl SimDisk {
         self.lock().injected
     }
 
-    /// What a drive of this seed asks for. Not the volume file's: what happens must not depend on where the file lies.
+    /// The geometry that the seed chooses. The volume file's own geometry is not used: a run must not depend on the
+    /// filesystem.
     pub(super) fn geometry(&self) -> Geometry {
         let block_bytes = if self.faults.seed.is_multiple_of(2) { SECTOR_BYTES } else { BLOCK_BYTES };
         Geometry { block_bytes, memory_bytes: block_bytes, part_bytes: PART_BYTES }
@@ -154,7 +155,7 @@ impl SimDisk {
     }
 
     pub(super) fn flush(&self) -> io::Result<()> {
-        // Cut short, it may have flushed anything: what the crash leaves of the cache is that.
+        // An interrupted flush may have written any of the cached blocks: the crash decides which.
         if self.power.step()? {
             return Err(gone());
         }
@@ -172,7 +173,7 @@ impl SimDisk {
         lost
     }
 
-    /// Moves bytes, as a device would: all of them, some of them, or none with an error.
+    /// Carries out a transfer as a device would: all bytes, some bytes, or none with an error.
     pub(super) fn carry_out(
         &self,
         operation: Operation,
@@ -227,7 +228,7 @@ impl SimDisk {
             && let Some(draw) = self.hits(&mut disk, faults.misdirected_one_in, Die::Misdirected, offset)
         {
             disk.injected.misdirected += 1;
-            // Far enough that nothing of it lands where it belongs.
+            // So far away that no byte lands where it belongs.
             let distance = bytes.next_multiple_of(BLOCK_BYTES) as u64 * (1 + (draw >> 1) % 4);
             let below = offset.checked_sub(distance).filter(|_| draw.is_multiple_of(2));
             place = below.unwrap_or(offset + distance);
@@ -236,7 +237,7 @@ impl SimDisk {
         Ok(bytes)
     }
 
-    /// Casts a die: some number if a fault of `one_in` hits, else none.
+    /// A random number if a fault of rate `one_in` hits, else `None`.
     pub(super) fn hits(&self, disk: &mut Disk, one_in: u64, die: Die, place: u64) -> Option<u64> {
         if one_in == 0 {
             return None;

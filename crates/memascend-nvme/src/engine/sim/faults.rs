@@ -19,15 +19,14 @@ pub struct Faults {
     pub short_one_in: u64,
     /// Transfers that are refused with EAGAIN or EINTR, to be tried again.
     pub again_one_in: u64,
-    /// Writes that go to another place, and say that all is well.
+    /// Writes that go to another place and report success.
     pub misdirected_one_in: u64,
-    /// Flushes that do nothing, and say that all is well.
+    /// Flushes that do nothing and report success.
     pub lost_flush_one_in: u64,
-    /// Whether a crash cuts the writes it hits in the middle of a block, at a sector. Without, blocks are written whole or
-    /// not at all.
+    /// Whether a crash may write only some sectors of a block. If not, blocks are written whole or not at all.
     pub torn: bool,
-    /// Up to so many parts of transfers are held back, to end in the order of their random latencies. Latencies are
-    /// virtual: nobody waits for them.
+    /// How many parts of transfers are held back at most, to end in the order of their random latencies. Latencies are
+    /// virtual: no thread waits for them.
     pub reorder: usize,
 }
 

@@ -41,18 +41,18 @@ struct Shared {
 
 struct State {
     schedule: Schedule,
-    /// Parts held back, by when they are due and in the order in which they were taken; the first on top.
+    /// Parts held back, as (due time, order in which they were taken, part); the earliest on top.
     held: BinaryHeap<Reverse<(u64, u64, usize)>>,
     /// Virtual time: when the last part was due.
     clock: u64,
-    /// How many parts were ever held back.
+    /// How many parts were held back so far.
     taken: u64,
     open: bool,
 }
 
 impl SimEngine {
-    /// An engine whose requests are carried out by whoever submits more or calls [`SimEngine::drain`]: with one such
-    /// thread a run repeats exactly.
+    /// An engine without a thread: calls of `submit` and [`SimEngine::drain`] carry requests out. With one calling thread a
+    /// run repeats exactly.
     pub fn new(file: &Arc<VolumeFile>, disk: Arc<SimDisk>) -> Self {
         let schedule = Schedule::with(disk.geometry());
         let state = State { schedule, held: BinaryHeap::new(), clock: 0, taken: 0, open: true };
@@ -66,7 +66,7 @@ impl SimEngine {
         Self { shared, pump: None, notes: None }
     }
 
-    /// An engine with a thread that carries everything out and calls back, as those of real engines do.
+    /// An engine with a thread that carries requests out and calls back, as real engines have.
     pub fn running(file: &Arc<VolumeFile>, disk: Arc<SimDisk>) -> Self {
         let mut engine = Self::new(file, disk);
         let shared = Arc::clone(&engine.shared);
@@ -74,7 +74,7 @@ impl SimEngine {
         engine
     }
 
-    /// The notes of its volume are on the simulated disk too, and share its fate.
+    /// Keeps the volume's notes on the simulated disk too, where faults and crashes hit them.
     pub fn with_notes(mut self, place: SimNotePlace) -> Self {
         self.notes = Some(place);
         self

@@ -13,7 +13,7 @@ use crate::{FoundNote, IoError, NoteKeeper, Operation, Result, Uuid, VolumeFile}
 /// How long the slots for notes are together.
 const NOTE_BYTES: u64 = 1 << 20;
 
-/// The disk as a note sees it: transfers that are whole or fail.
+/// The disk as a medium of notes: transfers are whole or fail.
 impl Medium for SimDisk {
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
         let mut blocks = Blocks::zeroed(bytes);
@@ -36,7 +36,7 @@ impl SimDisk {
         while done < buffer.len() {
             let end = buffer.len().min(done + PART_BYTES);
             match self.carry_out(operation, offset + done as u64, &mut buffer[done..end]) {
-                // As the schedule does: what ends inside a block is done again from there.
+                // As the schedule does: a transfer that ends inside a block is resumed at the start of that block.
                 Ok(bytes) => done += bytes / self.geometry().block_bytes * self.geometry().block_bytes,
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
                 Err(error) => return Err(error),
@@ -45,7 +45,7 @@ impl SimDisk {
         Ok(())
     }
 
-    /// Puts a file in the place of the note's: it is written and flushed, then renamed, then the directory is flushed.
+    /// Replaces the note's file: the new file is written and flushed, then renamed, then the directory is flushed.
     fn replace_file(&self, note: Option<&[u8]>) -> io::Result<()> {
         let mut flushed = false;
         if note.is_some() {
@@ -58,7 +58,7 @@ impl SimDisk {
             }
             flushed = !self.loses_flush(&mut disk);
             drop(disk);
-            // Nobody has seen the file yet.
+            // The file is not visible under its name yet.
             if cut || self.power.step()? {
                 return Err(gone());
             }
@@ -73,7 +73,7 @@ impl SimDisk {
             return Err(gone());
         }
         let mut disk = self.lock();
-        // A name that is on the medium before the bytes are: a crash shows it.
+        // A name that reaches the medium before the bytes do is visible only after a crash.
         let unflushed = matches!(disk.file.renamed, Some(Some((_, false))));
         if !self.loses_flush(&mut disk)
             && !unflushed

@@ -8,7 +8,7 @@ use memascend_mem::LockExt;
 #[cfg(doc)]
 use crate::testing::SimDisk;
 
-/// The power of some simulated disks, which can be made to fail at any of what they are asked to do.
+/// The power that some simulated disks share, which can be cut at any of their operations.
 #[derive(Default)]
 pub struct Power {
     state: Mutex<PowerState>,
@@ -16,19 +16,19 @@ pub struct Power {
 
 #[derive(Default)]
 struct PowerState {
-    /// Operations of all disks so far: parts of transfers, flushes, and what is done to a note.
+    /// Operations of all disks so far: parts of transfers, flushes, and operations on notes.
     count: u64,
     cut_at: Option<u64>,
     off: bool,
 }
 
 impl Power {
-    /// Power that stays.
+    /// Power that does not fail.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// The power fails at operation `count` from now, the first being 1: it is on its way then, and fails, as all that follow do.
+    /// Cuts the power at operation `count` from now; 1 is the next. That operation is interrupted, and all later ones fail.
     pub fn cut_at(&self, count: u64) {
         let mut state = self.lock();
         state.cut_at = Some(state.count + count);
@@ -44,13 +44,13 @@ impl Power {
         self.lock().off
     }
 
-    /// The power is back. Each disk has to be told by [`SimDisk::crash`] what that meant for it.
+    /// Restores the power. The caller must call [`SimDisk::crash`] on each disk.
     pub fn restore(&self) {
         let mut state = self.lock();
         (state.cut_at, state.off) = (None, false);
     }
 
-    /// One more operation; whether it is the one at which the power fails.
+    /// Counts an operation. Returns whether the power fails at this one.
     pub(super) fn step(&self) -> io::Result<bool> {
         let mut state = self.lock();
         if state.off {
