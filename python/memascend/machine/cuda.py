@@ -1,7 +1,7 @@
-"""The device that computes, where it is not the CPU: its memory, and the order of what happens there.
+"""The CUDA device that computes: its memory, and the order of what happens there.
 
-Every stream, event and copy is the native side's (`DeviceLink`); PyTorch only computes, on a stream of its own. So a
-test can put a simulated device under all of this (`tests/simulated_device.py`), and no copy is ordered by chance.
+The native side (`DeviceLink`) owns every stream, event and copy; PyTorch only computes, on a stream of its own. No copy
+depends on an order that is not stated, and tests run all of this on a simulated device (`tests/simulated_device.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ComputeDevice:
     """A CUDA device, as PyTorch sees it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device; `link` comes with the runtime that is made for it."""
+        """Take the device; `link` is set once a runtime was made for the device."""
         self.torch_device = device
         self.link: DeviceLink | None = None
         self._plan: DeviceMemoryPlan | None = None
@@ -66,21 +66,21 @@ class ComputeDevice:
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def memory(self) -> tuple[int, int]:
-        """Return (free, total) bytes of the device; what PyTorch has reserved and does not use counts as free."""
+        """Return (free, total) bytes of the device; memory that PyTorch has cached without using it counts as free."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached, total
 
     def current(self) -> AbstractContextManager[Any]:
-        """Have the device be PyTorch's current one, and so CUDA's: what is made there is made on it."""
+        """Make the device PyTorch's and CUDA's current one within the context."""
         return torch.cuda.device(self.torch_device)
 
     def hold(self, plan: DeviceMemoryPlan) -> None:
-        """Have PyTorch's allocator refuse what goes beyond the plan's budget, and say what the plan was if it does.
+        """Have PyTorch's allocator refuse memory beyond the plan's budget, and log the plan when it does.
 
-        What PyTorch holds there already, other than for the plan's buffers, comes on top.
+        What PyTorch holds on the device already, apart from the plan's buffers, is added to the budget.
         """
-        launcher.compiles(self.index)  # now, and not in the first backward pass
+        launcher.compiles(self.index)  # compile now rather than in the first backward pass
         self._plan = plan
         held = _held.setdefault(self.torch_device, [])
         if not held:
@@ -91,8 +91,8 @@ class ComputeDevice:
         self._limit()
         if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
             _observed.append(True)
-            # An error in the backward pass passes through nothing of ours.
-            with suppress(RuntimeError):  # other allocators than PyTorch's own tell nobody
+            # An error in the backward pass reaches no code of this package that could add the plan.
+            with suppress(RuntimeError):  # allocators other than PyTorch's own have no observers
                 torch._C._cuda_attach_out_of_memory_observer(_report)
 
     def let_go(self) -> None:
@@ -114,16 +114,16 @@ class ComputeDevice:
         return torch.as_tensor(owner, device=self.torch_device)
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's random numbers; it is kept on the host, so that nothing is waited for."""
+        """Return the state of the device's random numbers. It lies on the host, so nothing is waited for."""
         return torch.cuda.get_rng_state(self.torch_device)
 
     def set_random_state(self, state: torch.Tensor | None) -> None:
-        """Go on with the device's random numbers where `random_state` was."""
+        """Restore the device's random numbers to what `random_state` returned."""
         if state is not None:
             torch.cuda.set_rng_state(state, self.torch_device)
 
     def block_sums(self, gradient: torch.Tensor) -> BlockSums | None:
-        """Begin to measure a gradient on the device; None where CuPy, which compiles the kernel, is not installed."""
+        """Start measuring a gradient on the device; None where CuPy, which compiles the kernel, is not installed."""
         if not gradient.numel() or not launcher.compiles(self.index):
             return None
         return BlockSums(gradient)
@@ -131,17 +131,18 @@ class ComputeDevice:
     # ---- order ------------------------------------------------------------------------------------------
 
     def record(self, stream: int | None = None) -> CudaEvent:
-        """Return an event that is done when all that PyTorch was told to compute so far is, there or on `stream`."""
+        """Return an event for the end of what PyTorch computes so far, on its current stream or on `stream`."""
         assert self.link is not None
         return self.link.record(self.stream() if stream is None else stream)
 
     def wait(self, event: CudaEvent, stream: int | None = None) -> None:
-        """Have what PyTorch computes from now on, there or on `stream`, come after `event`; the host does not wait."""
+        """Order later computation, on the current stream or on `stream`, after `event`; the host does not wait."""
         assert self.link is not None
         self.link.wait(self.stream() if stream is None else stream, event)
 
 
-#: Plans of models that are open, by device; what they may use together is PyTorch's limit there.
+#: Plans of open models by device; the sum of their budgets limits PyTorch there. Beside it: bytes that PyTorch held
+#: before the first of them, and whether the observer is installed.
 _held: dict[torch.device, list[DeviceMemoryPlan]] = {}
 _beside: dict[torch.device, int] = {}
 _observed: list[bool] = []
@@ -153,10 +154,10 @@ def _report(device: int, *_: int) -> None:
 
 
 def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDevice | None:
-    """Return the device of that name, or None for the CPU; a `ComputeDevice` is itself.
+    """Return the device of that name, or None for the CPU; a `ComputeDevice` is returned as it is.
 
     Raises:
-        DeviceError: there is no such device, or nothing here can use it; the message says what would help.
+        DeviceError: there is no such device, or it cannot be used here; the message says what would help.
         ValueError: it is neither the CPU nor a CUDA device.
     """
     if device is None or isinstance(device, ComputeDevice):
@@ -191,7 +192,7 @@ class BlockSums:
     def __init__(self, gradient: torch.Tensor) -> None:
         """Launch the kernel on PyTorch's stream."""
         blocks = -(-gradient.numel() // launcher.CHUNK)
-        # The flag lies behind the sums: one copy brings both.
+        # Shape (blocks + 1,): the flag lies behind the sums, so one copy to the host fetches both.
         self.memory = torch.zeros(blocks + 1, dtype=torch.float64, device=gradient.device)
         launcher.block_sums(gradient, self.memory[:blocks], self.memory[blocks:].view(torch.int32)[:1])
 
@@ -202,14 +203,14 @@ class BlockSums:
 
 
 def autocast_of(device: torch.device) -> tuple[str, torch.dtype | None, bool]:
-    """Return how computation on a device is autocast now, for `autocast`."""
+    """Return how computation on a device is autocast now, as arguments for `autocast`."""
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return kind, dtype, torch.is_autocast_cache_enabled()
 
 
 def autocast(kind: str, dtype: torch.dtype | None, cache: bool) -> AbstractContextManager[Any]:
-    """Compute as `autocast_of` found it."""
+    """Return a context with the autocast state that `autocast_of` returned."""
     if dtype is None:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
@@ -217,7 +218,7 @@ def autocast(kind: str, dtype: torch.dtype | None, cache: bool) -> AbstractConte
 
 @contextmanager
 def explained(plan: DeviceMemoryPlan | None) -> Iterator[None]:
-    """Add the plan's view of it to what PyTorch says where the device's memory does not suffice."""
+    """Add the plan to PyTorch's error when the device's memory does not suffice."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -227,7 +228,7 @@ def explained(plan: DeviceMemoryPlan | None) -> Iterator[None]:
 
 
 def out_of_memory(plan: DeviceMemoryPlan) -> str:
-    """Return what a plan has to say where the device's memory did not suffice."""
+    """Return the plan and what would lower the memory that is needed, for an error of PyTorch's allocator."""
     return (
         f"memascend's plan of the device's memory, of which {format_size(plan.budget)} may be used:\n{plan.table()}\n"
         "What would help: a smaller batch or shorter sequences (with gradient accumulation the result is the same); "

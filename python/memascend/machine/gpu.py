@@ -1,6 +1,6 @@
-"""What a machine can do beside its drives: measured by `memascend bench --gpu`, used by `memascend plan --gpu`.
+"""The rates of a GPU and of host memory: measured by `memascend bench --gpu`, used by `memascend plan --gpu`.
 
-No rate is assumed: what was neither measured nor given is asked for.
+No rate is assumed. A rate that was neither measured nor given is an error that says how to measure it.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambd
     opened = open_device("cuda")
     assert opened is not None
     device = opened.torch_device
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "memory_bytes": opened.memory()[1]}
-    for name, what in (("h2d", "to"), ("d2h", "from")):
-        progress(f"copies {what} the GPU")
-        found[name] = _copy_rate(device, seconds, name)
-    found["flops"] = {}
+    rates: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "memory_bytes": opened.memory()[1]}
+    for name, direction in (("h2d", "to"), ("d2h", "from")):
+        progress(f"copies {direction} the GPU")
+        rates[name] = _copy_rate(device, seconds, name)
+    rates["flops"] = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         progress(f"products of {name} matrices")
-        found["flops"][name] = _product_rate(device, seconds, dtype)
+        rates["flops"][name] = _product_rate(device, seconds, dtype)
     progress("host memory")
-    found["dram"] = measure_host_memory(seconds=seconds)
-    return found
+    rates["dram"] = measure_host_memory(seconds=seconds)
+    return rates
 
 
 def _copy_rate(device: torch.device, seconds: float, direction: str) -> float:
@@ -104,14 +104,14 @@ def _finish(device: torch.device) -> None:
 def measure_host_memory(*, size: int = HOST_BYTES, seconds: float = 1.0) -> float:
     """Bytes per second, read and written together, of copies of `size` bytes by PyTorch's threads.
 
-    The Copy of McCalpin's STREAM: what a processor reads of a line before it writes to it is not counted.
+    This is the Copy of McCalpin's STREAM: the read of a cache line before it is written to is not counted.
     """
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     return 2 * size * _per_second(lambda: target.copy_(source), seconds)
 
 
 def _per_second(work: Callable[[], Any], seconds: float, finish: Callable[[], None] = lambda: None) -> float:
-    """How often a second `work` is done when it is begun again and again; `finish` waits for what was begun."""
+    """Return how often per second `work` completes when it is repeated; `finish` waits for what was started."""
     work()
     finish()
     began, done = time.perf_counter(), 0
@@ -141,33 +141,33 @@ def _pinned() -> torch.Tensor:
 
 
 def remembered_in() -> Path:
-    """Return the file in which the last measurement of a GPU is remembered."""
+    """Return the file that holds the last measurement of a GPU."""
     return drives.cache_directory() / "gpu.json"
 
 
 def remember(measured: dict[str, Any]) -> Path:
-    """Keep what `measure_gpu` found in place of what was kept, and return the file it is kept in."""
+    """Save what `measure_gpu` returned, in place of the last measurement, and return the file."""
     return drives.save(remembered_in(), {**measured, "measured": drives.now()})
 
 
 def _remembered() -> dict[str, Any]:
     try:
-        found = json.loads(remembered_in().read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: nobody's home
+        measured = json.loads(remembered_in().read_text())
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: the user has no home directory
         return {}
-    return found if isinstance(found, dict) else {}
+    return measured if isinstance(measured, dict) else {}
 
 
 def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Location] = ()) -> dict[str, Rate]:
     """Return the rates that a step passes through, by the keys of `NAMES`.
 
-    What is given comes first, then what was measured; host memory is measured here and now if it was not. The drives
-    are those of `stores`, or the only one that was measured.
+    A given rate comes before a measured one. Host memory is measured now if it was not measured before. The drives are
+    those of `stores`, or the only one that was measured.
 
     Args:
         dtype: "bfloat16" or "float32", that of the products.
         given: rates by the keys of `NAMES`; None where there is none.
-        stores: where the store is going to be.
+        stores: directories or devices of the store.
 
     Raises:
         UnmeasuredError: a rate is not known; the message says what to run.
@@ -182,20 +182,20 @@ def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Locat
         if name not in rates and isinstance(value, int | float) and value > 0:
             rates[name] = Rate(float(value), source)
     if "ssd" not in rates:
-        known = drives.measured_rates(stores)
-        if known is not None:
-            rates["ssd"] = Rate(sum(known.values()), f"{', '.join(known)}: reads and writes mixed")
-    # Last: measuring takes a second, which is not for somebody who is going to be refused.
+        of_drives = drives.measured_rates(stores)
+        if of_drives is not None:
+            rates["ssd"] = Rate(sum(of_drives.values()), f"{', '.join(of_drives)}: reads and writes mixed")
+    # Host memory comes last: measuring takes a second, which an error about other rates would waste.
     missing = [name for name in NAMES if name not in rates and name != "dram"]
     if missing:
-        what = ", ".join(NAMES[name][0] for name in missing)
+        rates_of = ", ".join(NAMES[name][0] for name in missing)
         options = ", ".join(dict.fromkeys(NAMES[name][1] for name in missing))
         gpu = "" if missing == ["ssd"] else "--gpu "
         where = (" ".join(os.fspath(place) for place in stores) or "DIR") if "ssd" in missing else ""
         several = " and name the drives with --store" if "ssd" in missing and not stores else ""
         raise UnmeasuredError(
-            f"not known: the rates of {what}. Run `{f'memascend bench {gpu}{where}'.strip()}` on the machine that is "
-            f"going to compute{several}, or give {options}"
+            f"not known: the rates of {rates_of}. Run `{f'memascend bench {gpu}{where}'.strip()}` on the machine that "
+            f"is going to compute{several}, or give {options}"
         )
     if "dram" not in rates:
         rates["dram"] = Rate(measure_host_memory(), "measured just now")

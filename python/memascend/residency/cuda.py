@@ -1,4 +1,4 @@
-"""The buffers of weights in a device's memory, and the end of each use of one."""
+"""The buffers of weights in a device's memory, and when each is free for another unit."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class Buffer:
     __slots__ = ("address", "arrived", "last_use", "nbytes", "unit", "users")
 
     def __init__(self, address: int, nbytes: int) -> None:
-        """Begin without contents."""
+        """Describe `nbytes` bytes at `address`, without contents yet."""
         self.address = address
         self.nbytes = nbytes
-        #: Whose bytes are there or on their way, and when they have arrived.
+        #: The unit whose bytes are there or on their way, and the event of their arrival.
         self.unit: Unit | None = None
         self.arrived: CudaEvent | None = None
-        #: Storages over the bytes that live.
+        #: Storages over the bytes that are still alive.
         self.users = 0
-        #: Done when what was computed with the bytes so far is; what comes into the buffer next waits for it.
+        #: The end of the computation with the bytes; the next copy into the buffer waits for this event.
         self.last_use: CudaEvent | None = None
 
 
 class Occupancy:
-    """A storage over a buffer's bytes: the tensors of one use hold it, and its end is the end of that use.
+    """One use of a buffer: the storage of its tensors holds this object, so the use ends with the last of them.
 
-    So a buffer is given to another unit only when the last tensor that refers to it is gone, whoever had it, and what
-    is copied there waits for no more than what was computed until then.
+    A buffer is given to another unit only after its last tensor is gone. The copy of the other unit waits for what was
+    computed until then, and for nothing later.
     """
 
     def __init__(self, pool: DevicePool, buffer: Buffer) -> None:
-        """Begin a use."""
+        """Count a user of `buffer`, on the stream that PyTorch computes on in this thread."""
         self.pool = pool
         self.buffer = buffer
-        #: Where it is computed with: the end may come in any thread.
+        #: The stream of the computation. The use may end in another thread, which has another stream.
         self.stream = pool.device.stream()
         buffer.users += 1
-        #: The protocol by which PyTorch takes over device memory of others, version 3.
+        #: PyTorch takes over device memory of others by this protocol, version 3.
         self.__cuda_array_interface__ = {
             "shape": (buffer.nbytes,),
             "typestr": "|u1",
@@ -63,24 +63,24 @@ class DevicePool:
     """The buffers of a device plan: reserved once, never reallocated."""
 
     def __init__(self, device: ComputeDevice, plan: DevicePlan) -> None:
-        """Prepare for them."""
+        """Have no buffers yet; `reserve` makes those of `plan`."""
         self.device = device
         self.plan = plan
-        #: Whether there is no link any more that could record events.
+        #: Whether the link that records events is gone.
         self.closed = False
-        #: By their bytes.
+        #: Buffers by their size in bytes.
         self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in plan.units if line.count}
         self._memory: list[torch.Tensor] = []
 
     def reserve(self) -> None:
-        """Reserve them.
+        """Reserve the device memory of all buffers.
 
-        Raises DeviceError if the device has not the memory.
+        Raises DeviceError if the device has less memory than the plan takes.
         """
         for line in self.plan.units:
             if not line.count:
                 continue
-            each = line.total // line.count
+            nbytes = line.total // line.count
             try:
                 memory = torch.empty(line.total, dtype=torch.uint8, device=self.device.torch_device)
             except torch.OutOfMemoryError as error:
@@ -89,25 +89,27 @@ class DevicePool:
                     f"another process may use it; lower device_memory or free the device\n{self.plan.table()}"
                 ) from error
             self._memory.append(memory)
-            self.buffers[each].extend(Buffer(memory.data_ptr() + each * number, each) for number in range(line.count))
-        # The memory may have been another tensor's, which is computed with still.
+            self.buffers[nbytes].extend(
+                Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)
+            )
+        # The memory may have been another tensor's, and computation with that tensor may be under way.
         before = self.device.record()
         for buffer in (buffer for buffers in self.buffers.values() for buffer in buffers):
             buffer.last_use = before
 
     def use(self, buffer: Buffer) -> torch.Tensor:
-        """Return a buffer's bytes (uint8), for what is computed from now on until nothing refers to them."""
+        """Begin a use of a buffer and return its bytes (uint8); the use ends when no tensor refers to them."""
         return self.device.view(Occupancy(self, buffer))
 
     def leave(self, buffer: Buffer, stream: int) -> None:
-        """End a use."""
+        """End a use of `buffer` by computation on `stream`."""
         if buffer.users == 1 and not self.closed:
-            # If it cannot be recorded, the buffer stays in use: nobody knows when it is free.
+            # If recording fails, the buffer stays in use, because the end of the computation is unknown.
             buffer.last_use = self.device.record(stream)
         buffer.users -= 1
 
     def free(self) -> None:
-        """Give the memory back; where tensors refer to it still, with the last of them."""
+        """Give the memory back, at once or with the last tensor that refers to it."""
         if not any(buffer.users for buffers in self.buffers.values() for buffer in buffers):
             self._memory.clear()
         self.buffers.clear()

@@ -1,9 +1,9 @@
-"""Residency on a device: which units are in its buffers, which are on their way through host memory.
+"""Residency on a device: which units are in its buffers, and which are on their way through host memory.
 
-A unit goes SSD -> host buffer -> device buffer. What the last pass used predicts both hops. The host never waits for
-the device here: a copy into a buffer comes, on the device, after the last use of what was there, and computing comes
-after the copy. It does wait for the SSD, and for host buffers whose copies are not done: that is what keeps it from
-running ahead further than there are buffers.
+A unit moves SSD -> host buffer -> device buffer, and the rule of `order` decides both moves. The host does not wait for
+the device here: the device orders a copy into a buffer after the last use of the buffer's contents, and computation
+after the copy. The host does wait for the SSD and for host buffers that are still being copied from, so it runs ahead
+of the device by no more units than there are buffers.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 class _Upload(NamedTuple):
-    """A copy to the device, and what it comes after there."""
+    """A copy to the device, and the event that the device waits for before the copy."""
 
     after: CudaEvent
     arrived: CudaEvent
 
     def wait(self, timeline: Timeline) -> None:
-        """Wait for it; what is computed before it is not counted as copying."""
+        """Wait for the copy. The time in which the device still computes before the copy is not counted as copying."""
         self.after.wait()
         with timeline.waiting("h2d"):
             self.arrived.wait()
 
 
 class DeviceStreamer(Streamer):
-    """Brings units to the device before they are used; a buffer keeps its unit until it is needed for another."""
+    """Brings units to the device before they are used. A buffer keeps its unit until another unit needs the buffer."""
 
     def __init__(
         self,
@@ -71,18 +71,19 @@ class DeviceStreamer(Streamer):
         self._device_size = {
             unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers) for unit in units
         }
-        #: Where the units are that the device has.
+        #: The buffer of each unit that is on the device, or on its way there.
         self._on_device: dict[Unit, Buffer] = {}
         #: The latest copy of each unit out of its host buffer.
         self._uploads: dict[Unit, _Upload] = {}
-        #: Copies out of host buffers that nobody holds any more and that come back when these are done, by their size.
+        #: By size of the host buffer: copies out of buffers that were dropped, and become free when the copies end.
         self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
+        #: Whether units are wanted in host memory only.
         self._to_host = False
 
     # ---- use --------------------------------------------------------------------------------------------
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's bytes (uint8) in host memory, and prefetch what comes next to there."""
+        """Return the unit's bytes (uint8) in host memory, and prefetch what comes next into host memory."""
         with self._host_only():
             return self.storage(unit)
 
@@ -114,7 +115,7 @@ class DeviceStreamer(Streamer):
     # ---- device buffers ---------------------------------------------------------------------------------
 
     def _upload(self, unit: Unit, buffer: Buffer) -> None:
-        """Have the device copy a unit, which is in host memory, into a buffer that is out of use."""
+        """Have the device copy a unit, which is in host memory, into a buffer without users."""
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
         self._forget(buffer)
@@ -127,31 +128,31 @@ class DeviceStreamer(Streamer):
         self.by_address[buffer.address] = unit
 
     def _forget(self, buffer: Buffer) -> None:
-        """Have a buffer's contents count for nothing."""
+        """Declare a buffer's contents invalid."""
         if buffer.unit is not None:
             del self._on_device[buffer.unit]
             buffer.unit = None
 
     def _buffer(self, unit: Unit) -> Buffer:
-        """Return a device buffer for a unit that is needed now."""
+        """Return a device buffer for a unit that is needed now, if need be by evicting another."""
         for attempt in range(2):
             buffer = self._spare_buffer(unit, -1)
             if buffer is not None:
                 return buffer
             if attempt == 0:
-                # Dead reference cycles and an abandoned backward pass hold views of buffers.
+                # Unreachable reference cycles and an abandoned backward pass hold views of buffers.
                 self._forget_recomputed()
                 gc.collect()
         size = self._device_size
-        alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
+        in_use = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
         raise MemascendError(
             f"no device buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still "
-            f"alive (in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, "
-            "or raise device_memory"
+            f"alive (in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier "
+            "steps, or raise device_memory"
         )
 
     def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
-        """Return the buffer whose unit is used farthest away, beyond `sooner_than`, of those that are out of use."""
+        """Return an empty buffer without users, or the one whose unit is used farthest away, beyond `sooner_than`."""
         idle = [buffer for buffer in self.pool.buffers[self._device_size[unit]] if not buffer.users]
         empty = next((buffer for buffer in idle if buffer.unit is None), None)
         return empty or farthest(idle, self._next_use_of_contents, beyond=sooner_than)
@@ -179,7 +180,7 @@ class DeviceStreamer(Streamer):
             hosted += 1
 
     def _upload_ahead(self, unit: Unit, number: int) -> bool:
-        """Copy what use `number` needs, if it has arrived in host memory and a device buffer is to spare."""
+        """Copy a unit to the device for use number `number`, if it is in host memory and a buffer can be spared."""
         residency = self.residencies[unit]
         if residency.storage is None:
             return False
@@ -196,12 +197,12 @@ class DeviceStreamer(Streamer):
     # ---- host buffers -----------------------------------------------------------------------------------
 
     def _busy(self, residency: Residency) -> bool:
-        # Once it was copied, what is computed with is on the device.
+        # Once a unit was copied, computation uses the copy on the device.
         return super()._busy(residency) and (self._to_host or residency.unit not in self._on_device)
 
     def _next_fetch(self, unit: Unit) -> int:
         use = self._order.next_use(unit)
-        # What the device has is not needed here before the device lets go of it, if at all.
+        # A unit on the device is needed in host memory only after the device has evicted the unit.
         return use if unit not in self._on_device else use + NEVER
 
     def _drop(self, residency: Residency) -> None:
@@ -217,7 +218,7 @@ class DeviceStreamer(Streamer):
             if lease is not None:
                 return lease
             if returning:
-                # The host is as far ahead of the device as there are buffers.
+                # The host is ahead of the device by all buffers, so it waits for the oldest copy.
                 returning.popleft().wait(self.timeline)
                 continue
             victim = self._victim(unit, sooner_than=-1)
@@ -226,13 +227,13 @@ class DeviceStreamer(Streamer):
             self._drop(victim)
             self._wait_written(victim.unit)
 
-    def _fetch_ahead(self, unit: Unit, index: int) -> bool:
+    def _fetch_ahead(self, unit: Unit, number: int) -> bool:
         returning = self._returning[self._buffer_size[unit]]
         while returning and returning[0].arrived.is_done():
             returning.popleft()
         if not returning:
-            return super()._fetch_ahead(unit, index)
-        # A buffer is on its way back: no other unit has to go.
+            return super()._fetch_ahead(unit, number)
+        # A buffer will soon be free, so no other unit is evicted.
         lease = self.runtime.lease_unit(unit.nbytes)
         if lease is None:
             return False
@@ -240,24 +241,25 @@ class DeviceStreamer(Streamer):
         return True
 
     def let_go(self, unit: Unit) -> None:
-        """Drop a unit that is about to change, on the device too."""
+        """Drop a unit that is about to change, from the device too."""
         super().let_go(unit)
         buffer = self._on_device.get(unit)
         if buffer is not None:
             self._forget(buffer)
 
     def release_all(self) -> None:
-        """Let go of every buffer that nobody uses, on the way to closing."""
+        """Release every host buffer without users, and stop recording events, before the runtime is closed."""
         super().release_all()
         self.pool.closed = True
 
     def attach(self) -> None:
-        """Reserve the device's buffers."""
+        """Reserve the buffers of the plan in the device's memory."""
         self.pool.reserve()
 
     def free(self) -> None:
-        """Give the device's memory back, when nothing is copied there any more."""
+        """Give the device's memory back; all copies have ended."""
         super().free()
-        for known in (self._on_device, self._uploads, self._returning):
-            known.clear()
+        self._on_device.clear()
+        self._uploads.clear()
+        self._returning.clear()
         self.pool.free()

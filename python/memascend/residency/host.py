@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """What is known of one unit's weights in host memory."""
+    """Where one unit's weights are in host memory, and what its next fetch has to do."""
 
     unit: Unit
-    #: The buffer, held by us, and its bytes; views of them may live longer.
+    #: The buffer and its bytes (uint8); views of the bytes may outlive this reference.
     lease: LeaseBuffer | None = None
     storage: torch.Tensor | None = None
-    #: The fetch that fills `storage`, until it has been waited for, and whether it carries updates.
+    #: The fetch that fills `storage`, until its end was waited for, and whether the fetch carries updates.
     ticket: Ticket | None = None
     updating: bool = False
     #: Modules that are using the unit now.
@@ -43,7 +43,7 @@ class Residency:
 
 
 class Streamer:
-    """Brings units into host memory before they are used and lets them go after."""
+    """Brings units into host memory before they are used, and gives up their buffers for others afterwards."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Streamer:
         self.by_address: dict[int, Unit] = {}
         self.waits = 0
         self.depth = 0
-        #: Units used outside their module's forward, let go at the end of the pass.
+        #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
         #: Passes with a backward pass (True) and without (False).
         self._order = UseOrder({True: [*units, *reversed(units)], False: list(units)})
@@ -80,7 +80,7 @@ class Streamer:
 
     @contextmanager
     def forward_pass(self, grad: bool) -> Iterator[None]:
-        """One call of the whole model; with `grad` its backward pass belongs to it."""
+        """Enclose one call of the whole model; with `grad`, its backward pass belongs to the same pass."""
         if self.depth == 0:
             self._order.begin(grad)
         with self.scope():
@@ -88,7 +88,7 @@ class Streamer:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """A stretch of computation in which parameters used outside their modules are fetched too."""
+        """Enclose computation in which parameters used outside their modules are fetched too."""
         self.depth += 1
         loose, self._loose = self._loose, []
         try:
@@ -116,7 +116,7 @@ class Streamer:
         residency.users += 1
 
     def exit(self, unit: Unit) -> None:
-        """End a use. Unused parameters show NaN; their bytes live as long as a tensor refers to them."""
+        """End a use. Parameters without users show NaN; their bytes live as long as a tensor refers to them."""
         residency = self.residencies[unit]
         residency.users -= 1
         if residency.users == 0:
@@ -124,7 +124,7 @@ class Streamer:
                 place.hide()
 
     def enter_loose(self, unit: Unit) -> None:
-        """Bind a unit that is used outside its module, until the current scope ends."""
+        """Bind the parameters of a unit that is used outside its module, until the current scope ends."""
         if self.depth and self.residencies[unit].users == 0:
             self.enter(unit)
             self._loose.append(unit)
@@ -133,7 +133,7 @@ class Streamer:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
         self._order.record(unit)
         storage = self._bring(unit)
-        # The prefetch may give up any idle unit, but not the one that is about to be used.
+        # The prefetch may evict any idle unit. This one is about to be used, so it must not look idle.
         residency = self.residencies[unit]
         residency.users += 1
         try:
@@ -182,7 +182,7 @@ class Streamer:
 
     def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
         residency = self.residencies[unit]
-        # An update is either begun, and known to be, or waits: nothing may come between.
+        # An interrupt between the start of an update and its record would apply the update twice.
         residency.updating = bool(residency.updates)
         with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
             residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates)
@@ -193,7 +193,7 @@ class Streamer:
         self.by_address[lease.address] = unit
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
-        """Return a buffer for a unit that is needed now."""
+        """Return a buffer for a unit that is needed now, if need be by evicting others."""
         for attempt in range(2):
             while True:
                 lease = self.runtime.lease_unit(unit.nbytes)
@@ -203,20 +203,20 @@ class Streamer:
                 if victim is None:
                     break
                 self._drop(victim)
-                # Write-back under way holds the buffer too.
+                # A write-back under way holds the buffer too.
                 self._wait_written(victim.unit)
             if attempt == 0:
-                # Units dropped earlier may still be written back, and dead reference cycles hold views of buffers.
+                # Units dropped earlier may still be written back, and unreachable reference cycles hold views.
                 for residency in self.residencies.values():
                     if residency.ticket is None:
                         self._wait_written(residency.unit)
                 self._forget_recomputed()
                 gc.collect()
         size = self._buffer_size
-        alive = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
+        in_use = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
         raise MemascendError(
             f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
-            f"(in use: {', '.join(alive) or 'none'}); drop references to weights and to losses of earlier steps, or "
+            f"(in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier steps, or "
             f"raise host_memory{self._remedy}"
         )
 
@@ -231,21 +231,21 @@ class Streamer:
         return farthest(idle, lambda residency: self._next_fetch(residency.unit), beyond=sooner_than)
 
     def _busy(self, residency: Residency) -> bool:
-        """Whether the bytes in host memory are in use."""
+        """Whether the unit's buffer in host memory must not be given up."""
         return residency.users > 0
 
     def _next_fetch(self, unit: Unit) -> int:
-        """Return the next use for which the unit is needed in host memory."""
+        """Return the number of the next use that needs the unit in host memory."""
         return self._order.next_use(unit)
 
     def _drop(self, residency: Residency) -> None:
         try:
             if residency.ticket is not None:
-                # The fetch may carry updates: it has to end before the unit can be fetched again.
+                # The fetch may carry updates, which have to end before the unit can be fetched again.
                 ticket, residency.ticket = residency.ticket, None
                 self._wait(residency, ticket)
         finally:
-            # Views that outlive this keep their address in use, and their place in `by_address` true.
+            # A view that outlives the buffer keeps its address in use, so its entry in `by_address` stays correct.
             residency.lease = residency.storage = None
 
     def _prefetch(self) -> None:
@@ -255,11 +255,11 @@ class Streamer:
         """Whether the unit's bytes are in host memory, or on their way to it."""
         return self.residencies[unit].storage is not None
 
-    def _fetch_ahead(self, unit: Unit, index: int) -> bool:
-        """Begin to fetch what use number `index` needs, if that takes no buffer from what is used before."""
+    def _fetch_ahead(self, unit: Unit, number: int) -> bool:
+        """Start fetching a unit for use number `number`, unless that would evict a unit that is used sooner."""
         lease = self.runtime.lease_unit(unit.nbytes)
         if lease is None:
-            victim = self._victim(unit, sooner_than=index)
+            victim = self._victim(unit, sooner_than=number)
             if victim is None or victim.ticket is not None:
                 return False
             self._drop(victim)
@@ -272,25 +272,25 @@ class Streamer:
     # ---- updates ----------------------------------------------------------------------------------------
 
     def let_go(self, unit: Unit) -> None:
-        """Drop a unit that is about to change, with what a fetch of it may have to tell."""
+        """Drop a unit that is about to change; an error of its fetch under way is raised here."""
         residency = self.residencies[unit]
         if residency.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         self._drop(residency)
 
     def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
-        """Have the next fetch of `unit`, which was let go, apply `updates`."""
+        """Have the next fetch of `unit`, which `let_go` dropped, apply `updates`."""
         residency = self.residencies[unit]
-        waiting = {update.tensor: update for update in residency.updates}
+        by_tensor = {update.tensor: update for update in residency.updates}
         for update in updates:
-            known = waiting.setdefault(update.tensor, update)
-            if known is not update:
+            earlier = by_tensor.setdefault(update.tensor, update)
+            if earlier is not update:
                 # Another optimizer's part of the same pack: one fetch updates a tensor once.
-                known.segments = sorted(known.segments + update.segments, key=lambda segment: segment.start)
-        residency.updates = list(waiting.values())
+                earlier.segments = sorted(earlier.segments + update.segments, key=lambda segment: segment.start)
+        residency.updates = list(by_tensor.values())
 
     def start_next_pass(self) -> None:
-        """Begin fetching what the next training pass uses first, with the updates just deferred."""
+        """Start fetching what the next training pass uses first, with the updates that were just deferred."""
         if self.depth == 0:
             self._order.begin(True)
             self._prefetch()
@@ -309,7 +309,7 @@ class Streamer:
             self._wait_written(residency.unit)
 
     def deferred(self) -> bool:
-        """Whether updates wait for a fetch."""
+        """Whether any update waits for the next fetch of its unit."""
         return any(residency.updates for residency in self.residencies.values())
 
     def tickets(self) -> list[Ticket]:
@@ -317,7 +317,7 @@ class Streamer:
         return [residency.ticket for residency in self.residencies.values() if residency.ticket is not None]
 
     def apply_update(self, unit: Unit) -> None:
-        """Apply the deferred update of one unit now: its gradient is about to be replaced."""
+        """Apply the deferred updates of one unit now, because its gradient is about to be replaced."""
         residency = self.residencies[unit]
         if residency.updates:
             self._fetch(unit, self._lease(unit))
@@ -325,17 +325,17 @@ class Streamer:
             self._settle(residency)
 
     def attach(self) -> None:
-        """Begin: the model's weights are on the store alone."""
+        """Prepare for the first use; the model's weights are only in the store now."""
 
     def free(self) -> None:
-        """Give back what is held beside the runtime, which was closed."""
+        """Release what is held beside the runtime, which was closed."""
         self.by_address.clear()
 
     def release_all(self) -> None:
-        """Let go of every buffer that nobody uses, on the way to closing."""
+        """Release every buffer without users before the runtime is closed."""
         for residency in self.residencies.values():
             if not residency.users:
-                # A fetch that failed was one of weights that nobody will ask for any more. What is to be kept was
-                # flushed before, which tells of it.
+                # The weights of a failed fetch are not needed any more. A store that is kept was flushed before, and
+                # the flush raised the error.
                 with suppress(MemascendError):
                     self._drop(residency)

@@ -37,12 +37,12 @@ class Update:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
+        """Name of the weights' dtype, as the native executor takes it."""
         return DTYPE_NAMES[self.tensor.dtype]
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Elements of the tensor, padding included."""
         return self.tensor.numel
 
     @property
