@@ -60,7 +60,7 @@ lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lin
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
 
 docs: $(STAMPS)/wheel $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMPS)/dev ## format the Rust and Python sources
 	cargo fmt --all
