@@ -1,7 +1,8 @@
-"""ARCHITECTURE.md names the rooms that exist, all of them, and files that are there."""
+"""The documents name what exists: every room, files that are there, and names that can be imported."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -34,3 +35,12 @@ def test_the_files_that_it_names_are_there() -> None:
                 missing.append((room, name))
     assert missing == []
     assert checked > 40
+
+
+def test_the_names_of_the_package_can_be_imported() -> None:
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benches/README.md")]
+    text = "\n".join(page.read_text() for page in [*pages, *sorted((ROOT / "docs").rglob("*.md"))])
+    names = set(re.findall(r"(?:`|::: )(memascend(?:\.[A-Za-z_]+)+)", text))
+    assert len(names) > 30
+    for name in sorted(names):
+        pkgutil.resolve_name(name)
