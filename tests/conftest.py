@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import fake_cuda
 import needs
+import products
 import pytest
 import torch
 from simulated_device import SimulatedDevice
@@ -29,6 +30,13 @@ AMPLE = "256MiB"
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def products_in_float32() -> Iterator[None]:
+    """For tests whose two sides multiply alike: products of half precision that are quick on every processor."""
+    with products.in_float32():
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from memascend.durable import exact_json as plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.usefixtures("products_in_float32")
+
 VOLUME = "memascend.volume"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import products
 import pytest
 import tiny
 from traffic import build, saved, steps
@@ -15,10 +14,13 @@ from memascend.forecast.forecast import Gpu, forecast
 from memascend.machine.gpu import NAMES, Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
+
+# Bytes moved do not depend on digits.
+pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 SMALL = LlamaConfig(
     architectures=["LlamaForCausalLM"],
@@ -33,13 +35,6 @@ SMALL = LlamaConfig(
 )
 #: One micro-batch.
 SEQUENCES, LENGTH = 1, 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_products() -> Iterator[None]:
-    """Bytes moved do not depend on digits: multiply in float32, which is quick on every processor."""
-    with products.in_float32():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-import products
 import pytest
 import torch
 from tiny import smallest_budget
@@ -31,6 +30,9 @@ from memascend.layout.units import Unit, partition
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
 from memascend.plan.host import Line
+
+# Bytes moved do not depend on digits.
+pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
@@ -131,13 +133,6 @@ def test_a_directory_is_planned_like_its_config(tmp_path, capfd):
 
 
 # ---- against real runs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_products():
-    """Bytes moved do not depend on digits: multiply in float32, which is quick on every processor."""
-    with products.in_float32():
-        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

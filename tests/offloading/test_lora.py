@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 # What PEFT reads of transformers' models is deprecated there.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("products_in_float32"),
+]
 STEPS = 3
 
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import needs
+import products
 import pytest
 import torch
 from torch import nn
@@ -474,6 +475,7 @@ def test_8_bits_are_no_worse_than_those_of_bitsandbytes(problem: str) -> None:
 TOKENS, TRAINING_STEPS, PEAK_LR = 64, 250, 5e-3
 
 
+@products.in_float32()  # what is compared is what optimizers do
 def trained(dtype: torch.dtype, **options: Any) -> float:
     """The loss of a small language model at the end of its training, on text that it has not seen."""
     generator = torch.Generator().manual_seed(7)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("products_in_float32")
+
 #: What is put aside where, the seed by which streams come first, and how many questions a copy survives.
 RUNS = [("recompute", 0, 7), ("host", 1, 0), ("host", 2, 7), ("ssd", 3, 0), ("ssd", 4, 7)]
 
