@@ -51,12 +51,13 @@ test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the 
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 
-lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, and type stubs
+lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
 	PYTHONPATH=python $(BIN)/lint-imports
+	$(BIN)/mypy
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
 
 docs: $(STAMPS)/wheel $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails

@@ -15,7 +15,7 @@ from torch import nn
 
 import memascend
 from memascend._memascend import KeptStore
-from memascend.durable import exact_json as plain
+from memascend.durable import exact_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -379,18 +379,18 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_values_come_back_from_json(value: Any) -> None:
-    assert repr(plain.loads(plain.dumps(value, "it"))) == repr(value)
+    assert repr(exact_json.loads(exact_json.dumps(value, "it"))) == repr(value)
 
 
 def test_tensors_come_back_from_json() -> None:
     nan = torch.tensor([0x7FC1], dtype=torch.uint16).view(torch.bfloat16)
     values = [torch.randn(3, 4), torch.tensor(7), torch.empty(0, 5), torch.ones(2, dtype=torch.bool), nan]
     for value in values:
-        back = plain.loads(plain.dumps(value, "it"))
+        back = exact_json.loads(exact_json.dumps(value, "it"))
         assert (back.dtype, back.shape) == (value.dtype, value.shape)
         assert torch.equal(back.view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
     with pytest.raises(memascend.MemascendError, match=r"it\['a'\]\[1\] is a function"):
-        plain.dumps({"a": [1, lambda: 0]}, "it")
+        exact_json.dumps({"a": [1, lambda: 0]}, "it")
 
 
 class Extra(nn.Module):

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memascend
 from memascend.layout.units import partition
 from memascend.machine import limits
-from memascend.plan import host as plan
+from memascend.plan import host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def status_bytes(field: str) -> int:
 def test_the_plan_is_what_is_reserved(offloaded: Callable[..., nn.Module], architecture: str, times: float) -> None:
     model = tiny.build(architecture)
     budget = int(tiny.smallest_budget(model) * times)
-    made = plan.make_plan(partition(model), budget)
+    made = host.make_plan(partition(model), budget)
     stats = memascend.stats(offloaded(model, host_memory=budget))
     assert stats["host_bytes_reserved"] == made.arena_bytes
     assert made.arena_bytes + made.bookkeeping.total == made.total <= budget
@@ -54,7 +54,7 @@ def test_the_plan_is_what_is_reserved(offloaded: Callable[..., nn.Module], archi
 
 
 def test_a_plan_says_what_every_line_is_for() -> None:
-    made = plan.make_plan(partition(tiny.build("llama")), 256 * MIB)
+    made = host.make_plan(partition(tiny.build("llama")), 256 * MIB)
     table = made.table()
     for line in made.lines:
         if line.count:
@@ -66,18 +66,18 @@ def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> Non
     units = partition(tiny.build("llama"))
     shares = []
     for budget in (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB):
-        made = plan.make_plan(units, budget)
+        made = host.make_plan(units, budget)
         transfers = made.slots.total + made.staging.total
-        assert transfers <= budget * plan.TRANSFER_SHARE or made.chunk_elements == plan.CHUNK_ELEMENTS_MIN
+        assert transfers <= budget * host.TRANSFER_SHARE or made.chunk_elements == host.CHUNK_ELEMENTS_MIN
         shares.append(made.chunk_elements)
-    assert shares == sorted(shares) and shares[0] == plan.CHUNK_ELEMENTS_MIN < shares[-1]
+    assert shares == sorted(shares) and shares[0] == host.CHUNK_ELEMENTS_MIN < shares[-1]
 
 
 def test_a_refusal_names_the_knobs() -> None:
     with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
-        plan.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
+        host.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
     with pytest.raises(memascend.BudgetError, match=r"What would lower it: a model whose .* is smaller") as caught:
-        plan.make_plan(partition(tiny.build("llama")), MIB)
+        host.make_plan(partition(tiny.build("llama")), MIB)
     assert "bfloat16" not in str(caught.value)
 
 

@@ -92,7 +92,7 @@ def _add_finetune(subcommands: Any) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """The training arguments; every default is told in the help."""
+    """Add the training arguments; the help names every default."""
     training = parser.add_argument_group("training")
 
     def add(flag: str, text: str, group: Any = training, **options: Any) -> None:
@@ -142,7 +142,7 @@ def _add_durability(add: Callable[..., Any]) -> None:
 
 
 def _add_optimizer(parser: Any) -> None:
-    """Arguments that decide what the optimizer keeps on SSD."""
+    """Add the arguments that choose the optimizer and its states on SSD."""
     add = parser.add_argument
     text = "sgd has a momentum of 0.9; lion and sgd want learning rates of their own (default: %(default)s)"
     add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)

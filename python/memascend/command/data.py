@@ -24,7 +24,7 @@ import torch
 from memascend.common.outputs import writing
 from memascend.errors import CheckpointError, DataError, OutputError, first_line
 
-PIECE_BYTES = 64 << 10  # a tokenizer needs some hundred bytes per token while it works: keep what it sees small
+PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
 SNIFF_BYTES = 8 << 10
 TOKEN_BYTES = 4
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
@@ -187,7 +187,7 @@ class Documents:
             raise DataError(f"--data {path} is neither a file nor a directory")
 
     def _add_file(self, path: Path, *, named: bool) -> None:
-        """Index one file. One that the user named must hold text; one found in a directory may not."""
+        """Index one file. A file that the user named must hold text; a file of a directory need not."""
         try:
             if path.suffix == ".jsonl":
                 self._add_jsonl(path, named=named)
@@ -227,7 +227,7 @@ class Documents:
                 offset += len(line)
 
     def _field(self, path: Path, number: int, line: bytes, *, named: bool) -> str | None:
-        """The text of one JSONL line; None where a file merely found in a directory is of some other kind."""
+        """The text of one JSONL line; None where a file that the user did not name is of another kind."""
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -350,6 +350,6 @@ def _decoded_pieces(file: Any) -> Iterator[str]:
 
 
 def _close(file: Any) -> None:
-    """Close a scratch file. What it could not write was told before, and closing would only try it again."""
+    """Close a scratch file. A failed write was reported before, and closing would only try it again."""
     with contextlib.suppress(OSError):
         file.close()

@@ -1,7 +1,7 @@
-"""`memascend demo`: fine-tune a small model on this Python's own standard library and show what it took.
+"""`memascend demo`: fine-tune a small model on this Python's own standard library, and show time and memory.
 
-The library's sources are everywhere Python is, they are real text, and a few files held out of the training
-show whether the model learned anything. The same run in memory is measured in a process of its own.
+The library's sources are on every machine with Python and are real text, and a few files held out of the training
+show whether the model learned. The same run in memory is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memascend.errors import MemascendError
 from memascend.machine.drives import cache_directory
 
 SEED = 0
-LEARNING_RATE = {SMOLLM2: 5e-5, "random": 3e-4}  # a model that knows nothing yet takes larger steps
+LEARNING_RATE = {SMOLLM2: 5e-5, "random": 3e-4}  # an untrained model takes larger steps
 HELD_OUT_FILES = 12
 HELD_OUT_BLOCKS = 12
 SAMPLE_TOKENS = 40
@@ -46,7 +46,7 @@ def demo(
     out: Path | None = None,
     compare: bool = True,
 ) -> int:
-    """Run it, print the comparison, and return the exit code."""
+    """Run the demo, print the comparison, and return the exit code."""
     began = time.monotonic()
     model_dir = _model("random" if from_scratch else SMOLLM2)
     train, held_out = _sources()
@@ -110,21 +110,21 @@ def _sources() -> tuple[list[Path], list[Path]]:
 
 
 class _Look:
-    """What the model makes of held-out text and of a prompt, before and after."""
+    """The loss on held-out text and a sample from a prompt, before and after the training."""
 
     def __init__(self, held_out: list[Path], work: Path, seq_len: int) -> None:
         self._held_out, self._work, self._seq_len = held_out, work, seq_len
         self.losses: dict[str, float] = {}
         self.samples: dict[str, str] = {}
 
-    def __call__(self, when: str, model: torch.nn.Module, tokenizer: Tokenizer) -> None:
+    def __call__(self, when: str, model: Any, tokenizer: Tokenizer) -> None:
         model.eval()
         self.losses[when] = self._loss(model, tokenizer)
         self.samples[when] = self._sample(model, tokenizer)
         _say(f"{when + ' it':10} loss {self.losses[when]:.3f} on held-out files")
 
     @torch.no_grad()
-    def _loss(self, model: torch.nn.Module, tokenizer: Tokenizer) -> float:
+    def _loss(self, model: Any, tokenizer: Tokenizer) -> float:
         scratch = Path(tempfile.mkdtemp(dir=self._work))
         documents = Documents(self._held_out, scratch=scratch)
         blocks = Blocks(
@@ -145,7 +145,7 @@ class _Look:
             shutil.rmtree(scratch)
 
     @torch.no_grad()
-    def _sample(self, model: torch.nn.Module, tokenizer: Tokenizer) -> str:
+    def _sample(self, model: Any, tokenizer: Tokenizer) -> str:
         prompt = torch.tensor([list(tokenizer.encode(PROMPT))])
         ids = model.generate(
             input_ids=prompt,
@@ -161,20 +161,20 @@ def _measure_in_memory(settings: Settings, work: Path) -> dict[str, Any]:
     """Two steps of the same run without a store, in a fresh process: its "end" record."""
     _say("measuring two steps of the same run in memory ...")
     metrics = work / "in-memory.jsonl"
-    listed = work / "sources"  # a directory of links: a command line has no room for some hundred paths
-    listed.mkdir()
+    links = work / "sources"  # a directory of links: several hundred paths are too long for a command line
+    links.mkdir()
     for number, path in enumerate(settings.data):
-        (listed / f"{number:05}.py").symlink_to(path)
+        (links / f"{number:05}.py").symlink_to(path)
     command = [
         *(sys.executable, "-m", "memascend", "finetune", str(settings.model_dir), "--in-memory"),
-        *("--data", str(listed), "--out", str(work / "in-memory"), "--metrics", str(metrics)),
+        *("--data", str(links), "--out", str(work / "in-memory"), "--metrics", str(metrics)),
         *("--steps", "2", "--seq-len", str(settings.seq_len), "--seed", str(settings.seed)),
         *("--lr", str(settings.lr), "--warmup-steps", "1", "--dtype", settings.dtype),
     ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        why = (done.stderr.strip() or f"ended by signal {-done.returncode}").splitlines()[-1]
-        return {"error": why.removeprefix("memascend: error: ")}  # it may well not fit: that is a result too
+        reason = (done.stderr.strip() or f"ended by signal {-done.returncode}").splitlines()[-1]
+        return {"error": reason.removeprefix("memascend: error: ")}  # not fitting is a result too
     return json.loads(metrics.read_text().splitlines()[-1])
 
 

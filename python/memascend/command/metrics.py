@@ -36,7 +36,7 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Start the peak anew at what is resident now; False where the system does not allow that."""
+    """Reset the peak to the memory resident now; return False where the system does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -45,7 +45,7 @@ def reset_peak_rss() -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that a metrics file should name."""
+    """The machine and the versions of libraries, for the metrics file."""
     import torch
     import transformers
 
@@ -66,12 +66,12 @@ class Metrics:
     """A file of JSON lines: a "start" or "resume" record, one "step" record per step, one "end" record."""
 
     def __init__(self, path: Path, *, go_on: bool = False) -> None:
-        """Create `path`, which must not exist, or `go_on` behind what is in it."""
+        """Create `path`, which must not exist, or with `go_on` append to it."""
         self.path = path
         try:
             self._file: TextIO = open(path, "a+" if go_on else "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
             if go_on and self._file.tell():
-                # A process that was killed in the middle of a line has left the half of it.
+                # A process killed in the middle of a line left half of it.
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise OutputError(f"--metrics {path}: {error.strerror}") from error
@@ -84,16 +84,16 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file."""
-        # Every record was flushed; one that could not be was told then, and closing would only try it again.
+        # Every record was flushed. A failed write was reported then, and closing would only try it again.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 class Meter:
-    """Turns cumulative counters into what one step moved."""
+    """Turns cumulative counters into the difference made by one step."""
 
     def __init__(self, read_stats: Callable[[], dict[str, Any]]) -> None:
-        """Count from what `read_stats` gives now; it may give an empty dict (a model in memory)."""
+        """Count from the present values of `read_stats`, which may return an empty dict (a model in memory)."""
         self._read_stats = read_stats
         self._before = read_stats()
         self._began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Model directories for the command line: load one whole, copy what lies beside the weights."""
+"""Model directories for the command line: load one whole, copy the files beside the weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SIDE_FILE_BYTES_MAX = 64 << 20
 
 
 def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """The model, whole in memory: what a run without a store trains."""
+    """Load a model whole into memory, for a run without a store."""
     import transformers
     from safetensors import SafetensorError
 
     named = (config.architectures or [""])[0]
     model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
     try:
-        model, found = model_class.from_pretrained(
+        model, loading = model_class.from_pretrained(
             model_dir,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # the error below names them
         )
     except (SafetensorError, RuntimeError, ValueError, OSError) as error:
         files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
         raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {first_line(error)}") from error
-    lacking = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
+    lacking = sorted(loading["missing_keys"]) + sorted(str(key[0]) for key in loading["mismatched_keys"])
     if lacking:
         raise CheckpointError(
             f"{model_dir}: {len(lacking)} tensors are missing or of another shape than config.json says: "

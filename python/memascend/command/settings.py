@@ -52,7 +52,7 @@ class Settings:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it goes on with, to come to the same end."""
+        """The settings that a resumed run must share with the run in the store, so that the result is the same."""
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
             *("seed", "dtype", "optimizer", "states", "master", "text_field", "steps", "epochs"),
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The result of a run: steps, losses, time, memory and SSD traffic."""
 
     steps: int = 0
     steps_planned: int = 0
@@ -87,5 +87,5 @@ class Result:
 
     @property
     def peak_above_baseline_bytes(self) -> int:
-        """Peak memory of the run itself, without what importing torch and transformers takes."""
+        """Peak memory of the run itself, without that of importing torch and transformers."""
         return max(0, self.peak_rss_bytes - self.baseline_rss_bytes)

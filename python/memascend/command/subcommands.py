@@ -47,7 +47,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
 
 
 def _conflict(settings: Settings) -> str | None:
-    """What keeps the options from being used together, or None."""
+    """The reason why the options cannot be used together, or None."""
     if not settings.in_memory:
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]
@@ -123,7 +123,10 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def _gpu(chosen: argparse.Namespace) -> Gpu | None:
-    """The GPU to plan for, or None; its rates are known, or an error says what to run."""
+    """The GPU to plan for, with its rates, or None.
+
+    Raises UnmeasuredError, naming the command to run, where a rate is unknown.
+    """
     if chosen.gpu is None:
         flags = [name for name in ("flops", "pcie", "dram", "ssd") if getattr(chosen, name) is not None]
         if flags or chosen.fused_loss:

@@ -24,7 +24,7 @@ def step_text(step: dict[str, Any]) -> str:
 
 
 def bench_text(measured: dict[str, Any]) -> str:
-    """Return what `memascend.drives.measure` found, as a table."""
+    """Return a measurement of `memascend.machine.drives.measure` as a table."""
     direct = "direct I/O" if measured["direct_io"] else "buffered I/O: the page cache is measured too"
     lines = [
         f"{measured['place']}: {measured['engine']} ({', '.join(measured['features'])}), {direct}, "
@@ -38,11 +38,11 @@ def bench_text(measured: dict[str, Any]) -> str:
         "random_read": "random read, 4 KiB",
     }
     for name, title in titles.items():
-        found = measured["workloads"][name]
-        times = "".join(f"{found[f'latency_{part}'] * 1e3:>9.2f}" for part in ("p50", "p99", "max"))
+        rates = measured["workloads"][name]
+        times = "".join(f"{rates[f'latency_{part}'] * 1e3:>9.2f}" for part in ("p50", "p99", "max"))
         lines.append(
-            f"  {title:<24}{found['bytes_per_second'] / 1e6:>9.0f}{found['requests_per_second']:>12.0f}{times}"
-            f"{found['cpu_seconds_per_gib']:>11.3f}"
+            f"  {title:<24}{rates['bytes_per_second'] / 1e6:>9.0f}{rates['requests_per_second']:>12.0f}{times}"
+            f"{rates['cpu_seconds_per_gib']:>11.3f}"
         )
     for option, gain in measured["polling"].items():
         verdict = ("" if option in measured["worth_it"] else "not ") + "worth a processor"
@@ -53,7 +53,7 @@ def bench_text(measured: dict[str, Any]) -> str:
 
 
 def gpu_text(measured: dict[str, Any]) -> str:
-    """Return what `memascend.rates.measure_gpu` found, as a table."""
+    """Return a measurement of `memascend.machine.gpu.measure_gpu` as a table."""
     rows = [(f"products, {dtype}", rate / 1e12, "TFLOP/s") for dtype, rate in measured["flops"].items()]
     rows += [
         (title, measured[name] / 1e9, "GB/s")
@@ -68,7 +68,7 @@ def gpu_text(measured: dict[str, Any]) -> str:
 
 
 def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -> str:
-    """Return what follows from measurements of several drives, and where they are kept."""
+    """Return the shares of a store on the measured drives, and the file that remembers the measurements."""
     lines = []
     if len(measurements) > 1:
         rates = [rate_of(measured) for measured in measurements]

@@ -21,7 +21,7 @@ from memascend.optim import NAMED, OffloadedOptimizer
 
 
 def schedule_factor(name: str, step: int, warmup_steps: int, steps: int) -> float:
-    """What multiplies the learning rate at step 0, 1, ...: a linear warm-up, then constant or down to 0."""
+    """Return the factor of the learning rate at step 0, 1, ...: a linear warm-up, then constant or down to 0."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if name == "constant":
@@ -46,7 +46,7 @@ class Training:
     def __init__(
         self,
         settings: Settings,
-        model: torch.nn.Module,
+        model: Any,
         blocks: Blocks,
         records: metrics.Metrics,
         interrupts: Interrupts,
@@ -58,13 +58,13 @@ class Training:
         per_step = settings.batch_size * settings.grad_accum
         self.tokens_per_step = per_step * settings.seq_len
         self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
-        # What tells other data: how much there is, and how it begins.
+        # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
         result.steps_planned = self.steps
         result.parameters = sum(p.numel() for p in model.parameters())
 
     def run(self) -> None:
-        """Train, and leave in the result what came of it. The updates are complete afterwards."""
+        """Train, and record steps, losses and time in the result. All updates are complete on return."""
         settings = self.settings
         torch.manual_seed(settings.seed)
         self.model.train()
@@ -103,7 +103,7 @@ class Training:
             raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
         self.result.seconds += self.meter.lap()["seconds"]
         for name in metrics.SSD_COUNTERS:
-            # Of the training alone: loading and looking at the model before it move bytes too.
+            # Of the training alone: loading the model and evaluating it before moved bytes too.
             setattr(self.result, name, self._stats().get(name, 0) - stats.get(name, 0))
 
     def _optimizer(self) -> OffloadedOptimizer:
@@ -116,7 +116,7 @@ class Training:
         return make(parameter_groups(self.model, settings.weight_decay), lr=settings.lr, **options, **storage)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the run has come, for the store."""
+        """Return the progress of the run, for the store."""
         return {
             "steps": self.result.steps,
             "steps_skipped": self.result.steps_skipped,
@@ -127,9 +127,9 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, if it is the same run.
+        """Continue from the saved progress.
 
-        Raises DataError where the data or an option is another.
+        Raises DataError where the data or an option differs from that of the saved run.
         """
         for name, value in self.settings.decisive.items():
             if state["settings"].get(name, value) != value:
@@ -148,7 +148,7 @@ class Training:
         return {} if self.settings.in_memory else memascend.stats(self.model)
 
     def _notes(self, bar: Progress, stats: dict[str, Any]) -> None:
-        """Say once what is about to run, and anything the store had to do differently."""
+        """Print one line on the run that begins, and the store's notices."""
         parts = [f"{self.result.parameters / 1e6:,.1f}M parameters in {self.settings.dtype}"]
         if stats:
             direct = "direct I/O" if stats["direct_io"] else "buffered I/O"
@@ -174,19 +174,19 @@ class Training:
             norm = float(self.optimizer.clip_grad_norm_(settings.max_grad_norm or math.inf))
         skipped = not math.isfinite(norm)
         if skipped:
-            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            reason = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
             if settings.on_nan == "stop":
                 raise NonFiniteError(
-                    f"step {step} of {self.steps}: {what}; --out was not written (--on-nan skip goes on)"
+                    f"step {step} of {self.steps}: {reason}; --out was not written (--on-nan skip goes on)"
                 )
-            bar.note(f"memascend: note: step {step}: {what}; skipped")
+            bar.note(f"memascend: note: step {step}: {reason}; skipped")
             self.result.steps_skipped += 1
         else:
             self.optimizer.step()
             self.scheduler.step()
             self.result.losses[1:] = [loss]
         self.optimizer.zero_grad()
-        # Kept in the store with the step, which is when the next pass begins.
+        # The store records the progress with the step, when the next pass begins.
         self.result.steps = step
 
         lap, waited = self.meter.lap(), self._waited()
@@ -207,7 +207,7 @@ class Training:
         bar.update(step, step_text({**record, "loss": loss}))
 
     def _accumulate(self, step: int) -> float:
-        """Forward and backward of one step's batches; the mean loss, or the first one that is not finite."""
+        """Run forward and backward of one step's batches; return the mean loss, or the first that is not finite."""
         count = self.settings.grad_accum
         mean = 0.0
         for micro in range(count):
@@ -215,7 +215,7 @@ class Training:
             batch = {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
             loss = self.model(**batch, use_cache=False).loss
             (loss / count if count > 1 else loss).backward()
-            # Only now: a device would have nothing to do while its answer is waited for.
+            # Only after the backward pass is launched: item() waits for the device.
             value = loss.item()
             if not math.isfinite(value):
                 return value

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memascend.formats.dcp import DistributedReader
     from memascend.layout.units import Place
 
-#: Where a checkpoint has the optimizer's states: what follows is the parameter's name, a dot and the state's.
+#: Prefix of the optimizer's states in a checkpoint; the parameter's name, a dot and the state's name follow.
 STATES = "optim.state."
 
 
@@ -67,7 +67,7 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if hidden.exists():  # of a process with our number that was killed
+        if hidden.exists():  # left by a killed process with the same number
             shutil.rmtree(hidden)
         hidden.mkdir()
         write_distributed(hidden, state, sources)
@@ -77,7 +77,7 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, MemascendError):
-            # Of an open file the system names nothing, and the hidden directory says nothing to anybody.
+            # For an open file the system gives no path, and the path of the hidden directory would mislead.
             if error.filename is None or str(hidden) in str(error.filename):
                 error.filename = str(path)
             error.filename2 = None
@@ -125,15 +125,15 @@ def _add_weights(
 
 
 def _shown(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the parameter's shape that occupies one element."""
+    """Return zeros of the parameter's shape that occupy one element."""
     return torch.zeros((), dtype=dtype).expand(parameter.shape)
 
 
 def _weight(parameter: nn.Parameter) -> torch.Tensor:
-    found = place_of(parameter)
-    if found is None:
+    owner = place_of(parameter)
+    if owner is None:
         return parameter.detach()
-    state, place = found
+    state, place = owner
     return place.view(state.read_unit(place.tensor.unit))
 
 
@@ -148,15 +148,15 @@ def _add_states(
         fqns = [_name_in_model(names, parameter) for parameter in group["params"]]
         saved["param_groups"].append({**group, "params": fqns})
         for fqn, parameter in zip(fqns, group["params"], strict=True):
-            kept = optimizer.state.get(parameter, {})
-            if "step" not in kept and not parameter.requires_grad:
+            saved_states = optimizer.state.get(parameter, {})
+            if "step" not in saved_states and not parameter.requires_grad:
                 continue
-            shown = {"step": torch.tensor(float(kept.get("step", 0)))}
+            shown = {"step": torch.tensor(float(saved_states.get("step", 0)))}
             for plane in optimizer.last_rule_of(group, parameter).planes:
                 shown[plane.name] = _shown(parameter, shown_dtype(plane))
                 source = partial(torch.zeros, parameter.shape, dtype=shown_dtype(plane))
-                if "step" in kept:
-                    source = partial(read_state, parameter, plane, kept, optimizer.location(parameter))
+                if "step" in saved_states:
+                    source = partial(read_state, parameter, plane, saved_states, optimizer.location(parameter))
                 sources[f"{STATES}{fqn}.{plane.name}"] = source
             saved["state"][fqn] = shown
 
@@ -194,7 +194,7 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     problems: list[str] = []
     keys: dict[nn.Parameter, str] = {}
     for parameter, aliases in names.items():
-        # A tied parameter may be there under any of its names.
+        # A tied parameter may be stored under any of its names.
         name = next((name for name in aliases if f"model.{name}" in reader.entries), aliases[0])
         keys[parameter] = f"model.{name}"
         _check(reader, keys[parameter], parameter, problems)
@@ -212,7 +212,7 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
 
 
 def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: list[str]) -> None:
-    """Add to `problems` what keeps the tensor `key` from being loaded into one like `wanted`."""
+    """Append to `problems` the reason why the tensor `key` cannot be loaded into one like `wanted`, if there is one."""
     problem = reader.problem(key) if key in reader.entries else f"{key} is missing"
     shown = None if problem is not None else reader.shown(key)
     if problem is not None:
@@ -238,7 +238,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
             state.streamer.let_go(unit)
         state.fill(read, None)
         for place in state.places:
-            # A graph made before would compute with other weights than it saw.
+            # Graphs made before the load are out of date.
             place.version += 1
     for parameter, key in keys.items():
         if place_of(parameter) is None:
@@ -251,7 +251,7 @@ def _state_dict(
     names: dict[nn.Parameter, list[str]],
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return what `optimizer.load_state_dict` takes, whose states are read when it takes them."""
+    """Return a state dict for `optimizer.load_state_dict`, whose states are read when it takes them over."""
     saved_groups = _saved_groups(reader, problems)
     if not saved_groups:
         return {}
@@ -267,8 +267,10 @@ def _state_dict(
         numbers = range(len(state), len(state) + len(group["params"]))
         for number, parameter in zip(numbers, group["params"], strict=True):
             first = _name_in_model(names, parameter)
-            found = ((name, saved) for saved in saved_groups for name in names[parameter] if name in saved["params"])
-            fqn, saved = next(found, (first, {}))
+            groups_with = (
+                (name, saved) for saved in saved_groups for name in names[parameter] if name in saved["params"]
+            )
+            fqn, saved = next(groups_with, (first, {}))
             if not saved:
                 problems.append(f"{fqn} is in none of the parameter groups")
             elif options and options is not saved:
@@ -309,13 +311,13 @@ def _unread(
     keys: dict[str, str],
     problems: list[str],
 ) -> UnreadStates:
-    """Return the saved states of a parameter; without any it begins anew, as one that never had a gradient."""
-    known = len(problems)
+    """Return the saved states of a parameter; without any it begins like one that never had a gradient."""
+    problems_before = len(problems)
     wanted = [plane for plane in rule.planes if plane.name in keys]
     for plane in wanted:
         _check(reader, keys[plane.name], _shown(parameter, shown_dtype(plane)), problems)
     for plane in rule.planes:
-        # Other trainers have no masters like ours; the weight becomes its own then.
+        # Other trainers have no such master weights; the weight itself becomes the master then.
         if keys and plane.name not in keys and not plane.name.startswith("master"):
             problems.append(f"{STATES}{fqn}.{plane.name} is missing")
     shown: dict[str, Any] = {}
@@ -327,7 +329,7 @@ def _unread(
             problem = None if _is_count(shown["step"]) else f"{keys['step']} is no number of steps"
         if problem is not None:
             problems.append(problem)
-    if len(problems) == known:
+    if len(problems) == problems_before:
         shown |= {plane.name: reader.shown(keys[plane.name]) for plane in wanted}
     return UnreadStates(shown, lambda name: reader.read(keys[name]))
 

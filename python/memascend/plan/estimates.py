@@ -37,7 +37,7 @@ class Shape:
     @staticmethod
     def of(config: Any) -> Shape | None:
         """Read a Hugging Face configuration; None of one that does not describe a language model, or of none."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
         if any(getattr(text, name, None) is None for name in ("vocab_size", "hidden_size", "num_attention_heads")):
             return None
         hidden, heads = text.hidden_size, text.num_attention_heads
