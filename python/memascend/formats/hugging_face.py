@@ -64,8 +64,8 @@ def from_pretrained(
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
-        store, host_memory, device, device_memory, recompute, activations, batch_tokens, durability, keep_store,
-            options: as in `memascend.offload`.
+        store, host_memory, device, device_memory, recompute, activations: as in `memascend.offload`.
+        batch_tokens, durability, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
