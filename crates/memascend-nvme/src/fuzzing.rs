@@ -32,14 +32,16 @@ pub fn superblock(data: &[u8]) {
         block[..16].copy_from_slice(b"memascend-device");
         sign(&mut block);
     }
-    let Ok(found) = Superblock::decode(&block) else { return };
-    assert!(found.note_offset >= BLOCK_BYTES as u64);
-    assert!(found.note_offset + found.note_bytes <= found.data_offset);
-    assert!(found.data_offset + found.data_bytes <= Superblock::copy_offset(found.device_bytes));
-    let notes = Notes::of(&found);
+    let Ok(superblock) = Superblock::decode(&block) else { return };
+    assert!(superblock.note_offset >= BLOCK_BYTES as u64);
+    assert!(superblock.note_offset + superblock.note_bytes <= superblock.data_offset);
+    assert!(
+        superblock.data_offset + superblock.data_bytes <= Superblock::copy_offset(superblock.device_bytes)
+    );
+    let notes = Notes::of(&superblock);
     let [first, second] = notes.slot_offsets();
-    assert!(first >= found.note_offset && second + notes.limit_bytes() < found.data_offset);
-    assert_eq!(Superblock::decode(&found.encode()), Ok(found));
+    assert!(first >= superblock.note_offset && second + notes.limit_bytes() < superblock.data_offset);
+    assert_eq!(Superblock::decode(&superblock.encode()), Ok(superblock));
 }
 
 /// A note area in memory. An access outside of it panics.

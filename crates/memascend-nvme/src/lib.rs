@@ -19,7 +19,7 @@ pub use block_device::content::{Content, Signature};
 pub use block_device::device::{Device, device_uuid, find_device};
 pub use block_device::error::{BlockDeviceError, BlockDeviceResult};
 pub use block_device::format::{Formatted, format_device};
-pub use block_device::notes::{FoundNote, NoteKeeper};
+pub use block_device::notes::FoundNote;
 pub use block_device::uuid::{parse_uuid, random_uuid};
 pub use engine::counters::{Counters, CountersSnapshot, DirectionSnapshot};
 pub use engine::ring::RingEngine;
@@ -34,6 +34,7 @@ pub use uuid::Uuid;
 pub use volume::Volume;
 pub use volume::file::VolumeFile;
 pub use volume::geometry::Geometry;
+pub use volume::notes::NoteKeeper;
 
 /// Extents are multiples of this many bytes: the larger of the two logical block sizes in use (512 and 4096). So every
 /// drive's alignment is met, and no drive reads a block in order to write a part of it.

@@ -16,7 +16,7 @@ struct Block([u8; BLOCK_BYTES]);
 pub(crate) struct Blocks(Vec<Block>);
 
 impl Blocks {
-    /// Zeros, as many bytes as asked for or up to a block more.
+    /// Zeros: `bytes` bytes, rounded up to whole blocks.
     pub(crate) fn zeroed(bytes: usize) -> Self {
         Self(vec![Block([0; BLOCK_BYTES]); bytes.div_ceil(BLOCK_BYTES)])
     }
@@ -28,7 +28,7 @@ impl Blocks {
         Ok(blocks)
     }
 
-    /// Writes all of it.
+    /// Writes all blocks at `offset`.
     pub(crate) fn write(&self, file: &File, offset: u64) -> io::Result<()> {
         file.write_all_at(self.bytes(), offset)
     }

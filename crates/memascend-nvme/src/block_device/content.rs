@@ -1,4 +1,4 @@
-//! What can be on a block device, in words.
+//! The content found on a block device, and its text for reports and errors.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::Uuid;
 pub enum Content {
     /// Partitions that the kernel knows, by name.
     Partitions(Vec<String>),
-    /// Something that libblkid knows.
+    /// A signature that libblkid recognises.
     Signature(Signature),
     /// A memascend store.
     Store {
@@ -19,7 +19,7 @@ pub enum Content {
         /// Length of the note that a kept store leaves.
         note_bytes: Option<u64>,
     },
-    /// A memascend superblock that nobody can read any more.
+    /// A memascend superblock whose checksum is wrong.
     DamagedStore,
     /// A store of a later version.
     NewerStore {
@@ -56,7 +56,7 @@ pub struct Signature {
     pub label: Option<String>,
     /// The UUID, if there is one.
     pub uuid: Option<String>,
-    /// What sort of thing the kind is: `a filesystem`, `a partition table`.
+    /// The category of the kind: `a filesystem`, `a partition table`.
     pub sort: &'static str,
 }
 

@@ -19,8 +19,8 @@ use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Uuid};
 /// What a path begins with that names a device by its UUID.
 const BY_UUID: &str = "UUID=";
 
-/// A formatted block device, open for this owner alone: nobody can mount it, format it or open it as a store
-/// meanwhile. The kernel ends that when the process ends, however it ends.
+/// A formatted block device, open for this owner alone: it cannot be mounted, formatted or opened as a store by another
+/// process. The kernel ends the exclusive use when the process ends in any way.
 #[derive(Debug)]
 pub struct Device {
     file: File,
@@ -45,7 +45,7 @@ impl Device {
         };
         let id = parse_uuid(&String::from_utf8_lossy(uuid))?;
         let device = Self::open_node(&Node::of(&find_device(id)?)?)?;
-        // It may have been formatted again in between.
+        // The device may have been formatted again in between.
         if device.id() == id {
             Ok(device)
         } else {
@@ -80,11 +80,11 @@ impl Device {
             let formatted_bytes = superblock.device_bytes;
             return Err(BlockDeviceError::Shrunk { path, bytes: device_bytes, formatted_bytes });
         }
-        // Some write their signature behind the first block and leave that as it was. Where libblkid is missing, this
+        // Some programs write their signature behind the first block, so the superblock stays whole. Without libblkid this
         // is not noticed.
-        let found = Blkid::load().map_or(Ok(Vec::new()), |blkid| blkid.signatures(&cached, &path))?;
-        if !found.is_empty() {
-            return Err(BlockDeviceError::Overwritten { path, id: superblock.id, found });
+        let signatures = Blkid::load().map_or(Ok(Vec::new()), |blkid| blkid.signatures(&cached, &path))?;
+        if !signatures.is_empty() {
+            return Err(BlockDeviceError::Overwritten { path, id: superblock.id, found: signatures });
         }
         let notice = (superblock.device_bytes < device_bytes).then(|| {
             format!(
@@ -127,7 +127,7 @@ impl Device {
         self.logical_block_bytes
     }
 
-    /// What the user should know about this device.
+    /// What to tell the user about this device, if anything.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
     }
@@ -145,7 +145,8 @@ impl Device {
         Ok(self.find_note()?.note)
     }
 
-    /// As [`Device::read_note`], and whether there may have been a newer one. It is on the medium when this returns.
+    /// As [`Device::read_note`], and whether there may have been a newer note. The note found is on the medium when this
+    /// returns.
     ///
     /// # Errors
     /// If the device cannot be read.
@@ -156,8 +157,7 @@ impl Device {
             .map_err(|source| BlockDeviceError::io("read the note of", &self.path, source))
     }
 
-    /// Keeps a note instead of the one before, which stays if this one does not arrive whole. Returns once it is on
-    /// the medium.
+    /// Replaces the note. If writing is interrupted, the note before stays. Returns once the note is on the medium.
     ///
     /// # Errors
     /// If the note is too long or cannot be written.
@@ -172,10 +172,10 @@ impl Device {
             .map_err(|source| BlockDeviceError::io("write the note of", &self.path, source))
     }
 
-    /// Makes the device have no note. Returns once that is on the medium.
+    /// Removes the note. Returns once the removal is on the medium.
     ///
     /// # Errors
-    /// If that cannot be written.
+    /// If the device cannot be written.
     pub fn clear_note(&self) -> BlockDeviceResult<()> {
         self.notes()
             .clear(&self.file)
@@ -187,7 +187,8 @@ impl Device {
     }
 }
 
-/// The UUID of the formatted device at `path`, without opening it for use. None if it is not formatted, or no block device.
+/// The UUID of the formatted device at `path`, which is not opened for use. `None` if the device is not formatted, or the
+/// path names no block device.
 ///
 /// # Errors
 /// If there is nothing at the path, or it cannot be read.
@@ -200,7 +201,7 @@ pub fn device_uuid(path: &Path) -> BlockDeviceResult<Option<Uuid>> {
     Ok(if let Standing::Whole(superblock) = standing { Some(superblock.id) } else { None })
 }
 
-/// Path of the device with that UUID, whatever its name is by now.
+/// The current path of the device with UUID `id`.
 ///
 /// # Errors
 /// If there is none, or more than one: a clone has the UUID of its original.
@@ -214,7 +215,7 @@ pub fn find_device(id: Uuid) -> BlockDeviceResult<PathBuf> {
             Ok(standing) => {
                 looked_at += 1;
                 match standing {
-                    // Under RAID or multipath the device on top of it is meant.
+                    // Under RAID or multipath the user means the device on top.
                     Standing::Whole(superblock) if superblock.id == id && node.holders().is_empty() => {
                         whole.push(node.path);
                     }
@@ -227,7 +228,7 @@ pub fn find_device(id: Uuid) -> BlockDeviceResult<PathBuf> {
             Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {
                 denied.push(node.path)
             }
-            // A drive without a medium, a device that is just going away.
+            // A drive without a medium, or a device that is being removed.
             Err(_) => {}
         }
     }
@@ -244,9 +245,9 @@ pub fn find_device(id: Uuid) -> BlockDeviceResult<PathBuf> {
     }
 }
 
-/// Reads the superblocks from the medium: what the kernel keeps of a device in memory can be older.
+/// Reads the superblocks from the medium, since the kernel's cache of a device can be outdated.
 fn standing_of(node: &Node) -> io::Result<Standing> {
-    // O_NONBLOCK: a drive without a medium is not waited for.
+    // O_NONBLOCK: do not wait for a drive without a medium.
     let file = node.open(libc::O_RDONLY | libc::O_DIRECT | libc::O_NONBLOCK)?;
     let bytes = node::size_bytes(&file, &node.path).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
     if bytes < BLOCK_BYTES as u64 { Ok(Standing::Foreign) } else { Standing::read(&file, bytes) }

@@ -15,7 +15,7 @@ pub enum BlockDeviceError {
         /// The path given.
         path: PathBuf,
     },
-    /// The path is a file, a directory or a character device.
+    /// The path names something other than a block device, for example a directory.
     #[error("{path} is {kind}, not a block device; {remedy}")]
     NotBlockDevice {
         /// The path given.
@@ -47,7 +47,7 @@ pub enum BlockDeviceError {
     Mounted {
         /// The device asked for.
         path: PathBuf,
-        /// It, or the partition of it, that is mounted.
+        /// The device itself or its partition that is mounted.
         device: PathBuf,
         /// Where.
         mount_point: PathBuf,
@@ -57,7 +57,7 @@ pub enum BlockDeviceError {
     Swap {
         /// The device asked for.
         path: PathBuf,
-        /// It, or the partition of it, that is swapped to.
+        /// The device itself or its partition that is swap space.
         device: PathBuf,
     },
     /// LVM, RAID or dm-crypt is built on the device.
@@ -71,7 +71,7 @@ pub enum BlockDeviceError {
         /// The devices on top of it.
         holders: Vec<String>,
     },
-    /// Somebody has the device open, exclusively or with a lock.
+    /// Another process or the kernel has the device open, exclusively or with a lock.
     #[error("{path} is in use {}; end that use and try again", by(processes))]
     Busy {
         /// The device.
@@ -113,7 +113,7 @@ pub enum BlockDeviceError {
         /// The store.
         content: Content,
     },
-    /// What the caller would have destroyed is another device.
+    /// The device named to be destroyed is not the one to be formatted.
     #[error(
         "told to destroy {destroy}, but to format {path}, which is another device; name the same device twice"
     )]
@@ -123,7 +123,7 @@ pub enum BlockDeviceError {
         /// The device named to be destroyed.
         destroy: PathBuf,
     },
-    /// Signatures withstood being destroyed.
+    /// Signatures are left after they were overwritten.
     #[error(
         "{path} still shows {} after it was overwritten; remove that with its own tools (`wipefs --all {path}`) \
          and format again",
@@ -135,7 +135,7 @@ pub enum BlockDeviceError {
         /// What is still there.
         found: Vec<Signature>,
     },
-    /// libblkid could not be loaded, so nobody knows what is on the device.
+    /// libblkid could not be loaded, so the device's content is unknown.
     #[error(
         "cannot tell whether {path} is empty: libblkid is missing ({reason}); install it (package libblkid1, \
          libblkid or util-linux-libs), or, to lose whatever is on it: `memascend format {path} --destroy {path}`"
@@ -183,7 +183,7 @@ pub enum BlockDeviceError {
     Unformatted {
         /// The device.
         path: PathBuf,
-        /// What is on it, in words.
+        /// What is on the device, as text.
         found: String,
     },
     /// The superblock is of a later version.
@@ -221,13 +221,13 @@ pub enum BlockDeviceError {
         id: Uuid,
         /// Number of the copy's block, in blocks of 4096 bytes.
         copy_block: u64,
-        /// What is on it besides, in words.
+        /// What else is on the device, as text.
         found: String,
     },
-    /// The superblock is whole, but somebody put something else on the device since.
+    /// The superblock is whole, but another program has written to the device since.
     #[error(
-        "{path} was formatted for memascend (UUID {id}), but holds {} since; use another device if that is wanted, \
-         or remove it with its own tools",
+        "{path} was formatted for memascend (UUID {id}), but now holds {}; use another device if that content is wanted, \
+         or remove the content with its own tools",
         list(found)
     )]
     Overwritten {
@@ -371,14 +371,14 @@ impl BlockDeviceError {
     }
 }
 
-/// Items in words, divided by commas.
+/// Items as text, divided by commas.
 pub(crate) fn list<T: ToString>(items: &[T]) -> String {
     items.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn by(processes: &[String]) -> String {
     if processes.is_empty() {
-        return "by a process that is not to be seen from here, or by the kernel (a filesystem, RAID or LVM on it)"
+        return "by a process that this user may not see, or by the kernel (a filesystem, RAID or LVM on it)"
             .to_owned();
     }
     format!("by {}", processes.join(", "))

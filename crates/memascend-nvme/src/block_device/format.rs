@@ -1,4 +1,4 @@
-//! Makes a raw device memascend's, and refuses whatever somebody could miss afterwards.
+//! Formats a block device for memascend, and refuses a device whose content could be missed.
 
 use std::fs::File;
 use std::io;
@@ -23,13 +23,12 @@ pub struct Formatted {
     pub id: Uuid,
     /// Bytes that a store can use.
     pub data_bytes: u64,
-    /// What was on it and is no more.
+    /// What was on the device and was destroyed.
     pub destroyed: Vec<Content>,
 }
 
-/// Writes a superblock with a new UUID onto a block device. A device that holds anything is refused unless
-/// `destroy` names the same device; one that is in use is refused in any case. Nothing is written before all
-/// of that is known.
+/// Writes a superblock with a new UUID onto a block device. A device with any content is refused unless `destroy` names
+/// the same device. A device in use is always refused. Nothing is written before all checks have passed.
 ///
 /// # Errors
 /// Each reason to refuse is a variant of [`BlockDeviceError`].
@@ -40,7 +39,7 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> BlockDeviceResult<F
     {
         return Err(BlockDeviceError::OtherDevice { path: path.to_owned(), destroy: destroy.to_owned() });
     }
-    // Not O_DIRECT: libblkid reads through this file too, and a second one could not be had.
+    // Not O_DIRECT: libblkid reads through this file, and the device cannot be opened a second time.
     let file = node.claim(0)?;
     let device_bytes = node::sufficient_bytes(&file, path)?;
     let logical_block_bytes = node::logical_block_bytes(&file, path)?;
@@ -50,14 +49,14 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> BlockDeviceResult<F
     let id = random_uuid().map_err(failed("choose a UUID for"))?;
     let superblock = Superblock::plan(id, device_bytes, logical_block_bytes);
     let partitions = node.partitions();
-    let found = if destroy.is_some() {
+    let destroyed = if destroy.is_some() {
         contents(&node, &file, device_bytes)?
     } else {
         refuse_contents(&node, &file, device_bytes)?;
         Vec::new()
     };
     if !partitions.is_empty() {
-        // A partition that is open is noticed here, while everything is still there.
+        // This fails if a partition is open, before anything is overwritten.
         node::reread_partitions(&file, &node)?;
     }
 
@@ -74,7 +73,7 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> BlockDeviceResult<F
     if !partitions.is_empty() {
         node::reread_partitions(&file, &node)?;
     }
-    Ok(Formatted { path: path.to_owned(), id, data_bytes: superblock.data_bytes, destroyed: found })
+    Ok(Formatted { path: path.to_owned(), id, data_bytes: superblock.data_bytes, destroyed })
 }
 
 /// Refuses a device that is not empty.
@@ -89,11 +88,11 @@ fn refuse_contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceRe
     }
     let blkid =
         Blkid::load().map_err(|reason| BlockDeviceError::NoLibblkid { path: path.clone(), reason })?;
-    let found = blkid.signatures(file, &path)?;
-    if found.is_empty() { Ok(()) } else { Err(BlockDeviceError::NotEmpty { path, found }) }
+    let signatures = blkid.signatures(file, &path)?;
+    if signatures.is_empty() { Ok(()) } else { Err(BlockDeviceError::NotEmpty { path, found: signatures }) }
 }
 
-/// Everything known that is on a device. Without libblkid that is less.
+/// The content found on a device. Without libblkid, filesystems and the like are not found.
 fn contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceResult<Vec<Content>> {
     let mut contents = Vec::new();
     let partitions = node.partitions();
@@ -112,7 +111,7 @@ fn store_content(file: &File, path: &Path, device_bytes: u64) -> BlockDeviceResu
     Ok(match Standing::read(file, device_bytes).map_err(failed)? {
         Standing::Foreign => None,
         Standing::Whole(superblock) | Standing::FirstBlockLost(superblock) => {
-            // A device that was made shorter may have lost a part of the area.
+            // A device that has shrunk may have lost a part of the note area.
             let note = Notes::of(&superblock).read(file).unwrap_or_default();
             Some(Content::Store { id: superblock.id, note_bytes: note.map(|note| note.len() as u64) })
         }
@@ -133,9 +132,9 @@ fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Removes the signatures that lie elsewhere, and makes sure that none is left.
+/// Removes signatures that lie outside the zeroed areas, and checks that none is left.
 fn wipe_rest(file: &File, path: &Path) -> BlockDeviceResult<()> {
-    // Without libblkid nobody can look; the user was told, and named the device to be destroyed.
+    // Without libblkid the check is skipped: the user was told so, and named the device to be destroyed.
     let Ok(blkid) = Blkid::load() else { return Ok(()) };
     if blkid.signatures(file, path)?.is_empty() {
         return Ok(());
@@ -153,15 +152,15 @@ fn wipe_rest(file: &File, path: &Path) -> BlockDeviceResult<()> {
 /// What the superblocks of a device say.
 #[derive(Debug)]
 pub(crate) enum Standing {
-    /// It is not memascend's.
+    /// There is no memascend superblock.
     Foreign,
     /// The first superblock is whole.
     Whole(Superblock),
     /// Only the copy is whole.
     FirstBlockLost(Superblock),
-    /// There was a superblock.
+    /// The superblock and its copy are damaged.
     Damaged,
-    /// There is one of a later version.
+    /// The superblock has a later version.
     Newer(u32),
 }
 
@@ -178,7 +177,7 @@ impl Standing {
             (Err(NotSuperblock::Newer(version)), _) | (_, Err(NotSuperblock::Newer(version))) => {
                 Self::Newer(version)
             }
-            // The end of a disk can be the end of its last partition, whose copy says another size.
+            // The end of a disk can be the end of its last partition, whose copy has another size.
             (_, Ok(superblock)) if superblock.device_bytes == device_bytes => {
                 Self::FirstBlockLost(superblock)
             }
@@ -188,12 +187,11 @@ impl Standing {
     }
 }
 
-/// What else is on a device, in words.
+/// What else is on a device, as text.
 pub(crate) fn described(file: &File, path: &Path) -> String {
-    let found = Blkid::load().map(|blkid| blkid.signatures(file, path));
-    match found {
-        Ok(Ok(found)) if found.is_empty() => "nothing that libblkid knows".to_owned(),
-        Ok(Ok(found)) => list(&found),
-        Ok(Err(_)) | Err(_) => "content that could not be told (is libblkid installed?)".to_owned(),
+    match Blkid::load().map(|blkid| blkid.signatures(file, path)) {
+        Ok(Ok(signatures)) if signatures.is_empty() => "nothing that libblkid knows".to_owned(),
+        Ok(Ok(signatures)) => list(&signatures),
+        Ok(Err(_)) | Err(_) => "unknown content (is libblkid installed?)".to_owned(),
     }
 }

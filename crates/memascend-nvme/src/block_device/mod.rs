@@ -1,4 +1,4 @@
-//! Raw block devices: what the kernel tells of them, what is on them, and the format that makes one a store's.
+//! Raw block devices: what the kernel reports about them, what is on them, and memascend's format.
 
 pub(crate) mod blocks;
 pub(crate) mod content;

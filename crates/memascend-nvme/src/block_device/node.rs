@@ -21,8 +21,8 @@ const BLKROGET: libc::Ioctl = NO_ARGUMENT | 0x125e;
 const BLKRRPART: libc::Ioctl = NO_ARGUMENT | 0x125f;
 const BLKFLSBUF: libc::Ioctl = NO_ARGUMENT | 0x1261;
 
-/// How often a lock is tried, and how long it is waited for between: udev locks a device that was just closed for
-/// the moment in which it looks what is on it.
+/// How often a lock is tried, and the pause in between: udev locks a device that was just closed while it probes the
+/// device's content.
 const LOCK_TRIES: u32 = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -57,7 +57,7 @@ impl Node {
         let write = flags & libc::O_ACCMODE == libc::O_RDWR;
         let flags = flags & !libc::O_ACCMODE | libc::O_CLOEXEC;
         let file = OpenOptions::new().read(true).write(write).custom_flags(flags).open(&self.path)?;
-        // Somebody may have renamed a device in between.
+        // The path may name another device by now.
         if file.metadata()?.rdev() == self.number {
             Ok(file)
         } else {
@@ -65,8 +65,8 @@ impl Node {
         }
     }
 
-    /// Opens the device for reading and writing, for this process alone: O_EXCL keeps filesystems, RAID and other
-    /// careful programs out, the lock keeps udev from looking into it (systemd's convention).
+    /// Opens the device for reading and writing, for this process alone. O_EXCL keeps out filesystems, RAID and other
+    /// programs that use it. The lock keeps udev from probing the device (systemd's convention).
     pub(crate) fn claim(&self, flags: c_int) -> BlockDeviceResult<File> {
         let failed = |source| BlockDeviceError::io("open", &self.path, source);
         self.refuse_uses()?;
@@ -75,8 +75,8 @@ impl Node {
             return Err(BlockDeviceError::ReadOnly { path: self.path.clone() });
         }
         drop(reader);
-        // For a while: udev locks what was closed for a moment, and the kernel takes an io_uring that held the device apart
-        // only after its process has gone.
+        // Retry for a while: udev briefly locks a device that was closed, and the kernel releases the device of an io_uring
+        // only some time after its process has ended.
         for _ in 0..LOCK_TRIES {
             match self.open(libc::O_RDWR | libc::O_EXCL | flags) {
                 Ok(file) => {
@@ -97,7 +97,7 @@ impl Node {
         Err(self.busy())
     }
 
-    /// Somebody has the device: who, as precisely as can be told.
+    /// The error for a device in use, which names the user as precisely as possible.
     fn busy(&self) -> BlockDeviceError {
         match self.refuse_uses() {
             Err(used) => used,
@@ -134,7 +134,7 @@ impl Node {
             .iter()
             .flat_map(|&number| fs::read_dir(sysfs(number).join("holders")).into_iter().flatten().flatten())
             .map(|entry| {
-                // Device-mapper's own names say more than dm-0.
+                // Device-mapper's own names are more telling than dm-0.
                 let name = fs::read_to_string(entry.path().join("dm/name")).unwrap_or_default();
                 let device = device_name(&entry.file_name());
                 if name.trim().is_empty() { device } else { format!("{device} ({})", name.trim()) }
@@ -207,7 +207,10 @@ pub(crate) fn size_bytes(file: &File, path: &Path) -> BlockDeviceResult<u64> {
     file.seek(SeekFrom::End(0)).map_err(|source| BlockDeviceError::io("measure", path, source))
 }
 
-/// The logical block size of a device, which is one that memascend can use.
+/// The logical block size of a device.
+///
+/// # Errors
+/// If memascend cannot use that size.
 pub(crate) fn logical_block_bytes(file: &File, path: &Path) -> BlockDeviceResult<u32> {
     let bytes =
         int_of(file, libc::BLKSSZGET).map_err(|source| BlockDeviceError::io("measure", path, source))?;
@@ -217,7 +220,10 @@ pub(crate) fn logical_block_bytes(file: &File, path: &Path) -> BlockDeviceResult
     }
 }
 
-/// Size of a device that is large enough.
+/// Size of a device.
+///
+/// # Errors
+/// If the device is too small to be formatted.
 pub(crate) fn sufficient_bytes(file: &File, path: &Path) -> BlockDeviceResult<u64> {
     let bytes = size_bytes(file, path)?;
     if bytes < DEVICE_BYTES_MIN {
@@ -230,8 +236,8 @@ pub(crate) fn sufficient_bytes(file: &File, path: &Path) -> BlockDeviceResult<u6
     Ok(bytes)
 }
 
-/// Makes the kernel forget what it keeps of a device in memory: a partition and its disk are cached apart. A
-/// precaution, which may fail.
+/// Drops the kernel's cache of a device, because a partition and its disk are cached separately. A precaution: failures
+/// are ignored.
 pub(crate) fn forget_cached(file: &File) {
     // SAFETY: the request takes no argument. It needs root.
     unsafe { libc::ioctl(file.as_raw_fd(), BLKFLSBUF, 0) };
@@ -247,7 +253,7 @@ pub(crate) fn reread_partitions(file: &File, node: &Node) -> BlockDeviceResult<(
     }
     let source = io::Error::last_os_error();
     if source.raw_os_error() == Some(libc::EBUSY) {
-        // A partition is open, though by nobody who claims it.
+        // A partition is open without O_EXCL.
         let mut numbers = node.numbers();
         numbers.remove(&node.number);
         return Err(BlockDeviceError::Busy { path: node.path.clone(), processes: processes(&numbers) });
@@ -310,18 +316,18 @@ fn mounts() -> Vec<(u64, PathBuf)> {
 /// The kernel writes blanks and backslashes in paths as three octal digits.
 fn unescape(text: &[u8]) -> PathBuf {
     let mut plain = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let Some((&first, after)) = rest.split_first() {
+    let mut unread = text;
+    while let Some((&first, after)) = unread.split_first() {
         let code =
             after.get(..3).filter(|_| first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
         match code.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
             Some(byte) => {
                 plain.push(byte);
-                rest = &after[3..];
+                unread = &after[3..];
             }
             None => {
                 plain.push(first);
-                rest = after;
+                unread = after;
             }
         }
     }
@@ -330,23 +336,23 @@ fn unescape(text: &[u8]) -> PathBuf {
 
 /// Processes that have one of the devices open, as far as this user may see.
 fn processes(numbers: &BTreeSet<u64>) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut users = Vec::new();
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(id) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
             continue;
         };
         let descriptors = fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten();
         let has_it = descriptors.map(|entry| entry.path()).any(|path| {
-            // Other files are not looked at: that can take long on a network.
+            // Only paths in /dev are examined: a call on a network filesystem can take long.
             fs::read_link(&path).is_ok_and(|target| target.as_os_str().as_bytes().starts_with(b"/dev/"))
                 && block_number(&path).is_some_and(|number| numbers.contains(&number))
         });
         if has_it {
             let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            found.push(format!("process {id} ({})", name.trim()));
+            users.push(format!("process {id} ({})", name.trim()));
         }
     }
-    found
+    users
 }
 
 #[cfg(test)]

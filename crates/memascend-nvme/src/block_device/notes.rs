@@ -1,5 +1,5 @@
-//! A note of its owner that a device keeps: the store's manifest. Two slots take it by turns, so that a write that
-//! is cut short leaves the note before it.
+//! The note that a device keeps for its owner: the store's manifest. Two slots are written in turn, so that an
+//! interrupted write leaves the note before.
 //!
 //! A slot begins with a block of 4096 bytes, numbers little-endian, the rest zero; the note follows.
 //!
@@ -19,44 +19,30 @@ use std::io;
 use crate::block_device::blocks::Blocks;
 use crate::block_device::crc::crc32;
 use crate::block_device::superblock::Superblock;
-use crate::{BLOCK_BYTES, Result, Uuid};
+use crate::{BLOCK_BYTES, Uuid};
 
 const MAGIC: &[u8; 16] = b"memascend-note\0\0";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const KEPT: u32 = 1;
 const CLEARED: u32 = 2;
-/// Sequence numbers count upwards from one: nobody gets there, and there is always one more.
+/// Sequence numbers count upwards from one. None gets this high, so the next one always exists.
 const SEQUENCE_MAX: u64 = u64::MAX / 2;
 
-/// What was found in the place of a note.
+/// The result of looking for a note.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FoundNote {
-    /// The last note that is whole, unless it was taken back.
+    /// The last whole note, unless it was removed.
     pub note: Option<Vec<u8>>,
-    /// Whether there is another one beside it that nobody can read, and that may have been newer: a write that was cut
-    /// short leaves one, and so does damage.
+    /// Whether the other slot holds a damaged note that may have been newer. An interrupted write leaves one, and so does
+    /// damage.
     pub damaged: bool,
 }
 
-/// Where the note of a volume lies.
-pub trait NoteKeeper: Send + Sync {
-    /// The note, which is on the medium when this returns. A process that was killed may have written it and not waited for
-    /// that; whoever goes by it overwrites what the one before speaks of.
-    fn find_note(&self) -> Result<FoundNote>;
-
-    /// Puts a note in the place of the one before; when it returns, the note is on the medium. One that does not arrive whole
-    /// leaves the one before.
-    fn write_note(&self, note: &[u8]) -> Result<()>;
-
-    /// Takes the note back, on the medium too.
-    fn clear_note(&self) -> Result<()>;
-}
-
-/// What slots lie on.
+/// The medium that slots lie on.
 pub(crate) trait Medium {
     /// Reads `bytes` bytes, rounded up to whole blocks.
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks>;
-    /// Writes all of it.
+    /// Writes all blocks at `offset`.
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()>;
     /// Waits until everything written is on the medium.
     fn sync(&self) -> io::Result<()>;
@@ -86,11 +72,11 @@ pub(crate) struct Notes {
 
 /// What a slot holds.
 enum Content {
-    /// Nothing was ever written.
+    /// The slot was never written.
     Empty,
-    /// A checksum is wrong; where that of the header is right, its sequence number.
+    /// A checksum is wrong. Holds the sequence number if the header's checksum is right.
     Damaged(Option<u64>),
-    /// A note, or word that there is none.
+    /// A note, or a record that the note was removed.
     Whole(Slot),
 }
 
@@ -107,7 +93,7 @@ impl Notes {
         Self::at(superblock.id, superblock.note_offset, superblock.note_bytes)
     }
 
-    /// Slots somewhere, of so many bytes together.
+    /// Slots at `offset`, of `bytes` bytes together.
     pub(crate) fn at(id: Uuid, offset: u64, bytes: u64) -> Self {
         Self { id, offset, slot_bytes: bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64 }
     }
@@ -127,18 +113,18 @@ impl Notes {
         Ok(self.find(medium)?.note)
     }
 
-    /// As [`Notes::read`], and whether there may have been a newer one.
+    /// As [`Notes::read`], and whether there may have been a newer note.
     pub(crate) fn find(&self, medium: &impl Medium) -> io::Result<FoundNote> {
         let (newest, damaged) = self.newest(medium)?;
         Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
-    /// Keeps a note of at most [`limit_bytes`](Self::limit_bytes); returns once the device has it.
+    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). Returns once the note is on the medium.
     pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> io::Result<()> {
         self.put(medium, KEPT, note)
     }
 
-    /// Says that there is no note any more.
+    /// Records that there is no note. Returns once the record is on the medium.
     pub(crate) fn clear(&self, medium: &impl Medium) -> io::Result<()> {
         self.put(medium, CLEARED, &[])
     }
@@ -165,7 +151,7 @@ impl Notes {
     }
 
     /// The valid slot with the highest sequence number, and whether the other one is damaged and may be newer. A slot that
-    /// cannot be read is an error: what it holds may be newer than the other.
+    /// cannot be read is an error: its note may be newer than the other.
     fn newest(&self, medium: &impl Medium) -> io::Result<(Option<Slot>, bool)> {
         let mut newest: Option<Slot> = None;
         let mut damaged = None;
@@ -265,10 +251,10 @@ mod tests {
         assert_eq!(bytes[end - 1], 0xff);
     }
 
-    /// On the image of a device with superblocks and two notes. A bit changes what is found, or it is in bytes that nobody
-    /// uses. `MEMASCEND_FLIPS` is how many places are tried, or `all`.
+    /// On the image of a device with superblocks and two notes, a flipped bit changes the result, or lies in unused bytes.
+    /// `MEMASCEND_FLIPS` is how many places are tried, or `all`.
     #[test]
-    fn a_flipped_bit_is_noticed_or_in_bytes_that_nobody_uses() {
+    fn a_flipped_bit_is_noticed_or_in_unused_bytes() {
         use crate::block_device::format::Standing;
         let (file, _) = area();
         let superblock = Superblock::plan(random_uuid().unwrap(), DEVICE_BYTES, 512);
@@ -315,8 +301,8 @@ mod tests {
             } else {
                 assert!(matches!(standing, Standing::Whole(found) if found == superblock));
             }
-            // The copy is read where the first superblock is not whole, and an older note where the newer one is not: until
-            // then nobody uses them.
+            // The superblock's copy is used only if the first superblock is damaged, and an older note only if the newer one
+            // is.
             let expected = match place {
                 _ if within(newer, block + 5000) => FoundNote { note: before, damaged: true },
                 _ => FoundNote { note: newest, damaged: within(older, block) },
@@ -369,11 +355,11 @@ mod tests {
                 }
             }
             file.write_all_at(&torn, notes.slot_offsets()[target]).unwrap();
-            // What lies behind the note is nobody's.
+            // The bytes behind the note are unused.
             let end = BLOCK_BYTES + last.len();
             let expected = if torn[..end] == new[..end] { Some(last) } else { before };
             prop_assert_eq!(notes.read(&file).unwrap(), expected);
-            // The next write goes through whatever the crash left.
+            // The next write succeeds, regardless of what the crash left.
             notes.write(&file, b"after").unwrap();
             prop_assert_eq!(notes.read(&file).unwrap(), Some(b"after".to_vec()));
         }

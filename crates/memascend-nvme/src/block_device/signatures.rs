@@ -1,5 +1,5 @@
-//! What others left on a device, as libblkid knows it. The library is loaded at run time: nothing is linked, and
-//! where it is missing nothing is formatted unless the user said what may be destroyed.
+//! Signatures of other programs on a device, found by libblkid. The library is loaded at run time. Where it is missing, a
+//! device is formatted only if the user named the device to be destroyed.
 
 use std::env;
 use std::error::Error;
@@ -19,10 +19,10 @@ use crate::{BlockDeviceError, BlockDeviceResult, Signature};
 const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
 const USUAL_NAME: &str = "libblkid.so.1";
 
-/// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: also what has a wrong checksum is found
-/// and can be wiped.
+/// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: superblocks with a wrong checksum are found
+/// and wiped too.
 const SUPERBLOCK_FLAGS: c_int = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10;
-/// `BLKID_PARTS_` `FORCE_GPT | MAGIC`: also a GPT whose protective MBR is gone.
+/// `BLKID_PARTS_` `FORCE_GPT | MAGIC`: a GPT without its protective MBR is found too.
 const PARTITION_FLAGS: c_int = 1 << 1 | 1 << 3;
 /// Answers of `blkid_do_probe` and `blkid_do_safeprobe`.
 const FOUND: c_int = 0;
@@ -82,14 +82,14 @@ impl Blkid {
         Ok(Self { functions })
     }
 
-    /// Everything that is found on the device. `file` reads through the page cache: the library's buffers are not
+    /// All signatures on the device. `file` must read through the page cache: the library's buffers are not
     /// aligned for direct transfers.
     pub(crate) fn signatures(&self, file: &File, path: &Path) -> BlockDeviceResult<Vec<Signature>> {
-        let found = self.each(file, path, |_| Ok(()))?;
-        if !found.is_empty() {
-            return Ok(found);
+        let signatures = self.for_each_signature(file, path, |_| Ok(()))?;
+        if !signatures.is_empty() {
+            return Ok(signatures);
         }
-        // The careful search fails where signatures contradict each other: something is there all the same.
+        // The safe probe fails if signatures contradict each other. The device is not empty then.
         let probe = self.probe(file, path)?;
         // SAFETY: the probe is live.
         match unsafe { (self.functions.do_safeprobe)(probe.handle.as_ptr()) } {
@@ -105,9 +105,9 @@ impl Blkid {
         }
     }
 
-    /// Overwrites the magic numbers of everything that is found; `file` is open for writing.
+    /// Overwrites the magic numbers of all signatures. `file` must be open for writing.
     pub(crate) fn wipe(&self, file: &File, path: &Path) -> BlockDeviceResult<()> {
-        self.each(file, path, |probe| {
+        self.for_each_signature(file, path, |probe| {
             // SAFETY: the probe is live, and its file is open for writing.
             match unsafe { (self.functions.do_wipe)(probe.handle.as_ptr(), 0) } {
                 0 => Ok(()),
@@ -117,27 +117,27 @@ impl Blkid {
         .map(drop)
     }
 
-    fn each(
+    fn for_each_signature(
         &self,
         file: &File,
         path: &Path,
         mut then: impl FnMut(&Probe<'_>) -> BlockDeviceResult<()>,
     ) -> BlockDeviceResult<Vec<Signature>> {
         let probe = self.probe(file, path)?;
-        let mut found: Vec<Signature> = Vec::new();
+        let mut signatures: Vec<Signature> = Vec::new();
         for _ in 0..SIGNATURES_MAX {
             // SAFETY: the probe is live.
             match unsafe { (self.functions.do_probe)(probe.handle.as_ptr()) } {
                 FOUND => {
                     // A partition table has a second header at the end of the device, and is named once.
-                    found.extend(probe.signature().filter(|signature| !found.contains(signature)));
+                    signatures.extend(probe.signature().filter(|signature| !signatures.contains(signature)));
                     then(&probe)?;
                 }
-                NOTHING => return Ok(found),
+                NOTHING => return Ok(signatures),
                 _ => return Err(failed("blkid_do_probe", path)),
             }
         }
-        Ok(found)
+        Ok(signatures)
     }
 
     fn probe(&self, file: &File, path: &Path) -> BlockDeviceResult<Probe<'_>> {
@@ -168,7 +168,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// What was found last; nothing where only the device's properties were.
+    /// The signature found last. `None` if the probe found only properties of the device.
     fn signature(&self) -> Option<Signature> {
         if let Some(kind) = self.value(c"TYPE") {
             let sort = match self.value(c"USAGE").as_deref() {

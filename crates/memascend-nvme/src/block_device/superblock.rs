@@ -1,4 +1,4 @@
-//! What memascend writes about itself onto a raw device.
+//! The superblock of a formatted block device, and how a device is divided.
 //!
 //! ```text
 //! 0                 superblock (4096 bytes); nothing else in the first MiB
@@ -33,7 +33,7 @@ const MAGIC: &[u8; 16] = b"memascend-device";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// What the superblock says.
+/// The fields of a superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Superblock {
     pub id: Uuid,
@@ -48,11 +48,11 @@ pub(crate) struct Superblock {
 /// Why a block is no superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NotSuperblock {
-    /// It is something else.
+    /// The block has another content.
     Absent,
-    /// It was one.
+    /// The block was a superblock and is damaged.
     Damaged,
-    /// It is one of a later version.
+    /// The block is a superblock of a later version.
     Newer(u32),
 }
 
@@ -120,8 +120,8 @@ impl Superblock {
         if version != 0 && superblock.is_sound() { Ok(superblock) } else { Err(NotSuperblock::Damaged) }
     }
 
-    /// Whether the areas lie in order within the device, on block boundaries: a checksum alone does not say that
-    /// the writer was right.
+    /// Whether the areas lie in order within the device, on block boundaries. A right checksum does not prove that the
+    /// writer was right.
     fn is_sound(&self) -> bool {
         let numbers = [self.note_offset, self.note_bytes, self.data_offset, self.data_bytes];
         let ends =

@@ -4,7 +4,7 @@ mod directory;
 pub(crate) mod file;
 pub(crate) mod geometry;
 mod lock;
-mod notes;
+pub(crate) mod notes;
 #[cfg(test)]
 mod tests;
 

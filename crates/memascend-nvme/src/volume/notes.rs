@@ -1,4 +1,4 @@
-//! The note of a volume in a directory: a file that appears whole and durably, or not at all.
+//! The note of a volume. In a directory, the note is a file that appears whole and durably, or not at all.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -9,6 +9,19 @@ use std::path::{Path, PathBuf};
 use crate::error::file_error;
 use crate::volume::directory::write_in_place;
 use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
+
+/// The place of a volume's note.
+pub trait NoteKeeper: Send + Sync {
+    /// The note, which is on the medium when this returns. A killed process may have written the note without waiting for
+    /// the medium, and the caller may overwrite data that only the note before refers to.
+    fn find_note(&self) -> Result<FoundNote>;
+
+    /// Replaces the note. When this returns, the note is on the medium. An interrupted write leaves the note before.
+    fn write_note(&self, note: &[u8]) -> Result<()>;
+
+    /// Removes the note. When this returns, the removal is on the medium.
+    fn clear_note(&self) -> Result<()>;
+}
 
 /// The longest note that is read from a directory: far longer than any that a store writes, and small enough to load.
 const NOTE_BYTES_MAX: u64 = 256 << 20;

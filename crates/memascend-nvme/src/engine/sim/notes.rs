@@ -106,7 +106,7 @@ impl SimNotes {
 
 impl NoteKeeper for SimNotes {
     fn find_note(&self) -> Result<FoundNote> {
-        let found = match &self.slots {
+        let outcome = match &self.slots {
             Some(notes) => notes.find(&*self.disk).and_then(|found| self.disk.flush().map(|()| found)),
             None => self.disk.flush_directory().map(|()| {
                 let disk = self.disk.lock();
@@ -117,7 +117,7 @@ impl NoteKeeper for SimNotes {
                 FoundNote { note, damaged: false }
             }),
         };
-        self.failed("read the note of", found)
+        self.failed("read the note of", outcome)
     }
 
     fn write_note(&self, note: &[u8]) -> Result<()> {
