@@ -1,4 +1,5 @@
-//! `cargo bench -p memascend-mem`: a lease taken and returned, and 1 GiB from each allocator that works here.
+//! `cargo bench -p memascend-mem`: a lease taken and returned, and 1 GiB from each allocator that
+//! works here.
 
 use std::time::Duration;
 
@@ -45,7 +46,8 @@ fn allocations(criterion: &mut Criterion) {
                 continue;
             }
         };
-        // The system maps pageable memory at once and finds pages on first use: one byte a page is written.
+        // The system maps pageable memory at once and finds pages on first use: one byte a page is
+        // written.
         group.bench_function(title, |bencher| {
             bencher.iter(|| {
                 let block = source.allocate(BYTES).unwrap();

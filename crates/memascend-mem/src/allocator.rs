@@ -10,7 +10,8 @@ use crate::{CudaError, Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to
 /// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// A source of host memory. A block's size is the requested size rounded up to [`PAGE_BYTES`], not one byte more.
+/// A source of host memory. A block's size is the requested size rounded up to [`PAGE_BYTES`], not
+/// one byte more.
 ///
 /// A request either gives a whole block or leaves nothing behind.
 pub trait HostAllocator: Send + Sync {
@@ -21,11 +22,13 @@ pub trait HostAllocator: Send + Sync {
     fn allocate(&self, bytes: usize) -> Result<HostBlock>;
 }
 
-/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is `cuda` where the CUDA
-/// runtime can be used and `locked` elsewhere. `huge_pages` applies to `registered` and `locked` only.
+/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is
+/// `cuda` where the CUDA runtime can be used and `locked` elsewhere. `huge_pages` applies to
+/// `registered` and `locked` only.
 ///
 /// # Errors
-/// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime cannot be used.
+/// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime
+/// cannot be used.
 pub fn allocator(name: &str, huge_pages: bool) -> Result<Box<dyn HostAllocator>> {
     let locked = LockedAllocator { huge_pages, threads: 0 };
     Ok(match name {
@@ -65,7 +68,8 @@ unsafe impl Send for HostBlock {}
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
-    /// A fresh mapping. With `huge_pages` the mapping begins at a multiple of a huge page, so that the kernel can use one.
+    /// A fresh mapping. With `huge_pages` the mapping begins at a multiple of a huge page, so that
+    /// the kernel can use one.
     fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
         let bytes = rounded(bytes)?;
         let refused = |source| MemError::Reserve { bytes, source };
@@ -92,9 +96,9 @@ impl HostBlock {
             block.trim(bytes).map_err(refused)?;
         }
         let address = block.address.as_ptr().cast();
-        // A forked DataLoader worker must not inherit the arena: copy-on-write would duplicate the arena, and direct I/O
-        // in flight into copy-on-write pages would be lost. An old kernel refuses the call, which is harmless.
-        // SAFETY: the range is the mapping made above.
+        // A forked DataLoader worker must not inherit the arena: copy-on-write would duplicate the
+        // arena, and direct I/O in flight into copy-on-write pages would be lost. An old kernel
+        // refuses the call, which is harmless. SAFETY: the range is the mapping made above.
         unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) };
         if huge_pages {
             // A kernel without huge pages refuses the call; small pages give the same results.
@@ -104,8 +108,9 @@ impl HostBlock {
         Ok(block)
     }
 
-    /// Unmaps all but `bytes` bytes from the first huge page on. At every moment the block describes exactly what is
-    /// still mapped, so dropping the block after an error leaves nothing mapped.
+    /// Unmaps all but `bytes` bytes from the first huge page on. At every moment the block
+    /// describes exactly what is still mapped, so dropping the block after an error leaves nothing
+    /// mapped.
     fn trim(&mut self, bytes: usize) -> io::Result<()> {
         let head = self.address.as_ptr().align_offset(HUGE_PAGE_BYTES);
         if head > 0 {
@@ -133,8 +138,9 @@ impl HostBlock {
         self.bytes
     }
 
-    /// Gives processes forked from now on copies of the block, as of ordinary memory. Must not be called while a device
-    /// or the kernel writes to the block. Memory known to CUDA stays hidden from forked processes.
+    /// Gives processes forked from now on copies of the block, as of ordinary memory. Must not be
+    /// called while a device or the kernel writes to the block. Memory known to CUDA stays hidden
+    /// from forked processes.
     pub fn show_to_forks(&self) {
         if let Release::Unmap = self.release {
             // SAFETY: the range is a mapping of our own. A refusal leaves it hidden.
@@ -183,7 +189,8 @@ impl HostBlock {
         }
     }
 
-    /// Runs `work` on the block's parts, one to each of `threads` threads; 0 means one for each core.
+    /// Runs `work` on the block's parts, one to each of `threads` threads; 0 means one for each
+    /// core.
     fn in_parts(
         &self,
         threads: usize,
@@ -215,8 +222,8 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        // A forked child did not inherit the mapping, and may have mapped something else at these addresses. CUDA does
-        // not survive a fork either.
+        // A forked child did not inherit the mapping, and may have mapped something else at these
+        // addresses. CUDA does not survive a fork either.
         if !self.origin.is_here() {
             return;
         }
@@ -224,8 +231,9 @@ impl Drop for HostBlock {
         match &self.release {
             Release::Unmap => {}
             Release::Never => return,
-            // While the range is registered, CUDA would copy from and to the old pages on behalf of the next mapping at
-            // these addresses. So the memory is leaked. This happens at the end of the process or in a broken context.
+            // While the range is registered, CUDA would copy from and to the old pages on behalf of
+            // the next mapping at these addresses. So the memory is leaked. This happens at the end
+            // of the process or in a broken context.
             Release::UnregisterAndUnmap(cudart) if cudart.host_unregister(self.address).is_err() => return,
             Release::UnregisterAndUnmap(_) => {}
             Release::CudaFree(cudart) => {
@@ -274,7 +282,8 @@ impl HostAllocator for PageableAllocator {
 /// Anonymous memory locked into RAM with `mlock`: never swapped, faulted in at once.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct LockedAllocator {
-    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page table.
+    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page
+    /// table.
     pub huge_pages: bool,
     /// Threads that fault the pages in; 0 means one for each core.
     pub threads: usize,
@@ -287,8 +296,9 @@ impl HostAllocator for LockedAllocator {
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         let block = HostBlock::map(bytes, self.huge_pages)?;
-        // Locking first checks the limit before any page is touched, and lets several threads fault the pages in.
-        // `mlock` alone faults them in on one thread, with huge pages ten times more slowly.
+        // Locking first checks the limit before any page is touched, and lets several threads fault
+        // the pages in. `mlock` alone faults them in on one thread, with huge pages ten times more
+        // slowly.
         lock_on_fault(&block).map_err(|source| MemError::Lock {
             bytes: block.bytes(),
             limit_bytes: memlock_limit_bytes(),
@@ -372,12 +382,14 @@ impl HostAllocator for CudaAllocator {
     }
 }
 
-/// Anonymous memory that is registered with the CUDA runtime for every device of the process (`cudaHostRegister`).
+/// Anonymous memory that is registered with the CUDA runtime for every device of the process
+/// (`cudaHostRegister`).
 #[derive(Debug, Clone)]
 pub struct RegisteredAllocator {
     /// The runtime to register with.
     pub cudart: Arc<Cudart>,
-    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page table.
+    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page
+    /// table.
     pub huge_pages: bool,
     /// Threads that fault the pages in; 0 means one for each core.
     pub threads: usize,

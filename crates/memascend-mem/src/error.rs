@@ -49,7 +49,8 @@ pub enum MemError {
 }
 
 impl MemError {
-    /// Whether the system refused to lock memory into RAM. A smaller or unlocked reservation may succeed.
+    /// Whether the system refused to lock memory into RAM. A smaller or unlocked reservation may
+    /// succeed.
     pub fn is_pinning_refused(&self) -> bool {
         matches!(
             self,

@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 static FORKS: AtomicU32 = AtomicU32::new(0);
 static WATCH: Once = Once::new();
 
-/// The process that made a handle. A forked child has copies of its parent's handles without the threads and the memory
-/// behind them, and must not use or release them.
+/// The process that made a handle. A forked child has copies of its parent's handles without the
+/// threads and the memory behind them, and must not use or release them.
 ///
-/// A fork handler counts forks, because `getpid` takes longer than everything else that a lease does.
+/// A fork handler counts forks, because `getpid` takes longer than everything else that a lease
+/// does.
 #[derive(Debug, Clone, Copy)]
 pub struct Origin(u32);
 
@@ -19,15 +20,17 @@ impl Origin {
         unsafe extern "C" fn forked() {
             FORKS.fetch_add(1, Ordering::Relaxed);
         }
-        // SAFETY: the handler does nothing but add to an atomic, which a child may do at any time. Handlers of a
-        // library that is unloaded are dropped by the system; extension modules never are.
+        // SAFETY: the handler does nothing but add to an atomic, which a child may do at any time.
+        // Handlers of a library that is unloaded are dropped by the system; extension modules never
+        // are.
         WATCH.call_once(|| unsafe {
             libc::pthread_atfork(None, None, Some(forked));
         });
         Self(FORKS.load(Ordering::Relaxed))
     }
 
-    /// Whether the calling process made the handle, rather than a process that the calling one was forked from.
+    /// Whether the calling process made the handle, rather than a process that the calling one was
+    /// forked from.
     pub fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }

@@ -1,7 +1,7 @@
 //! Where bytes live in RAM: host allocators, one exact arena, the pool cut from it, and leases.
 //!
-//! A pool is sized once, from a plan, and never grows. Exhaustion is a value ([`Pool::try_lease`] returns `None`), never
-//! a hidden allocation.
+//! A pool is sized once, from a plan, and never grows. Exhaustion is a value ([`Pool::try_lease`]
+//! returns `None`), never a hidden allocation.
 
 mod allocator;
 mod cuda;
@@ -25,7 +25,8 @@ pub use malloc::return_large_blocks_to_system;
 pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
 pub use sync::{LockExt, WaitExt};
 
-/// The granule of every host buffer and every I/O, in bytes. Sizes are rounded up to a multiple of it and no further.
+/// The granule of every host buffer and every I/O, in bytes. Sizes are rounded up to a multiple of
+/// it and no further.
 pub const PAGE_BYTES: usize = 4096;
 
 /// Rounds `bytes` up to a multiple of [`PAGE_BYTES`].

@@ -1,5 +1,5 @@
-//! Locks whose poison flag is ignored, and the primitives behind the pool: those of std, or loom's models of them in a
-//! test that explores every interleaving.
+//! Locks whose poison flag is ignored, and the primitives behind the pool: those of std, or loom's
+//! models of them in a test that explores every interleaving.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -11,8 +11,8 @@ pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 
 /// Takes a mutex whether or not a thread panicked while it held the mutex.
 ///
-/// No critical section of these crates panics between two changes that belong together, so a poisoned lock still
-/// guards a sound state.
+/// No critical section of these crates panics between two changes that belong together, so a
+/// poisoned lock still guards a sound state.
 pub trait LockExt {
     /// What the mutex guards.
     type Value;
@@ -28,12 +28,14 @@ pub trait LockExt {
     fn exclusive(&mut self) -> &mut Self::Value;
 }
 
-/// Waits on a condition variable whether or not a thread panicked while it held the mutex; see [`LockExt`].
+/// Waits on a condition variable whether or not a thread panicked while it held the mutex; see
+/// [`LockExt`].
 pub trait WaitExt {
     /// The guard of the mutex that the condition variable belongs to.
     type Guard<'a, T: 'a>;
 
-    /// Releases the lock, waits for a notification and takes the lock again. May wake without a notification.
+    /// Releases the lock, waits for a notification and takes the lock again. May wake without a
+    /// notification.
     fn wait_locked<'a, T>(&self, guard: Self::Guard<'a, T>) -> Self::Guard<'a, T>;
 
     /// As [`WaitExt::wait_locked`], for at most `patience`.

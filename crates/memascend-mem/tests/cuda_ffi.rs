@@ -1,5 +1,5 @@
-//! The CUDA backends against a runtime that really allocates and keeps books (`fake_cudart.c`), and against the real
-//! one where there is one.
+//! The CUDA backends against a runtime that really allocates and keeps books (`fake_cudart.c`), and
+//! against the real one where there is one.
 
 mod fake;
 
@@ -36,8 +36,9 @@ impl Fake {
     }
 }
 
-/// Whether this process runs the named test alone, with the variables set. If not, it starts one that does, and the
-/// caller returns: what a test changes or measures in its process is then its own.
+/// Whether this process runs the named test alone, with the variables set. If not, it starts one
+/// that does, and the caller returns: what a test changes or measures in its process is then its
+/// own.
 fn alone(test: &str, variables: &[(&str, &Path)]) -> bool {
     if env::var_os(ALONE_VARIABLE).is_some() {
         return true;
@@ -66,7 +67,8 @@ fn is_mapped(address: usize) -> bool {
     unsafe { libc::mincore(address as *mut c_void, PAGE_BYTES, &mut resident) == 0 }
 }
 
-/// Runs `check` in a forked child, which may call nothing that allocates or locks; whether it gave true.
+/// Runs `check` in a forked child, which may call nothing that allocates or locks; whether it gave
+/// true.
 fn in_child(check: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child runs `check`, by the promise above, and ends without running anything else.
     match unsafe { libc::fork() } {
@@ -340,10 +342,9 @@ fn a_refused_registration_says_why_and_leaves_nothing_behind() {
 fn memory_that_somebody_registered_already_is_told_from_other_errors() {
     let fake = Fake::new(&[]);
     let backend = RegisteredAllocator { cudart: fake.open().unwrap(), huge_pages: false, threads: 1 };
-    // Somebody unmaps memory without unregistering it, and the next mapping comes to lie there. Registering the
-    // whole address space stands for it.
-    // SAFETY: the function has this signature, and the fake reads nothing of a range that it refuses or that is
-    // not mapped.
+    // Somebody unmaps memory without unregistering it, and the next mapping comes to lie there.
+    // Registering the whole address space stands for it. SAFETY: the function has this signature,
+    // and the fake reads nothing of a range that it refuses or that is not mapped.
     let rc = unsafe {
         mem::transmute::<*mut c_void, extern "C" fn(*mut c_void, usize, u32) -> c_int>(
             fake.symbol(c"cudaHostRegister"),
@@ -461,8 +462,8 @@ fn a_forked_child_releases_nothing() {
         let own_mapping = backend.name() != "cuda";
         // The child reads its own copy of the counts.
         let before = calls();
-        // SAFETY: the originals are used no more before `forget` ends the copies' lives in the parent, and the child
-        // never sees the originals dropped.
+        // SAFETY: the originals are used no more before `forget` ends the copies' lives in the
+        // parent, and the child never sees the originals dropped.
         let copies = unsafe { (ptr::read(&block), ptr::read(&event)) };
         let mut copies = Some(copies);
         let quiet = in_child(|| {

@@ -1,10 +1,13 @@
-//! What the engines make of a drive. Without arguments: a table of the usual workloads on a file in the current directory's
-//! filesystem. With them one workload, told as a line of JSON, for comparisons: see `benches/io.py`.
+//! What the engines make of a drive. Without arguments: a table of the usual workloads on a file in
+//! the current directory's filesystem. With them one workload, told as a line of JSON, for
+//! comparisons: see `benches/io.py`.
 //!
-//! `cargo bench -p memascend-nvme -- [--dir DIR_OR_DEVICE] [--engine auto|ring|threads] [--read-percent N] [--random]
-//! [--bytes N] [--depth N] [--seconds X] [--size BYTES] [--io-poll] [--sq-poll] [--unregistered] [--keep] [--json]`
+//! `cargo bench -p memascend-nvme -- [--dir DIR_OR_DEVICE] [--engine auto|ring|threads]
+//! [--read-percent N] [--random] [--bytes N] [--depth N] [--seconds X] [--size BYTES] [--io-poll]
+//! [--sq-poll] [--unregistered] [--keep] [--json]`
 //!
-//! With `--keep` the file stays, and is used as it is the next time: so that another program can be measured on it.
+//! With `--keep` the file stays, and is used as it is the next time: so that another program can be
+//! measured on it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -142,7 +145,8 @@ fn run(arguments: &Arguments) {
     }
 }
 
-/// Fills the buffers that the workload gets with noise: a drive may be faster with zeros, and other programs write noise.
+/// Fills the buffers that the workload gets with noise: a drive may be faster with zeros, and other
+/// programs write noise.
 fn scramble(pool: &Pool, request_bytes: usize, depth: usize) {
     let mut random = 0x5EED_1234_ABCD_u64;
     let leases: Vec<_> =

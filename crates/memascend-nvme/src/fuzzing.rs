@@ -1,5 +1,5 @@
-//! Entry points for the fuzz targets: the parsers of superblocks and notes, with arbitrary bytes, and with bytes whose
-//! checksums were corrected, since a wrong checksum ends parsing early.
+//! Entry points for the fuzz targets: the parsers of superblocks and notes, with arbitrary bytes,
+//! and with bytes whose checksums were corrected, since a wrong checksum ends parsing early.
 
 use std::io;
 use std::sync::Mutex;

@@ -1,8 +1,9 @@
 //! How bytes move between leases and SSDs.
 //!
-//! A [`Volume`] is a directory with a preallocated file or a raw block device; each has an [`Engine`] of its own. A
-//! [`Request`] owns its buffer from submission to completion; the completion returns the buffer, also on error. Completions
-//! carry results: short transfers are resumed, everything else is an [`IoError`].
+//! A [`Volume`] is a directory with a preallocated file or a raw block device; each has an
+//! [`Engine`] of its own. A [`Request`] owns its buffer from submission to completion; the
+//! completion returns the buffer, also on error. Completions carry results: short transfers are
+//! resumed, everything else is an [`IoError`].
 
 mod block_device;
 mod engine;
@@ -36,6 +37,7 @@ pub use volume::file::VolumeFile;
 pub use volume::geometry::Geometry;
 pub use volume::notes::NoteKeeper;
 
-/// Extents are multiples of this many bytes: the larger of the two logical block sizes in use (512 and 4096). So every
-/// drive's alignment is met, and no drive reads a block in order to write a part of it.
+/// Extents are multiples of this many bytes: the larger of the two logical block sizes in use (512
+/// and 4096). So every drive's alignment is met, and no drive reads a block in order to write a
+/// part of it.
 pub const BLOCK_BYTES: usize = 4096;

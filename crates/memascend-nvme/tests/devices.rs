@@ -1,6 +1,6 @@
-//! Raw devices, for real: on loop devices, with real filesystems. That needs root, and the tools that make what is to
-//! be refused. Without them the tests say that they are left out, or fail if MEMASCEND_REQUIRE names `root` (`mkfs` for
-//! its tools) or is `all`.
+//! Raw devices, for real: on loop devices, with real filesystems. That needs root, and the tools
+//! that make what is to be refused. Without them the tests say that they are left out, or fail if
+//! MEMASCEND_REQUIRE names `root` (`mkfs` for its tools) or is `all`.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -170,7 +170,8 @@ impl Drop for Loop {
     }
 }
 
-/// Refused by name, refused with another device to destroy, destroyed when told so, and nothing is left.
+/// Refused by name, refused with another device to destroy, destroyed when told so, and nothing is
+/// left.
 fn is_refused_and_destroyed(device: &Loop, kind: &str, words: &[&str]) {
     let error = device.refused(|| device.format());
     let BlockDeviceError::NotEmpty { found, .. } = &error else { panic!("{error}") };

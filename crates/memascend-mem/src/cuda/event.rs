@@ -7,10 +7,12 @@ use std::sync::Arc;
 use crate::cuda::library::NOT_READY;
 use crate::{CudaError, Cudart, Fence, Origin, Result};
 
-/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event without times is cheapest.
+/// `cudaEventBlockingSync | cudaEventDisableTiming`: a waiting thread sleeps, and an event without
+/// times is cheapest.
 const EVENT_FLAGS: c_uint = 1 | 2;
 
-/// A point in a CUDA stream: done when everything enqueued before it is done. Dropping the value destroys the event.
+/// A point in a CUDA stream: done when everything enqueued before it is done. Dropping the value
+/// destroys the event.
 #[derive(Debug)]
 pub struct CudaEvent {
     cudart: Arc<Cudart>,
@@ -20,15 +22,16 @@ pub struct CudaEvent {
 
 // SAFETY: CUDA's functions on events may be called from any thread; the event is owned until drop.
 unsafe impl Send for CudaEvent {}
-// SAFETY: a shared reference only queries and waits, which CUDA allows from several threads at once.
+// SAFETY: a shared reference only queries and waits, which CUDA allows from several threads at
+// once.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
     /// Records an event into `stream`; a null pointer is the default stream.
     ///
     /// # Safety
-    /// `stream` is null or a live `cudaStream_t` of the calling thread's current device. The stream may be destroyed once
-    /// this call has returned.
+    /// `stream` is null or a live `cudaStream_t` of the calling thread's current device. The stream
+    /// may be destroyed once this call has returned.
     pub unsafe fn record(cudart: &Arc<Cudart>, stream: *mut c_void) -> Result<Self> {
         const CREATE: &str = "cudaEventCreateWithFlags";
         let mut event = ptr::null_mut();
@@ -43,10 +46,12 @@ impl CudaEvent {
         Ok(event)
     }
 
-    /// Makes everything enqueued in `stream` from now on wait for the event. The calling thread does not wait.
+    /// Makes everything enqueued in `stream` from now on wait for the event. The calling thread
+    /// does not wait.
     ///
     /// # Safety
-    /// `stream` is null, the default stream of the calling thread's device, or a live `cudaStream_t`.
+    /// `stream` is null, the default stream of the calling thread's device, or a live
+    /// `cudaStream_t`.
     pub unsafe fn precede(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: the event is live, and the stream is by the caller's promise.
         let code = unsafe { (self.cudart.functions.stream_wait_event)(stream, self.event.as_ptr(), 0) };
@@ -91,7 +96,8 @@ impl Drop for CudaEvent {
         if !self.origin.is_here() {
             return;
         }
-        // SAFETY: the event is live and never used again. CUDA frees an event that is not done only once it is.
+        // SAFETY: the event is live and never used again. CUDA frees an event that is not done only
+        // once it is.
         let code = unsafe { (self.cudart.functions.event_destroy)(self.event.as_ptr()) };
         // A failure is ignored: at the end of the process CUDA may have shut down before.
         let _ = self.cudart.check("cudaEventDestroy", code);

@@ -6,8 +6,8 @@ use libloading::os::unix::Library;
 
 use crate::{CudaError, Result};
 
-/// The functions, with the signatures of `cuda_runtime_api.h`; `cudaError_t` is a C `int`, streams and events are
-/// pointers.
+/// The functions, with the signatures of `cuda_runtime_api.h`; `cudaError_t` is a C `int`, streams
+/// and events are pointers.
 pub(super) struct Functions {
     pub(super) runtime_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     pub(super) driver_get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -40,7 +40,8 @@ impl Functions {
     /// # Errors
     /// The first function that the library does not have.
     pub(super) fn of(loaded: &Library, shown: &str) -> Result<Self> {
-        // SAFETY: each field is declared with the signature that the CUDA headers give its function.
+        // SAFETY: each field is declared with the signature that the CUDA headers give its
+        // function.
         unsafe {
             Ok(Self {
                 runtime_get_version: function(loaded, c"cudaRuntimeGetVersion", shown)?,
@@ -73,7 +74,8 @@ impl Functions {
 /// A function of a library.
 ///
 /// # Safety
-/// `F` is a function pointer with the C signature of the function, and the library is never unloaded.
+/// `F` is a function pointer with the C signature of the function, and the library is never
+/// unloaded.
 pub(super) unsafe fn function<F: Copy>(loaded: &Library, name: &'static CStr, shown: &str) -> Result<F> {
     // SAFETY: the caller's promise.
     let symbol = unsafe { loaded.get::<F>(name) };

@@ -1,5 +1,5 @@
-//! The CUDA runtime library, loaded at run time. Nothing is linked: a machine without CUDA lacks two allocators and
-//! devices, and everything else works.
+//! The CUDA runtime library, loaded at run time. Nothing is linked: a machine without CUDA lacks
+//! two allocators and devices, and everything else works.
 
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -46,12 +46,13 @@ impl fmt::Debug for Cudart {
 }
 
 impl Cudart {
-    /// Finds the library for this process. In this order: the one that the environment variable `MEMASCEND_CUDART` names,
-    /// one that is loaded already (PyTorch's), one that the dynamic loader finds under its usual names.
+    /// Finds the library for this process. In this order: the one that the environment variable
+    /// `MEMASCEND_CUDART` names, one that is loaded already (PyTorch's), one that the dynamic
+    /// loader finds under its usual names.
     ///
     /// # Errors
-    /// If the variable is set, the error of the library it names. Otherwise the first error of a library that was found,
-    /// or [`CudaError::LibraryNotFound`] with all libraries tried.
+    /// If the variable is set, the error of the library it names. Otherwise the first error of a
+    /// library that was found, or [`CudaError::LibraryNotFound`] with all libraries tried.
     pub fn find() -> Result<Arc<Self>> {
         match env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::open(path),
@@ -59,10 +60,12 @@ impl Cudart {
         }
     }
 
-    /// Loads the library at `path`, or, if `path` is a bare name, the one that the dynamic loader finds.
+    /// Loads the library at `path`, or, if `path` is a bare name, the one that the dynamic loader
+    /// finds.
     ///
     /// # Errors
-    /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no device.
+    /// If it cannot be loaded, lacks a function, is of another version than 12 or 13, or sees no
+    /// device.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>> {
         let path = path.as_ref().as_os_str();
         let loaded = load(path, 0).map_err(|reason| CudaError::LibraryNotFound { tried: reason })?;
@@ -85,7 +88,8 @@ impl Cudart {
         let mapped = mapped.iter().map(|path| (path.as_str(), libc::RTLD_NOLOAD));
         for (name, flags) in mapped.chain(names.iter().map(|name| (*name, 0))) {
             let name = OsStr::new(name);
-            // A mapped file is not always a loaded library: a process may only read the file. Then it is loaded here.
+            // A mapped file is not always a loaded library: a process may only read the file. Then
+            // it is loaded here.
             match load(name, flags).or_else(|_| load(name, 0)) {
                 Ok(loaded) => match Self::from_loaded(&loaded, name) {
                     Ok(cudart) => return Ok(cudart),
@@ -143,8 +147,8 @@ impl Cudart {
         Ok(self.check("cudaSetDevice", code)?)
     }
 
-    /// Runs `work` with device `index` as the calling thread's current device, and restores the thread's own device, which
-    /// PyTorch may rely on.
+    /// Runs `work` with device `index` as the calling thread's current device, and restores the
+    /// thread's own device, which PyTorch may rely on.
     pub fn on_device<T>(&self, index: c_int, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut before = 0;
         // SAFETY: the function writes one int.
@@ -175,7 +179,8 @@ impl Cudart {
         // SAFETY: the function writes one pointer.
         let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
         self.check_host(CALL, code, bytes)?;
-        // CUDA answers a request for zero bytes with a null pointer; no caller makes such a request.
+        // CUDA answers a request for zero bytes with a null pointer; no caller makes such a
+        // request.
         Ok(NonNull::new(address.cast()).ok_or(CudaError::InvalidValue { call: CALL })?)
     }
 
@@ -249,8 +254,8 @@ impl Cudart {
         })
     }
 
-    /// Clears the calling thread's last CUDA error, which PyTorch would otherwise report as its own. An error that broke the
-    /// context is not cleared.
+    /// Clears the calling thread's last CUDA error, which PyTorch would otherwise report as its
+    /// own. An error that broke the context is not cleared.
     pub(super) fn forget_error(&self) {
         // SAFETY: the function takes nothing and returns an int.
         unsafe { (self.functions.get_last_error)() };
@@ -274,8 +279,8 @@ impl Cudart {
 /// Loads a library for good, or with `RTLD_NOLOAD` in `flags` only refers to one that is loaded.
 fn load(name: &OsStr, flags: c_int) -> std::result::Result<ManuallyDrop<Library>, String> {
     let shown = name.to_string_lossy();
-    // SAFETY: loading runs the library's initialisers, which is what the caller asks for. Its finalisers never run, since
-    // the library is never unloaded.
+    // SAFETY: loading runs the library's initialisers, which is what the caller asks for. Its
+    // finalisers never run, since the library is never unloaded.
     let loaded = unsafe { Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
     loaded.map(ManuallyDrop::new).map_err(|error| {
         let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);

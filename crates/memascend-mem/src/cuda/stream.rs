@@ -6,14 +6,15 @@ use std::sync::Arc;
 
 use crate::{CudaError, CudaEvent, Cudart, Origin, Result};
 
-/// `cudaStreamNonBlocking`: the stream does not wait for the default stream, which libraries use on their own.
+/// `cudaStreamNonBlocking`: the stream does not wait for the default stream, which libraries use on
+/// their own.
 const STREAM_FLAGS: c_uint = 1;
 /// `cudaMemcpyHostToDevice`, `cudaMemcpyDeviceToHost`.
 const TO_DEVICE: c_int = 1;
 const TO_HOST: c_int = 2;
 
-/// A stream of copies, carried out one after another and concurrently with other streams. Dropping the value destroys the
-/// stream; copies enqueued before are still carried out.
+/// A stream of copies, carried out one after another and concurrently with other streams. Dropping
+/// the value destroys the stream; copies enqueued before are still carried out.
 #[derive(Debug)]
 pub struct CudaStream {
     cudart: Arc<Cudart>,
@@ -21,7 +22,8 @@ pub struct CudaStream {
     origin: Origin,
 }
 
-// SAFETY: CUDA's functions on streams may be called from any thread; the stream is owned until drop.
+// SAFETY: CUDA's functions on streams may be called from any thread; the stream is owned until
+// drop.
 unsafe impl Send for CudaStream {}
 // SAFETY: CUDA allows several threads to put work into a stream.
 unsafe impl Sync for CudaStream {}
@@ -38,14 +40,15 @@ impl CudaStream {
         Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
     }
 
-    /// An event that is done when everything enqueued in the stream so far is done. The stream's device must be the calling
-    /// thread's current device.
+    /// An event that is done when everything enqueued in the stream so far is done. The stream's
+    /// device must be the calling thread's current device.
     pub fn record(&self) -> Result<CudaEvent> {
         // SAFETY: the stream is live.
         unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
     }
 
-    /// Makes everything enqueued in the stream from now on wait for `event`. The calling thread does not wait.
+    /// Makes everything enqueued in the stream from now on wait for `event`. The calling thread
+    /// does not wait.
     pub fn wait(&self, event: &CudaEvent) -> Result<()> {
         // SAFETY: the stream is live.
         unsafe { event.precede(self.stream.as_ptr()) }
@@ -92,7 +95,8 @@ impl Drop for CudaStream {
         if !self.origin.is_here() {
             return;
         }
-        // SAFETY: the stream is live and never used again. CUDA frees a stream with work in it only once the work is done.
+        // SAFETY: the stream is live and never used again. CUDA frees a stream with work in it only
+        // once the work is done.
         let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
         let _ = self.cudart.check("cudaStreamDestroy", code);
     }

@@ -8,23 +8,26 @@ use crate::pool::counters::PoolCounters;
 use crate::sync::{Condvar, LockExt, Mutex, MutexGuard};
 use crate::{HostBlock, Origin, Result};
 
-/// How long the last owner of an arena waits for devices that still use its buffers, before the memory is leaked.
+/// How long the last owner of an arena waits for devices that still use its buffers, before the
+/// memory is leaked.
 const FENCE_PATIENCE: Duration = Duration::from_secs(60);
-/// How often a waiting request polls the fences of returned buffers: a device that is done sends no notification.
+/// How often a waiting request polls the fences of returned buffers: a device that is done sends no
+/// notification.
 pub(super) const FENCE_POLL: Duration = Duration::from_micros(50);
 
-/// Work that uses a buffer after the lease was dropped, for example a copy by a device. The buffer returns to its pool
-/// when the work is done.
+/// Work that uses a buffer after the lease was dropped, for example a copy by a device. The buffer
+/// returns to its pool when the work is done.
 pub trait Fence: Send + Sync {
     /// Whether the work has ended. Must not block.
     ///
     /// # Errors
-    /// If the state of the work is unknown. The buffer then never returns, because a device may still be using it.
+    /// If the state of the work is unknown. The buffer then never returns, because a device may
+    /// still be using it.
     fn is_done(&self) -> Result<bool>;
 }
 
-/// The block behind all pools that were carved together, and their state behind one lock. Critical sections are short,
-/// and one lock makes the joint peak of all pools exact.
+/// The block behind all pools that were carved together, and their state behind one lock. Critical
+/// sections are short, and one lock makes the joint peak of all pools exact.
 pub(super) struct Arena {
     pub(super) block: HostBlock,
     pub(super) allocator: &'static str,
@@ -51,7 +54,8 @@ pub(super) struct Class {
     pub(super) live_bytes: usize,
     /// The class's live bytes when the sum over all classes was highest.
     pub(super) live_bytes_at_peak: usize,
-    /// Offsets into the arena of the buffers not leased, used as a stack so that warm memory is reused.
+    /// Offsets into the arena of the buffers not leased, used as a stack so that warm memory is
+    /// reused.
     pub(super) free: Vec<usize>,
     /// Buffers dropped before their fences were done, oldest first.
     pub(super) fenced: VecDeque<(usize, Fences)>,

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::pool::arena::{Arena, Fence, Fences};
 use crate::sync::LockExt;
 
-/// A pool buffer in use. Dropping the lease returns the buffer to the pool. A lease cannot be cloned, so a buffer cannot
-/// be returned twice; share a lease as `Arc<Lease>`.
+/// A pool buffer in use. Dropping the lease returns the buffer to the pool. A lease cannot be
+/// cloned, so a buffer cannot be returned twice; share a lease as `Arc<Lease>`.
 pub struct Lease {
     pub(super) arena: Arc<Arena>,
     pub(super) class: usize,
@@ -28,7 +28,8 @@ impl Lease {
     /// Delays the buffer's return, after the lease is dropped, until `fence` is done.
     pub fn return_after(&self, fence: Arc<dyn Fence>) {
         let mut fences = self.fences.locked();
-        // Drop the fences that are done, so that a lease that is copied from many times does not accumulate fences.
+        // Drop the fences that are done, so that a lease that is copied from many times does not
+        // accumulate fences.
         fences.retain(|fence| !matches!(fence.is_done(), Ok(true)));
         fences.push(fence);
     }
@@ -41,8 +42,8 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // A forked child has a copy of the bookkeeping without the memory, and the lock may have been held by a thread
-        // that the child does not have. The child must not touch either.
+        // A forked child has a copy of the bookkeeping without the memory, and the lock may have
+        // been held by a thread that the child does not have. The child must not touch either.
         if !self.arena.origin.is_here() {
             return;
         }

@@ -1,4 +1,5 @@
-//! One arena, cut into pools of size classes; a buffer is leased and returns when the lease is dropped.
+//! One arena, cut into pools of size classes; a buffer is leased and returns when the lease is
+//! dropped.
 
 mod arena;
 mod counters;
@@ -31,7 +32,8 @@ pub struct SizeClass {
     pub count: usize,
 }
 
-/// A part of an arena, cut into size classes. Cheap to clone. The arena lives until the last lease is dropped.
+/// A part of an arena, cut into size classes. Cheap to clone. The arena lives until the last lease
+/// is dropped.
 #[derive(Clone)]
 pub struct Pool {
     arena: Arc<Arena>,
@@ -42,8 +44,9 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the consumers of one group
-    /// cannot starve those of another. Classes of equal size in a group are merged.
+    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the
+    /// consumers of one group cannot starve those of another. Classes of equal size in a group are
+    /// merged.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
         let mut offset = 0;
         let mut state =
@@ -100,12 +103,13 @@ impl Pool {
         Ok(pools.pop().expect("one group gives one pool"))
     }
 
-    /// A buffer of the smallest class that holds `bytes`, or `None` when that class has none free. A larger class never
-    /// steps in: its buffers are planned for another consumer, which could then starve.
+    /// A buffer of the smallest class that holds `bytes`, or `None` when that class has none free.
+    /// A larger class never steps in: its buffers are planned for another consumer, which could
+    /// then starve.
     ///
     /// # Errors
-    /// [`MemError::TooLarge`] if no class holds `bytes`; the error of a [`Fence`] if no buffer is free and the state of a
-    /// fenced one is unknown.
+    /// [`MemError::TooLarge`] if no class holds `bytes`; the error of a [`Fence`] if no buffer is
+    /// free and the state of a fenced one is unknown.
     pub fn try_lease(&self, bytes: usize) -> Result<Option<Lease>> {
         let mut state = self.arena.lock();
         let class = self.class_of(&state, bytes)?;
@@ -149,7 +153,8 @@ impl Pool {
         let class = self.class_of(&state, bytes)?;
         if state.classes[class].free.len() <= reserve {
             match state.settle(class) {
-                // A free buffer still serves other requests, so the fence's error is not reported here.
+                // A free buffer still serves other requests, so the fence's error is not reported
+                // here.
                 Err(error) if state.classes[class].free.is_empty() => return Err(error),
                 _ => {}
             }
@@ -178,8 +183,8 @@ impl Pool {
         self.arena.lock().counters[self.index]
     }
 
-    /// The highest sum of live bytes over all pools carved together, and every class at that moment, in the order
-    /// of the groups and of the sizes within them.
+    /// The highest sum of live bytes over all pools carved together, and every class at that
+    /// moment, in the order of the groups and of the sizes within them.
     pub fn joint_peak(&self) -> (usize, Vec<ClassAtPeak>) {
         let state = self.arena.lock();
         let classes = state.classes.iter().map(|class| ClassAtPeak {

@@ -200,7 +200,8 @@ fn counters_tell_hits_waits_refusals_and_waste() {
     assert!(pools[1].try_lease_spare(1, 0).unwrap().is_some());
 }
 
-/// A small generator of well-mixed numbers (Steele and others 2014, SplitMix64): seeded, so that a failure repeats.
+/// A small generator of well-mixed numbers (Steele and others 2014, SplitMix64): seeded, so that a
+/// failure repeats.
 struct Mix(u64);
 
 impl Mix {

@@ -19,8 +19,9 @@ use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Uuid};
 /// What a path begins with that names a device by its UUID.
 const BY_UUID: &str = "UUID=";
 
-/// A formatted block device, open for this owner alone: it cannot be mounted, formatted or opened as a store by another
-/// process. The kernel ends the exclusive use when the process ends in any way.
+/// A formatted block device, open for this owner alone: it cannot be mounted, formatted or opened
+/// as a store by another process. The kernel ends the exclusive use when the process ends in any
+/// way.
 #[derive(Debug)]
 pub struct Device {
     file: File,
@@ -33,8 +34,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the device at `path`, or the one that `path` names by its UUID: `UUID=01234567-89ab-…`. Transfers bypass
-    /// the page cache.
+    /// Opens the device at `path`, or the one that `path` names by its UUID:
+    /// `UUID=01234567-89ab-…`. Transfers bypass the page cache.
     ///
     /// # Errors
     /// If the device is not there, in use, not formatted, or not as it was when it was formatted.
@@ -80,8 +81,8 @@ impl Device {
             let formatted_bytes = superblock.device_bytes;
             return Err(BlockDeviceError::Shrunk { path, bytes: device_bytes, formatted_bytes });
         }
-        // Some programs write their signature behind the first block, so the superblock stays whole. Without libblkid this
-        // is not noticed.
+        // Some programs write their signature behind the first block, so the superblock stays
+        // whole. Without libblkid this is not noticed.
         let signatures = Blkid::load().map_or(Ok(Vec::new()), |blkid| blkid.signatures(&cached, &path))?;
         if !signatures.is_empty() {
             return Err(BlockDeviceError::Overwritten { path, id: superblock.id, found: signatures });
@@ -145,8 +146,8 @@ impl Device {
         Ok(self.find_note()?.note)
     }
 
-    /// As [`Device::read_note`], and whether there may have been a newer note. The note found is on the medium when this
-    /// returns.
+    /// As [`Device::read_note`], and whether there may have been a newer note. The note found is on
+    /// the medium when this returns.
     ///
     /// # Errors
     /// If the device cannot be read.
@@ -157,7 +158,8 @@ impl Device {
             .map_err(|source| BlockDeviceError::io("read the note of", &self.path, source))
     }
 
-    /// Replaces the note. If writing is interrupted, the note before stays. Returns once the note is on the medium.
+    /// Replaces the note. If writing is interrupted, the note before stays. Returns once the note
+    /// is on the medium.
     ///
     /// # Errors
     /// If the note is too long or cannot be written.
@@ -187,8 +189,8 @@ impl Device {
     }
 }
 
-/// The UUID of the formatted device at `path`, which is not opened for use. `None` if the device is not formatted, or the
-/// path names no block device.
+/// The UUID of the formatted device at `path`, which is not opened for use. `None` if the device is
+/// not formatted, or the path names no block device.
 ///
 /// # Errors
 /// If there is nothing at the path, or it cannot be read.

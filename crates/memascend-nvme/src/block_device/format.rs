@@ -27,8 +27,9 @@ pub struct Formatted {
     pub destroyed: Vec<Content>,
 }
 
-/// Writes a superblock with a new UUID onto a block device. A device with any content is refused unless `destroy` names
-/// the same device. A device in use is always refused. Nothing is written before all checks have passed.
+/// Writes a superblock with a new UUID onto a block device. A device with any content is refused
+/// unless `destroy` names the same device. A device in use is always refused. Nothing is written
+/// before all checks have passed.
 ///
 /// # Errors
 /// Each reason to refuse is a variant of [`BlockDeviceError`].
@@ -39,7 +40,8 @@ pub fn format_device(path: &Path, destroy: Option<&Path>) -> BlockDeviceResult<F
     {
         return Err(BlockDeviceError::OtherDevice { path: path.to_owned(), destroy: destroy.to_owned() });
     }
-    // Not O_DIRECT: libblkid reads through this file, and the device cannot be opened a second time.
+    // Not O_DIRECT: libblkid reads through this file, and the device cannot be opened a second
+    // time.
     let file = node.claim(0)?;
     let device_bytes = node::sufficient_bytes(&file, path)?;
     let logical_block_bytes = node::logical_block_bytes(&file, path)?;
@@ -134,7 +136,8 @@ fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
 
 /// Removes signatures that lie outside the zeroed areas, and checks that none is left.
 fn wipe_rest(file: &File, path: &Path) -> BlockDeviceResult<()> {
-    // Without libblkid the check is skipped: the user was told so, and named the device to be destroyed.
+    // Without libblkid the check is skipped: the user was told so, and named the device to be
+    // destroyed.
     let Ok(blkid) = Blkid::load() else { return Ok(()) };
     if blkid.signatures(file, path)?.is_empty() {
         return Ok(());

@@ -14,15 +14,15 @@ use std::time::Duration;
 use crate::block_device::superblock::DEVICE_BYTES_MIN;
 use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult};
 
-/// Requests of `linux/fs.h` that the libc crate does not name. They are `_IO(0x12, n)`, which has the bits of
-/// "no argument" in another place on a few architectures, as `BLKSSZGET` has.
+/// Requests of `linux/fs.h` that the libc crate does not name. They are `_IO(0x12, n)`, which has
+/// the bits of "no argument" in another place on a few architectures, as `BLKSSZGET` has.
 const NO_ARGUMENT: libc::Ioctl = libc::BLKSSZGET & !0xffff;
 const BLKROGET: libc::Ioctl = NO_ARGUMENT | 0x125e;
 const BLKRRPART: libc::Ioctl = NO_ARGUMENT | 0x125f;
 const BLKFLSBUF: libc::Ioctl = NO_ARGUMENT | 0x1261;
 
-/// How often a lock is tried, and the pause in between: udev locks a device that was just closed while it probes the
-/// device's content.
+/// How often a lock is tried, and the pause in between: udev locks a device that was just closed
+/// while it probes the device's content.
 const LOCK_TRIES: u32 = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -65,8 +65,9 @@ impl Node {
         }
     }
 
-    /// Opens the device for reading and writing, for this process alone. O_EXCL keeps out filesystems, RAID and other
-    /// programs that use it. The lock keeps udev from probing the device (systemd's convention).
+    /// Opens the device for reading and writing, for this process alone. O_EXCL keeps out
+    /// filesystems, RAID and other programs that use it. The lock keeps udev from probing the
+    /// device (systemd's convention).
     pub(crate) fn claim(&self, flags: c_int) -> BlockDeviceResult<File> {
         let failed = |source| BlockDeviceError::io("open", &self.path, source);
         self.refuse_uses()?;
@@ -75,8 +76,8 @@ impl Node {
             return Err(BlockDeviceError::ReadOnly { path: self.path.clone() });
         }
         drop(reader);
-        // Retry for a while: udev briefly locks a device that was closed, and the kernel releases the device of an io_uring
-        // only some time after its process has ended.
+        // Retry for a while: udev briefly locks a device that was closed, and the kernel releases
+        // the device of an io_uring only some time after its process has ended.
         for _ in 0..LOCK_TRIES {
             match self.open(libc::O_RDWR | libc::O_EXCL | flags) {
                 Ok(file) => {
@@ -236,12 +237,13 @@ pub(crate) fn sufficient_bytes(file: &File, path: &Path) -> BlockDeviceResult<u6
     Ok(bytes)
 }
 
-/// Drops the kernel's cache of a device, because a partition and its disk are cached separately. A precaution: failures
-/// are ignored.
+/// Drops the kernel's cache of a device, because a partition and its disk are cached separately. A
+/// precaution: failures are ignored.
 pub(crate) fn forget_cached(file: &File) {
     // SAFETY: the request takes no argument. It needs root.
     unsafe { libc::ioctl(file.as_raw_fd(), BLKFLSBUF, 0) };
-    // SAFETY: a plain system call on a descriptor that lives. It needs no right, and leaves what is in use.
+    // SAFETY: a plain system call on a descriptor that lives. It needs no right, and leaves what is
+    // in use.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
 }
 

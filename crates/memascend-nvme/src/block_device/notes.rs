@@ -1,7 +1,8 @@
-//! The note that a device keeps for its owner: the store's manifest. Two slots are written in turn, so that an
-//! interrupted write leaves the note before.
+//! The note that a device keeps for its owner: the store's manifest. Two slots are written in turn,
+//! so that an interrupted write leaves the note before.
 //!
-//! A slot begins with a block of 4096 bytes, numbers little-endian, the rest zero; the note follows.
+//! A slot begins with a block of 4096 bytes, numbers little-endian, the rest zero; the note
+//! follows.
 //!
 //! | bytes | |
 //! | --- | --- |
@@ -33,8 +34,8 @@ const SEQUENCE_MAX: u64 = u64::MAX / 2;
 pub struct FoundNote {
     /// The last whole note, unless it was removed.
     pub note: Option<Vec<u8>>,
-    /// Whether the other slot holds a damaged note that may have been newer. An interrupted write leaves one, and so does
-    /// damage.
+    /// Whether the other slot holds a damaged note that may have been newer. An interrupted write
+    /// leaves one, and so does damage.
     pub damaged: bool,
 }
 
@@ -119,7 +120,8 @@ impl Notes {
         Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
-    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). Returns once the note is on the medium.
+    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). Returns once the note is on the
+    /// medium.
     pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> io::Result<()> {
         self.put(medium, KEPT, note)
     }
@@ -150,8 +152,8 @@ impl Notes {
         medium.sync()
     }
 
-    /// The valid slot with the highest sequence number, and whether the other one is damaged and may be newer. A slot that
-    /// cannot be read is an error: its note may be newer than the other.
+    /// The valid slot with the highest sequence number, and whether the other one is damaged and
+    /// may be newer. A slot that cannot be read is an error: its note may be newer than the other.
     fn newest(&self, medium: &impl Medium) -> io::Result<(Option<Slot>, bool)> {
         let mut newest: Option<Slot> = None;
         let mut damaged = None;
@@ -251,8 +253,8 @@ mod tests {
         assert_eq!(bytes[end - 1], 0xff);
     }
 
-    /// On the image of a device with superblocks and two notes, a flipped bit changes the result, or lies in unused bytes.
-    /// `MEMASCEND_FLIPS` is how many places are tried, or `all`.
+    /// On the image of a device with superblocks and two notes, a flipped bit changes the result,
+    /// or lies in unused bytes. `MEMASCEND_FLIPS` is how many places are tried, or `all`.
     #[test]
     fn a_flipped_bit_is_noticed_or_in_unused_bytes() {
         use crate::block_device::format::Standing;
@@ -301,8 +303,8 @@ mod tests {
             } else {
                 assert!(matches!(standing, Standing::Whole(found) if found == superblock));
             }
-            // The superblock's copy is used only if the first superblock is damaged, and an older note only if the newer one
-            // is.
+            // The superblock's copy is used only if the first superblock is damaged, and an older
+            // note only if the newer one is.
             let expected = match place {
                 _ if within(newer, block + 5000) => FoundNote { note: before, damaged: true },
                 _ => FoundNote { note: newest, damaged: within(older, block) },
@@ -325,8 +327,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// A crash leaves any mixture of the old sectors of the slot and the new ones: the note before is read then,
-        /// or the new one if all of it arrived.
+        /// A crash leaves any mixture of the old sectors of the slot and the new ones: the note
+        /// before is read then, or the new one if all of it arrived.
         #[test]
         fn a_write_that_is_cut_short_leaves_the_note_before(
             lengths in prop::collection::vec(0_usize..20_000, 1..5),

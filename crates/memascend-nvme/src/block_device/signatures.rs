@@ -1,5 +1,5 @@
-//! Signatures of other programs on a device, found by libblkid. The library is loaded at run time. Where it is missing, a
-//! device is formatted only if the user named the device to be destroyed.
+//! Signatures of other programs on a device, found by libblkid. The library is loaded at run time.
+//! Where it is missing, a device is formatted only if the user named the device to be destroyed.
 
 use std::env;
 use std::error::Error;
@@ -19,8 +19,8 @@ use crate::{BlockDeviceError, BlockDeviceResult, Signature};
 const LIBRARY_VARIABLE: &str = "MEMASCEND_LIBBLKID";
 const USUAL_NAME: &str = "libblkid.so.1";
 
-/// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: superblocks with a wrong checksum are found
-/// and wiped too.
+/// `BLKID_SUBLKS_` `LABEL | UUID | TYPE | USAGE | VERSION | MAGIC | BADCSUM`: superblocks with a
+/// wrong checksum are found and wiped too.
 const SUPERBLOCK_FLAGS: c_int = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10;
 /// `BLKID_PARTS_` `FORCE_GPT | MAGIC`: a GPT without its protective MBR is found too.
 const PARTITION_FLAGS: c_int = 1 << 1 | 1 << 3;
@@ -31,7 +31,8 @@ const AMBIVALENT: c_int = -2;
 /// More signatures than any device has: ZFS writes 4 times 128 of them.
 const SIGNATURES_MAX: usize = 1024;
 
-/// The functions, with the signatures of `blkid.h`; a `blkid_probe` is a pointer, a `blkid_loff_t` an `int64_t`.
+/// The functions, with the signatures of `blkid.h`; a `blkid_probe` is a pointer, a `blkid_loff_t`
+/// an `int64_t`.
 struct Functions {
     new_probe: unsafe extern "C" fn() -> *mut c_void,
     free_probe: unsafe extern "C" fn(*mut c_void),
@@ -59,8 +60,8 @@ impl Blkid {
     pub(crate) fn load() -> Result<Self, String> {
         let name = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty());
         let name = name.unwrap_or_else(|| USUAL_NAME.into());
-        // SAFETY: loading runs the library's initialisers, which is what is asked for. Its finalisers never run, since the
-        // library is never unloaded.
+        // SAFETY: loading runs the library's initialisers, which is what is asked for. Its
+        // finalisers never run, since the library is never unloaded.
         let library = unsafe { Library::open(Some(&name), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         let library = ManuallyDrop::new(library.map_err(loader_error)?);
         // SAFETY: each field is declared with the signature that blkid.h gives its function.
@@ -82,8 +83,8 @@ impl Blkid {
         Ok(Self { functions })
     }
 
-    /// All signatures on the device. `file` must read through the page cache: the library's buffers are not
-    /// aligned for direct transfers.
+    /// All signatures on the device. `file` must read through the page cache: the library's buffers
+    /// are not aligned for direct transfers.
     pub(crate) fn signatures(&self, file: &File, path: &Path) -> BlockDeviceResult<Vec<Signature>> {
         let signatures = self.for_each_signature(file, path, |_| Ok(()))?;
         if !signatures.is_empty() {
@@ -129,7 +130,8 @@ impl Blkid {
             // SAFETY: the probe is live.
             match unsafe { (self.functions.do_probe)(probe.handle.as_ptr()) } {
                 FOUND => {
-                    // A partition table has a second header at the end of the device, and is named once.
+                    // A partition table has a second header at the end of the device, and is named
+                    // once.
                     signatures.extend(probe.signature().filter(|signature| !signatures.contains(signature)));
                     then(&probe)?;
                 }
@@ -147,7 +149,8 @@ impl Blkid {
             .ok_or_else(|| failed("blkid_new_probe", path))?;
         let probe = Probe { functions, handle };
         let handle = handle.as_ptr();
-        // SAFETY: the probe is live; the file outlives it, since it is dropped within the caller's call.
+        // SAFETY: the probe is live; the file outlives it, since it is dropped within the caller's
+        // call.
         let codes = unsafe {
             [
                 (functions.set_device)(handle, file.as_raw_fd(), 0, 0),
@@ -187,7 +190,8 @@ impl Probe<'_> {
     fn value(&self, name: &CStr) -> Option<String> {
         let mut data = ptr::null();
         let mut bytes = 0;
-        // SAFETY: the probe is live, the name a C string, and the function writes a pointer and a length.
+        // SAFETY: the probe is live, the name a C string, and the function writes a pointer and a
+        // length.
         let code = unsafe {
             (self.functions.lookup_value)(self.handle.as_ptr(), name.as_ptr(), &mut data, &mut bytes)
         };
@@ -202,7 +206,8 @@ impl Probe<'_> {
 
 impl Drop for Probe<'_> {
     fn drop(&mut self) {
-        // SAFETY: the probe is live and never used again. It does not close the file, which it did not open.
+        // SAFETY: the probe is live and never used again. It does not close the file, which it did
+        // not open.
         unsafe { (self.functions.free_probe)(self.handle.as_ptr()) };
     }
 }
@@ -210,7 +215,8 @@ impl Drop for Probe<'_> {
 /// A function of a library.
 ///
 /// # Safety
-/// `F` is a function pointer with the C signature of the function, and the library is never unloaded.
+/// `F` is a function pointer with the C signature of the function, and the library is never
+/// unloaded.
 unsafe fn function<F: Copy>(library: &Library, name: &'static CStr) -> Result<F, String> {
     // SAFETY: the caller's promise.
     unsafe { library.get::<F>(name) }.map(|symbol| *symbol).map_err(loader_error)

@@ -120,8 +120,8 @@ impl Superblock {
         if version != 0 && superblock.is_sound() { Ok(superblock) } else { Err(NotSuperblock::Damaged) }
     }
 
-    /// Whether the areas lie in order within the device, on block boundaries. A right checksum does not prove that the
-    /// writer was right.
+    /// Whether the areas lie in order within the device, on block boundaries. A right checksum does
+    /// not prove that the writer was right.
     fn is_sound(&self) -> bool {
         let numbers = [self.note_offset, self.note_bytes, self.data_offset, self.data_bytes];
         let ends =

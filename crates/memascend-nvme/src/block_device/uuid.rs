@@ -17,7 +17,8 @@ pub fn random_uuid() -> io::Result<Uuid> {
     Ok(uuid::Builder::from_random_bytes(bytes).into_uuid())
 }
 
-/// The UUID that `text` names: 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, divided by hyphens.
+/// The UUID that `text` names: 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, divided by
+/// hyphens.
 ///
 /// # Errors
 /// [`BlockDeviceError::NotUuid`] for any other text.

@@ -111,13 +111,15 @@ pub struct CountersSnapshot {
 }
 
 impl CountersSnapshot {
-    /// Bytes moved in both directions, per second in which a request was in flight. 0 before the first request.
+    /// Bytes moved in both directions, per second in which a request was in flight. 0 before the
+    /// first request.
     pub fn bytes_per_busy_second(&self) -> f64 {
         let seconds = self.busy.as_secs_f64();
         if seconds > 0.0 { (self.reads.bytes + self.writes.bytes) as f64 / seconds } else { 0.0 }
     }
 
-    /// Mean number of requests in flight while there was any (Little's law: the sum of latencies over the time).
+    /// Mean number of requests in flight while there was any (Little's law: the sum of latencies
+    /// over the time).
     pub fn in_flight_mean(&self) -> f64 {
         let seconds = self.busy.as_secs_f64();
         let sum = self.reads.latency_sum + self.writes.latency_sum;
@@ -125,8 +127,8 @@ impl CountersSnapshot {
     }
 }
 
-/// The counters of one direction. Latencies are of successful requests, from submission to completion. Quantiles are
-/// exact to within 7 %.
+/// The counters of one direction. Latencies are of successful requests, from submission to
+/// completion. Quantiles are exact to within 7 %.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DirectionSnapshot {
     /// Bytes moved.

@@ -33,11 +33,12 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Called when a request has ended, on an engine thread. The callback must be short and must never wait for I/O. It may
-/// submit requests.
+/// Called when a request has ended, on an engine thread. The callback must be short and must never
+/// wait for I/O. It may submit requests.
 pub type OnComplete = Box<dyn FnOnce(Completion) + Send>;
 
-/// Calls the callback. A panic in the callback does not end the thread, which must complete other requests.
+/// Calls the callback. A panic in the callback does not end the thread, which must complete other
+/// requests.
 pub(crate) fn run_callback(on_complete: OnComplete, completion: Completion) {
     // The panic hook has reported the panic; the callback borrowed nothing from the engine.
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| on_complete(completion)));
@@ -45,14 +46,15 @@ pub(crate) fn run_callback(on_complete: OnComplete, completion: Completion) {
 
 /// One transfer. The request owns its buffer until it completes.
 ///
-/// Between submission and completion the buffer of a read must not be accessed, and the buffer of a write must not be
-/// modified.
+/// Between submission and completion the buffer of a read must not be accessed, and the buffer of a
+/// write must not be modified.
 pub struct Request {
     /// Read or write.
     pub operation: Operation,
     /// Byte offset in the volume's data, a multiple of its alignment.
     pub offset: u64,
-    /// The buffer; its length, a multiple of the alignment and not zero, is the length of the transfer.
+    /// The buffer; its length, a multiple of the alignment and not zero, is the length of the
+    /// transfer.
     pub buffer: LeaseSlice,
     /// Called exactly once.
     pub on_complete: OnComplete,
@@ -71,7 +73,8 @@ pub trait Engine: Send + Sync {
     /// `ring`, `threads`, `sim` or `null`.
     fn name(&self) -> &'static str;
 
-    /// Queues a request. Requests complete in any order; a caller that needs an order waits for completions.
+    /// Queues a request. Requests complete in any order; a caller that needs an order waits for
+    /// completions.
     fn submit(&self, request: Request);
 
     /// Waits until the writes that have completed are on the medium.
@@ -80,13 +83,14 @@ pub trait Engine: Send + Sync {
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
 
-    /// Optional features of the system that are in use, and those requested that were refused, with the reason.
+    /// Optional features of the system that are in use, and those requested that were refused, with
+    /// the reason.
     fn features(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Registers an arena whose buffers will be transferred often. The engine keeps the arena alive. Waits for the engine's
-    /// thread, so a completion must not call this.
+    /// Registers an arena whose buffers will be transferred often. The engine keeps the arena
+    /// alive. Waits for the engine's thread, so a completion must not call this.
     fn register(&self, _pool: &Pool) {}
 
     /// Whether bytes reach the volume's own file, which must then have room for them.
@@ -133,11 +137,11 @@ pub struct EngineOptions {
     pub choice: EngineChoice,
     /// The most transfers in flight at once.
     pub depth: usize,
-    /// Poll the device for completions instead of taking interrupts. Slightly faster on NVMe drives with poll queues, at
-    /// the cost of a busy thread. Only for `ring`.
+    /// Poll the device for completions instead of taking interrupts. Slightly faster on NVMe drives
+    /// with poll queues, at the cost of a busy thread. Only for `ring`.
     pub io_poll: bool,
-    /// Have a kernel thread poll for submissions: submitting needs no system call, at the cost of that thread. Only for
-    /// `ring`.
+    /// Have a kernel thread poll for submissions: submitting needs no system call, at the cost of
+    /// that thread. Only for `ring`.
     pub sq_poll: bool,
 }
 

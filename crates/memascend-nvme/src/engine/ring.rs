@@ -16,10 +16,11 @@ use crate::{
     Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
 };
 
-/// The most bytes in flight. More would not be faster, and small requests would wait longer in the drive.
+/// The most bytes in flight. More would not be faster, and small requests would wait longer in the
+/// drive.
 const BYTES_IN_FLIGHT: usize = 32 << 20;
-/// Completions handled before more is submitted. Drives complete in bursts, and would idle while a whole burst is
-/// handled.
+/// Completions handled before more is submitted. Drives complete in bursts, and would idle while a
+/// whole burst is handled.
 const COMPLETIONS_AT_ONCE: usize = 2;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
@@ -28,7 +29,8 @@ const REGISTERED_BYTES_MAX: usize = 1 << 30;
 /// How long the kernel's submission thread polls for submissions before it sleeps, in milliseconds.
 const SQ_POLL_IDLE_MS: u32 = 2;
 
-/// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across requests.
+/// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across
+/// requests.
 pub struct RingEngine {
     queue: Option<Sender<Message>>,
     wake: Arc<Wake>,
@@ -62,8 +64,8 @@ impl Wake {
     }
 
     fn notify(&self) {
-        // SeqCst pairs with the ring thread's store-then-check: either the ring thread sees the new request, or this thread
-        // sees that the ring thread sleeps.
+        // SeqCst pairs with the ring thread's store-then-check: either the ring thread sees the new
+        // request, or this thread sees that the ring thread sleeps.
         if self.sleeping.swap(false, Ordering::SeqCst) {
             self.ring();
         }
@@ -84,8 +86,8 @@ impl Wake {
 }
 
 impl RingEngine {
-    /// Sets up the ring and starts its thread. Optional features that the kernel does not have are left out;
-    /// [`Engine::features`] lists those in use.
+    /// Sets up the ring and starts its thread. Optional features that the kernel does not have are
+    /// left out; [`Engine::features`] lists those in use.
     ///
     /// # Errors
     /// [`IoError::RingUnavailable`] where the system refuses io_uring (an old kernel, the sysctl
@@ -119,7 +121,8 @@ impl RingEngine {
             .name("memascend-ring".into())
             .spawn(move || driver.start(built, &ready))
             .map_err(unavailable)?;
-        // The ring belongs to the thread that enables it, so only that thread knows whether enabling worked.
+        // The ring belongs to the thread that enables it, so only that thread knows whether
+        // enabling worked.
         started.recv().unwrap_or_else(|_| Err(io::Error::other("its thread ended"))).map_err(unavailable)?;
         Ok(Self {
             queue: Some(queue),
@@ -204,8 +207,8 @@ struct Built {
     polls: bool,
 }
 
-/// The ring with as many features as the kernel has. Requested features that the kernel refuses are listed with the
-/// reason.
+/// The ring with as many features as the kernel has. Requested features that the kernel refuses are
+/// listed with the reason.
 fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
     let mut refused = Vec::new();
     let mut wanted = options;
@@ -263,7 +266,8 @@ fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
     Err(last.expect("something was tried"))
 }
 
-/// Whether the device has queues to poll and answers polled reads. Reads a block of the volume through a separate ring.
+/// Whether the device has queues to poll and answers polled reads. Reads a block of the volume
+/// through a separate ring.
 fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
     if !file.polls() {
         // An empty file cannot be probed by a read.
@@ -312,8 +316,8 @@ struct Driver {
     arena: Option<Arena>,
 }
 
-/// The registered arena. Holding the pool keeps other memory from being mapped at the arena's addresses while they are
-/// registered.
+/// The registered arena. Holding the pool keeps other memory from being mapped at the arena's
+/// addresses while they are registered.
 struct Arena {
     _pool: Pool,
     start: usize,
@@ -357,11 +361,12 @@ impl Driver {
             self.arm_wake(ring);
             self.fill(ring);
             let idle = self.in_flight == 0;
-            // The wake-up read must have ended too, or the kernel could still write to its word. Dropping the engine always
-            // rings, so the read does end.
+            // The wake-up read must have ended too, or the kernel could still write to its word.
+            // Dropping the engine always rings, so the read does end.
             if !self.open && idle && self.schedule.is_empty() && !self.wake_armed {
-                // Unregister now rather than when the kernel frees the ring: another process may open the device at once, and
-                // the next ring's buffers count against the same limit.
+                // Unregister now rather than when the kernel frees the ring: another process may
+                // open the device at once, and the next ring's buffers count against the same
+                // limit.
                 if self.fixed_file {
                     let _ = ring.submitter.unregister_files();
                 }
@@ -372,7 +377,8 @@ impl Driver {
             }
             if self.open {
                 self.wake.sleeping.store(true, Ordering::SeqCst);
-                // A sender that did not see the store above does not ring: check the queue once more.
+                // A sender that did not see the store above does not ring: check the queue once
+                // more.
                 if !self.messages.is_empty() {
                     self.wake.sleeping.store(false, Ordering::SeqCst);
                     let _ = ring.submitter.submit();
@@ -432,7 +438,8 @@ impl Driver {
             vectors.push(libc::iovec { iov_base, iov_len });
             left -= iov_len;
         }
-        // SAFETY: the arena is mapped, and stays so while `self.arena` holds its pool, which outlives the ring.
+        // SAFETY: the arena is mapped, and stays so while `self.arena` holds its pool, which
+        // outlives the ring.
         let registered = unsafe { ring.submitter.register_buffers(&vectors) };
         self.features.locked().push(match registered {
             Ok(()) => {
@@ -541,8 +548,9 @@ struct Ring<'a> {
 }
 
 impl Drop for Driver {
-    /// After an orderly end nothing is in flight. After a panic the kernel may still use the submitted buffers: they are
-    /// leaked. Waiting threads are notified when the callbacks are dropped.
+    /// After an orderly end nothing is in flight. After a panic the kernel may still use the
+    /// submitted buffers: they are leaked. Waiting threads are notified when the callbacks are
+    /// dropped.
     fn drop(&mut self) {
         for request in self.schedule.drain() {
             std::mem::forget(request.buffer);

@@ -1,4 +1,5 @@
-//! Which part of which request comes next, and how the result of a part is handled: the same for every engine.
+//! Which part of which request comes next, and how the result of a part is handled: the same for
+//! every engine.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,11 +17,13 @@ const RETRIES: u32 = 1000;
 /// How often in a row a transfer may move less than a block.
 const CRUMBS: u32 = 16;
 
-/// The requests of a volume, cut into parts, in the order in which an engine carries the parts out. Every engine uses a
-/// schedule: short transfers, EAGAIN and errors are handled here and nowhere else.
+/// The requests of a volume, cut into parts, in the order in which an engine carries the parts out.
+/// Every engine uses a schedule: short transfers, EAGAIN and errors are handled here and nowhere
+/// else.
 ///
-/// Four queues, large and small requests of either direction, are served in turn. So a small request does not wait behind
-/// a large one, and a read that computation waits for does not wait behind all write-backs.
+/// Four queues, large and small requests of either direction, are served in turn. So a small
+/// request does not wait behind a large one, and a read that computation waits for does not wait
+/// behind all write-backs.
 pub(crate) struct Schedule {
     part_bytes: usize,
     /// A short transfer is resumed at a multiple of this.
@@ -71,7 +74,8 @@ pub(crate) struct Transfer {
     pub(crate) offset: u64,
     pub(crate) address: *mut u8,
     pub(crate) bytes: usize,
-    /// How often in a row nothing moved. An engine with nothing else to do waits a little longer each time.
+    /// How often in a row nothing moved. An engine with nothing else to do waits a little longer
+    /// each time.
     pub(crate) retries: u32,
 }
 
@@ -143,8 +147,8 @@ impl Schedule {
         Transfer { operation: request.operation, offset, address, bytes, retries }
     }
 
-    /// Handles the result of a part: bytes moved, or the system's error. Returns the request if it has ended. A part that
-    /// moved only partly is queued again.
+    /// Handles the result of a part: bytes moved, or the system's error. Returns the request if it
+    /// has ended. A part that moved only partly is queued again.
     pub(crate) fn complete(&mut self, part: usize, result: io::Result<usize>) -> Option<Ended> {
         let piece = &mut self.parts[part];
         let failure = match result {

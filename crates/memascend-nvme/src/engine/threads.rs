@@ -41,7 +41,8 @@ static MOVING: Kind = Kind { name: "threads", needs_room: true, carry_out: move_
 static NULL: Kind = Kind { name: "null", needs_room: false, carry_out: |_, transfer| Ok(transfer.bytes) };
 
 impl ThreadsEngine {
-    /// The default number of threads: enough to keep the queue of a SATA or NVMe drive from emptying.
+    /// The default number of threads: enough to keep the queue of a SATA or NVMe drive from
+    /// emptying.
     pub const DEFAULT_THREADS: usize = 8;
 
     /// Starts `threads` I/O threads (at least one).
@@ -52,9 +53,9 @@ impl ThreadsEngine {
         Self::of(&MOVING, file, threads)
     }
 
-    /// An engine that completes every request at once, on a thread of its own, and moves nothing. It replays the schedule
-    /// of a model that neither the volumes nor the host memory could hold. A read leaves the buffer as it was, so results
-    /// computed from the buffer are meaningless.
+    /// An engine that completes every request at once, on a thread of its own, and moves nothing.
+    /// It replays the schedule of a model that neither the volumes nor the host memory could hold.
+    /// A read leaves the buffer as it was, so results computed from the buffer are meaningless.
     ///
     /// # Errors
     /// If the system starts no thread.
@@ -127,7 +128,8 @@ fn move_bytes(file: &VolumeFile, transfer: &Transfer) -> io::Result<usize> {
     }
     let offset = i64::try_from(file.position(transfer.offset)).expect("offsets fit in i64");
     let vector = libc::iovec { iov_base: transfer.address.cast(), iov_len: transfer.bytes };
-    // SAFETY: the range lies inside the request's buffer, which the request owns until the part is complete.
+    // SAFETY: the range lies inside the request's buffer, which the request owns until the part is
+    // complete.
     let moved = unsafe {
         match transfer.operation {
             Operation::Read => libc::preadv2(file.fd(), &raw const vector, 1, offset, 0),

@@ -13,7 +13,8 @@ use crate::{Completion, Engine, IoError, Operation, Request, Result};
 pub struct Workload {
     /// How many of 100 requests are reads.
     pub read_percent: u32,
-    /// Whether offsets are random. If not, they are sequential and wrap around at the end of the span.
+    /// Whether offsets are random. If not, they are sequential and wrap around at the end of the
+    /// span.
     pub random: bool,
     /// Length of a request.
     pub request_bytes: usize,
@@ -57,8 +58,9 @@ impl Measured {
 }
 
 impl Workload {
-    /// Runs on `engine` with buffers from `pool`, which must have `depth` of them free. Every completion submits the next
-    /// request from the engine's own thread, so that the depth is constant. Writes write what the buffers contain.
+    /// Runs on `engine` with buffers from `pool`, which must have `depth` of them free. Every
+    /// completion submits the next request from the engine's own thread, so that the depth is
+    /// constant. Writes write what the buffers contain.
     ///
     /// # Errors
     /// The first transfer that failed.

@@ -11,8 +11,8 @@ use crate::error::file_error;
 use crate::volume::lock::DirectoryLock;
 use crate::{BLOCK_BYTES, Geometry, IoError, Result, Volume};
 
-/// A directory that this process alone uses. Dropping the value removes the lock file, and the directory too if this
-/// process made the directory and nothing else lies in it.
+/// A directory that this process alone uses. Dropping the value removes the lock file, and the
+/// directory too if this process made the directory and nothing else lies in it.
 #[derive(Debug)]
 pub(super) struct HeldDirectory {
     /// Absolute: the process may change its working directory before the volume is closed.
@@ -40,11 +40,13 @@ impl HeldDirectory {
         let mut held = Self { path, made: false, lock: None, origin: Origin::here() };
         let directory = &held.path;
         if create && !directory.exists() {
-            // Only the last part of the path: a missing parent is a typing error or a drive that is not mounted.
+            // Only the last part of the path: a missing parent is a typing error or a drive that is
+            // not mounted.
             std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
             held.made = true;
-            // A crash must not lose the directory's name with what is committed in the directory. A failure is ignored:
-            // a user may have the right to write to the parent and not the right to read the parent.
+            // A crash must not lose the directory's name with what is committed in the directory. A
+            // failure is ignored: a user may have the right to write to the parent and not the
+            // right to read the parent.
             let directory = &held.path;
             let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
         }
@@ -65,7 +67,8 @@ impl HeldDirectory {
         let path = self.path.join(Volume::FILE_NAME);
         let open = |flags: i32| {
             let mut options = OpenOptions::new();
-            // A link to another file in this place is not followed: writing would destroy that file.
+            // A link to another file in this place is not followed: writing would destroy that
+            // file.
             let flags = flags | libc::O_NOFOLLOW;
             options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
         };
@@ -104,8 +107,9 @@ impl Drop for HeldDirectory {
     }
 }
 
-/// Makes a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file in place. Otherwise allocating blocks
-/// beforehand does not help when the drive is full. Other filesystems refuse the flag and do not need it.
+/// Makes a copy-on-write filesystem (Btrfs) overwrite the blocks of an empty file in place.
+/// Otherwise allocating blocks beforehand does not help when the drive is full. Other filesystems
+/// refuse the flag and do not need it.
 pub(super) fn write_in_place(file: &File) {
     const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
     let mut flags: libc::c_int = 0;

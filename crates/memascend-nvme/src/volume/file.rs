@@ -57,7 +57,8 @@ impl VolumeFile {
         self.file.sync_data().map_err(|source| file_error("sync", &self.path, source))
     }
 
-    /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno and why.
+    /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno
+    /// and why.
     pub(crate) fn check(
         &self,
         offset: u64,
@@ -85,8 +86,9 @@ impl VolumeFile {
         Ok(())
     }
 
-    /// Checks that the file is still as long as it was made. A read behind the end fails by itself. A write there would
-    /// make the file longer again, with zeros in between, so every write calls this first.
+    /// Checks that the file is still as long as it was made. A read behind the end fails by itself.
+    /// A write there would make the file longer again, with zeros in between, so every write calls
+    /// this first.
     pub(crate) fn check_length(&self) -> io::Result<()> {
         let least_bytes = self.least_bytes.load(Ordering::Acquire);
         if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {

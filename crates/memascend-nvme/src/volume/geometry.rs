@@ -8,15 +8,18 @@ use std::path::PathBuf;
 /// The alignments that a volume requires of transfers, and the length that it prefers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Offsets and lengths are multiples of this: the logical block size, 512 or 4096 on most drives.
+    /// Offsets and lengths are multiples of this: the logical block size, 512 or 4096 on most
+    /// drives.
     pub block_bytes: usize,
     /// Addresses of buffers are multiples of this.
     pub memory_bytes: usize,
-    /// Larger requests are cut into parts of this size, so that they fill the drive's queue and let others through.
+    /// Larger requests are cut into parts of this size, so that they fill the drive's queue and let
+    /// others through.
     pub part_bytes: usize,
 }
 
-/// The largest part. Larger ones are faster on no drive, and small requests wait longer behind them.
+/// The largest part. Larger ones are faster on no drive, and small requests wait longer behind
+/// them.
 const PART_BYTES_MAX: usize = 1 << 20;
 /// The smallest part, even if a device prefers less: every part costs a submission.
 const PART_BYTES_MIN: usize = 128 << 10;
@@ -27,8 +30,8 @@ impl Geometry {
         Self { block_bytes: 1, memory_bytes: 1, part_bytes: PART_BYTES_MAX }
     }
 
-    /// What direct transfers on `file` need, or None where they are refused: by statx (Linux 6.1 and newer), else by the
-    /// device's logical block size.
+    /// What direct transfers on `file` need, or None where they are refused: by statx (Linux 6.1
+    /// and newer), else by the device's logical block size.
     pub(crate) fn direct(file: &File) -> Option<Self> {
         let part_bytes = part_bytes(file);
         let logical = || queue_limit(file, "logical_block_size").unwrap_or(crate::BLOCK_BYTES);
@@ -40,8 +43,8 @@ impl Geometry {
     }
 }
 
-/// Alignments of memory and of offsets by statx. Zeros where O_DIRECT is not supported, `None` where the kernel does not
-/// report them.
+/// Alignments of memory and of offsets by statx. Zeros where O_DIRECT is not supported, `None`
+/// where the kernel does not report them.
 fn dio_alignment(file: &File) -> Option<(usize, usize)> {
     const STATX_DIOALIGN: u32 = 0x2000;
     let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();

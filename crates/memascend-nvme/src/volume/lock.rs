@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::{IoError, Result};
 
-/// Exclusive use of a directory. The kernel releases the lock when the process ends in any way, so the lock file of a
-/// killed process does not block other processes.
+/// Exclusive use of a directory. The kernel releases the lock when the process ends in any way, so
+/// the lock file of a killed process does not block other processes.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     _file: File,
@@ -46,8 +46,8 @@ impl DirectoryLock {
                 let owner = if owner.trim().is_empty() { "unknown".into() } else { owner.trim().to_owned() };
                 return Err(IoError::InUse { path: directory.to_owned(), owner });
             }
-            // The last owner may have removed the file between opening and locking. Then the locked file is not the one at
-            // the path, and the loop tries again.
+            // The last owner may have removed the file between opening and locking. Then the locked
+            // file is not the one at the path, and the loop tries again.
             let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
             if file.metadata().map(inode).ok() != std::fs::metadata(&path).map(inode).ok() {
                 continue;

@@ -22,8 +22,9 @@ use crate::volume::directory::{HeldDirectory, write_in_place};
 use crate::volume::file::VolumeFile;
 use crate::{Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
 
-/// One directory with a preallocated file in it, or one raw block device formatted for memascend. It is held
-/// exclusively. A directory's file is removed on drop unless [`Volume::keep`] was called.
+/// One directory with a preallocated file in it, or one raw block device formatted for memascend.
+/// It is held exclusively. A directory's file is removed on drop unless [`Volume::keep`] was
+/// called.
 #[derive(Debug)]
 pub struct Volume {
     path: PathBuf,
@@ -48,11 +49,12 @@ impl Volume {
     /// Name of the file that marks a directory whose volume was kept.
     pub const NOTE_NAME: &'static str = "memascend.json";
 
-    /// Makes an empty volume of `path`: a directory (made if missing), a block device or `UUID=…` of a device, which must
-    /// have been formatted. What a killed run left there is overwritten; a volume that was kept is refused.
+    /// Makes an empty volume of `path`: a directory (made if missing), a block device or `UUID=…`
+    /// of a device, which must have been formatted. What a killed run left there is overwritten; a
+    /// volume that was kept is refused.
     ///
-    /// Transfers bypass the page cache (O_DIRECT) where that is possible and `direct` is wanted; [`Volume::notice`] says
-    /// when it was refused.
+    /// Transfers bypass the page cache (O_DIRECT) where that is possible and `direct` is wanted;
+    /// [`Volume::notice`] says when it was refused.
     pub fn create(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::open_place(path, direct, true)?;
         // Until the volume is known to hold no kept store, an error must not remove the file.
@@ -69,7 +71,8 @@ impl Volume {
         Ok(volume)
     }
 
-    /// Opens a volume that was kept, for reading and writing. [`Volume::read_note`] returns its note.
+    /// Opens a volume that was kept, for reading and writing. [`Volume::read_note`] returns its
+    /// note.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::attach(path, direct)?;
         if volume.read_note()?.is_none() {
@@ -78,7 +81,8 @@ impl Volume {
         Ok(volume)
     }
 
-    /// As [`Volume::open`], also where there is no note: the volume may belong to a store whose note is on another one.
+    /// As [`Volume::open`], also where there is no note: the volume may belong to a store whose
+    /// note is on another one.
     pub fn attach(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::open_place(path, direct, false)?;
         volume.keep.store(true, Ordering::Release);
@@ -164,7 +168,8 @@ impl Volume {
         &self.path
     }
 
-    /// A name that finds the volume again: `UUID=…` for a device, the absolute path for a directory.
+    /// A name that finds the volume again: `UUID=…` for a device, the absolute path for a
+    /// directory.
     pub fn identity(&self) -> String {
         match &self.place {
             Place::Device(device) => format!("UUID={}", device.id()),
@@ -185,13 +190,15 @@ impl Volume {
         self.notice.as_deref()
     }
 
-    /// How many bytes of data the volume can hold: a device's data area. `None` for a directory, whose file grows.
+    /// How many bytes of data the volume can hold: a device's data area. `None` for a directory,
+    /// whose file grows.
     pub fn capacity(&self) -> Option<u64> {
         self.file.data_bytes
     }
 
-    /// Reserves the first `bytes` bytes, with every block allocated, so that no later write runs out of space. Fails with
-    /// [`IoError::NoSpace`] before changing anything if there is not enough space.
+    /// Reserves the first `bytes` bytes, with every block allocated, so that no later write runs
+    /// out of space. Fails with [`IoError::NoSpace`] before changing anything if there is not
+    /// enough space.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let mut reserved = self.reserved_bytes.locked();
         if bytes <= *reserved {
@@ -226,7 +233,8 @@ impl Volume {
             match source.raw_os_error() {
                 Some(libc::EINTR) => continue,
                 Some(libc::ENOSPC) => return Err(no_space()),
-                // A filesystem without fallocate: only the length is set, and blocks are allocated by writes.
+                // A filesystem without fallocate: only the length is set, and blocks are allocated
+                // by writes.
                 Some(libc::EOPNOTSUPP) => {
                     return file
                         .file
@@ -259,7 +267,8 @@ impl Volume {
         }
         // SAFETY: statvfs succeeded and filled it.
         let stat = unsafe { stat.assume_init() };
-        // A filesystem that counts no blocks (ramfs, some FUSE filesystems) does not report free space.
+        // A filesystem that counts no blocks (ramfs, some FUSE filesystems) does not report free
+        // space.
         Ok(if stat.f_blocks == 0 { u64::MAX } else { stat.f_bavail * stat.f_frsize })
     }
 

@@ -1,4 +1,5 @@
-//! The note of a volume. In a directory, the note is a file that appears whole and durably, or not at all.
+//! The note of a volume. In a directory, the note is a file that appears whole and durably, or not
+//! at all.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -12,18 +13,21 @@ use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
 
 /// The place of a volume's note.
 pub trait NoteKeeper: Send + Sync {
-    /// The note, which is on the medium when this returns. A killed process may have written the note without waiting for
-    /// the medium, and the caller may overwrite data that only the note before refers to.
+    /// The note, which is on the medium when this returns. A killed process may have written the
+    /// note without waiting for the medium, and the caller may overwrite data that only the note
+    /// before refers to.
     fn find_note(&self) -> Result<FoundNote>;
 
-    /// Replaces the note. When this returns, the note is on the medium. An interrupted write leaves the note before.
+    /// Replaces the note. When this returns, the note is on the medium. An interrupted write leaves
+    /// the note before.
     fn write_note(&self, note: &[u8]) -> Result<()>;
 
     /// Removes the note. When this returns, the removal is on the medium.
     fn clear_note(&self) -> Result<()>;
 }
 
-/// The longest note that is read from a directory: far longer than any that a store writes, and small enough to load.
+/// The longest note that is read from a directory: far longer than any that a store writes, and
+/// small enough to load.
 const NOTE_BYTES_MAX: u64 = 256 << 20;
 
 /// The contents of a note's file. A symbolic link is refused.
@@ -55,8 +59,9 @@ pub(super) fn find(directory: &Path) -> Result<FoundNote> {
 
 /// Writes a file that appears whole and durably, or not at all, with zeros behind it.
 ///
-/// Two files are used in turn: the spare file is written and then exchanged with the current one. The spare file has its
-/// blocks already, so a note about as long as the one before can be written when the filesystem is full.
+/// Two files are used in turn: the spare file is written and then exchanged with the current one.
+/// The spare file has its blocks already, so a note about as long as the one before can be written
+/// when the filesystem is full.
 pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
     let (path, spare) = (directory.join(Volume::NOTE_NAME), spare_of(directory));
     let replace = || {
@@ -64,7 +69,8 @@ pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
         if exchange(&spare, &path).is_err() {
             // There was no note before, or the filesystem cannot exchange files.
             std::fs::rename(&spare, &path)?;
-            // Make the spare file for the next note. A failure is ignored here: the next write reports it.
+            // Make the spare file for the next note. A failure is ignored here: the next write
+            // reports it.
             let _ = fill_spare(&spare, &[], length);
         }
         File::open(directory)?.sync_all()
@@ -80,7 +86,8 @@ pub(super) fn clear(directory: &Path) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     };
-    // The caller is about to change the data that the note describes, so the removal must be durable.
+    // The caller is about to change the data that the note describes, so the removal must be
+    // durable.
     removed
         .and_then(|()| File::open(directory)?.sync_all())
         .map_err(|source| file_error("remove", &path, source))
@@ -95,7 +102,8 @@ pub(super) fn remove_spare(directory: &Path) {
     let _ = std::fs::remove_file(spare_of(directory));
 }
 
-/// Overwrites the whole spare file with `bytes` and zeros, and extends it to at least `least` bytes. Returns its length.
+/// Overwrites the whole spare file with `bytes` and zeros, and extends it to at least `least`
+/// bytes. Returns its length.
 fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
     let open = || {
         let mut options = OpenOptions::new();

@@ -31,7 +31,8 @@ fn a_store_is_its_owners_alone() {
     assert_eq!(files, 4, "data, lock, note and the room for the next");
 }
 
-/// Otherwise a user who can write to the directory could have any file of the process's owner overwritten.
+/// Otherwise a user who can write to the directory could have any file of the process's owner
+/// overwritten.
 #[test]
 fn links_in_the_place_of_its_files_are_not_followed() {
     let names = [Volume::FILE_NAME, "memascend.lock", Volume::NOTE_NAME];

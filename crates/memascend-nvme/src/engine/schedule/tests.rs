@@ -67,7 +67,8 @@ fn answer() -> impl Strategy<Value = Answer> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Requests on places of their own, carried out in any order with any answers, against plain memory.
+    /// Requests on places of their own, carried out in any order with any answers, against plain
+    /// memory.
     #[test]
     fn every_request_ends_once_with_all_of_its_bytes_or_with_its_first_error(
         requests in prop::collection::vec((any::<bool>(), 1_usize..20), 1..8),

@@ -12,14 +12,15 @@ use crate::{BLOCK_BYTES, Geometry, Operation};
 
 /// What the simulated medium writes whole or not at all.
 pub(super) const SECTOR_BYTES: usize = 512;
-/// Larger requests are cut. Far smaller than a drive's, so that small tests have requests of many parts.
+/// Larger requests are cut. Far smaller than a drive's, so that small tests have requests of many
+/// parts.
 pub(super) const PART_BYTES: usize = 32 << 10;
 
 /// Where the slots for notes lie on a disk that has them: far behind all data.
 pub(super) const NOTE_OFFSET: u64 = 1 << 40;
 
-/// The medium behind simulated engines. Flushed data survives [`SimDisk::crash`]; other data may or may not. Blocks that
-/// were never written read as zeros.
+/// The medium behind simulated engines. Flushed data survives [`SimDisk::crash`]; other data may or
+/// may not. Blocks that were never written read as zeros.
 pub struct SimDisk {
     pub(super) faults: Faults,
     pub(super) power: Arc<Power>,
@@ -42,7 +43,8 @@ pub(super) struct Disk {
 #[derive(Default)]
 pub(super) struct NoteFile {
     pub(super) durable: Option<Vec<u8>>,
-    /// A rename that was not flushed: to no file, or to a file with its bytes and whether they were flushed.
+    /// A rename that was not flushed: to no file, or to a file with its bytes and whether they were
+    /// flushed.
     pub(super) renamed: Option<Option<(Vec<u8>, bool)>>,
 }
 
@@ -94,14 +96,16 @@ impl SimDisk {
         self.lock().room_bytes = bytes;
     }
 
-    /// Changes a flushed byte, as a failing drive may. Returns false where nothing was ever written.
+    /// Changes a flushed byte, as a failing drive may. Returns false where nothing was ever
+    /// written.
     pub fn flip(&self, place: u64, change: u8) -> bool {
         let mut disk = self.lock();
         let block = disk.durable.get_mut(&(place / BLOCK_BYTES as u64));
         block.map(|block| block[(place % BLOCK_BYTES as u64) as usize] ^= change).is_some()
     }
 
-    /// Ends a power failure. Each block that was not flushed is on the medium or is not. The disk may be used again.
+    /// Ends a power failure. Each block that was not flushed is on the medium or is not. The disk
+    /// may be used again.
     pub fn crash(&self) {
         let mut disk = self.lock();
         let cached = std::mem::take(&mut disk.cached);
@@ -143,8 +147,8 @@ impl SimDisk {
         self.lock().injected
     }
 
-    /// The geometry that the seed chooses. The volume file's own geometry is not used: a run must not depend on the
-    /// filesystem.
+    /// The geometry that the seed chooses. The volume file's own geometry is not used: a run must
+    /// not depend on the filesystem.
     pub(super) fn geometry(&self) -> Geometry {
         let block_bytes = if self.faults.seed.is_multiple_of(2) { SECTOR_BYTES } else { BLOCK_BYTES };
         Geometry { block_bytes, memory_bytes: block_bytes, part_bytes: PART_BYTES }

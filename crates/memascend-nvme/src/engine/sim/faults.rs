@@ -5,8 +5,9 @@ use std::str::FromStr;
 #[cfg(doc)]
 use crate::testing::SimDisk;
 
-/// Faults of a [`SimDisk`]. Each `…_one_in` is how many operations there are to a fault, 0 for none. Which operations are
-/// hit follows from the seed, the place and how often that place was used, not from the time or from other threads.
+/// Faults of a [`SimDisk`]. Each `…_one_in` is how many operations there are to a fault, 0 for
+/// none. Which operations are hit follows from the seed, the place and how often that place was
+/// used, not from the time or from other threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Seed of everything random.
@@ -15,7 +16,8 @@ pub struct Faults {
     pub read_error_one_in: u64,
     /// Writes that fail, with ENOSPC or with EIO, after which some of it may have been written.
     pub write_error_one_in: u64,
-    /// Transfers of more than a block that move a block at least, but not all: up to any sector or byte.
+    /// Transfers of more than a block that move a block at least, but not all: up to any sector or
+    /// byte.
     pub short_one_in: u64,
     /// Transfers that are refused with EAGAIN or EINTR, to be tried again.
     pub again_one_in: u64,
@@ -23,10 +25,11 @@ pub struct Faults {
     pub misdirected_one_in: u64,
     /// Flushes that do nothing and report success.
     pub lost_flush_one_in: u64,
-    /// Whether a crash may write only some sectors of a block. If not, blocks are written whole or not at all.
+    /// Whether a crash may write only some sectors of a block. If not, blocks are written whole or
+    /// not at all.
     pub torn: bool,
-    /// How many parts of transfers are held back at most, to end in the order of their random latencies. Latencies are
-    /// virtual: no thread waits for them.
+    /// How many parts of transfers are held back at most, to end in the order of their random
+    /// latencies. Latencies are virtual: no thread waits for them.
     pub reorder: usize,
 }
 

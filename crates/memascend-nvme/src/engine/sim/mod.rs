@@ -1,4 +1,5 @@
-//! The simulated drive: an engine over a disk in memory, with the scheduling of the real engines and seeded faults.
+//! The simulated drive: an engine over a disk in memory, with the scheduling of the real engines
+//! and seeded faults.
 
 mod disk;
 mod faults;
@@ -24,7 +25,8 @@ pub use self::power::Power;
 use crate::engine::schedule::{Ended, Schedule};
 use crate::{Counters, CountersSnapshot, Engine, IoError, NoteKeeper, Request, Result, VolumeFile};
 
-/// An engine over a [`SimDisk`]: the scheduling of the real ones, seeded faults and reordering, for tests.
+/// An engine over a [`SimDisk`]: the scheduling of the real ones, seeded faults and reordering, for
+/// tests.
 pub struct SimEngine {
     shared: Arc<Shared>,
     pump: Option<JoinHandle<()>>,
@@ -51,8 +53,8 @@ struct State {
 }
 
 impl SimEngine {
-    /// An engine without a thread: calls of `submit` and [`SimEngine::drain`] carry requests out. With one calling thread a
-    /// run repeats exactly.
+    /// An engine without a thread: calls of `submit` and [`SimEngine::drain`] carry requests out.
+    /// With one calling thread a run repeats exactly.
     pub fn new(file: &Arc<VolumeFile>, disk: Arc<SimDisk>) -> Self {
         let schedule = Schedule::with(disk.geometry());
         let state = State { schedule, held: BinaryHeap::new(), clock: 0, taken: 0, open: true };
@@ -119,7 +121,8 @@ impl Shared {
         let Reverse((due, _, part)) = state.held.pop().expect("one is held");
         state.clock = state.clock.max(due);
         let transfer = state.schedule.transfer(part);
-        // SAFETY: the range lies in the request's buffer, which the request owns until the part is complete.
+        // SAFETY: the range lies in the request's buffer, which the request owns until the part is
+        // complete.
         let buffer = unsafe { std::slice::from_raw_parts_mut(transfer.address, transfer.bytes) };
         let result = self.disk.carry_out(transfer.operation, transfer.offset, buffer);
         let ended = state.schedule.complete(part, result);
@@ -128,7 +131,8 @@ impl Shared {
         true
     }
 
-    /// Takes as many parts as the disk works on at once; the others wait in the schedule, as they do before a drive's queue.
+    /// Takes as many parts as the disk works on at once; the others wait in the schedule, as they
+    /// do before a drive's queue.
     fn hold_back(&self, state: &mut State) {
         while state.held.len() <= self.disk.faults.reorder {
             let Some(part) = state.schedule.next() else { return };

@@ -36,7 +36,8 @@ impl SimDisk {
         while done < buffer.len() {
             let end = buffer.len().min(done + PART_BYTES);
             match self.carry_out(operation, offset + done as u64, &mut buffer[done..end]) {
-                // As the schedule does: a transfer that ends inside a block is resumed at the start of that block.
+                // As the schedule does: a transfer that ends inside a block is resumed at the start
+                // of that block.
                 Ok(bytes) => done += bytes / self.geometry().block_bytes * self.geometry().block_bytes,
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
                 Err(error) => return Err(error),
@@ -45,7 +46,8 @@ impl SimDisk {
         Ok(())
     }
 
-    /// Replaces the note's file: the new file is written and flushed, then renamed, then the directory is flushed.
+    /// Replaces the note's file: the new file is written and flushed, then renamed, then the
+    /// directory is flushed.
     fn replace_file(&self, note: Option<&[u8]>) -> io::Result<()> {
         let mut flushed = false;
         if note.is_some() {

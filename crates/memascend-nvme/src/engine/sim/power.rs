@@ -28,7 +28,8 @@ impl Power {
         Arc::default()
     }
 
-    /// Cuts the power at operation `count` from now; 1 is the next. That operation is interrupted, and all later ones fail.
+    /// Cuts the power at operation `count` from now; 1 is the next. That operation is interrupted,
+    /// and all later ones fail.
     pub fn cut_at(&self, count: u64) {
         let mut state = self.lock();
         state.cut_at = Some(state.count + count);

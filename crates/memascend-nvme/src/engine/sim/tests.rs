@@ -99,7 +99,8 @@ fn requests_overtake_one_another_only_where_that_was_asked_for() {
             1 => assert!(overtaken > 5, "{overtaken}"),
             _ => assert!(overtaken > 30, "{overtaken}"),
         }
-        // Held back, not lost: nothing is overtaken by more than there may be, with what waits behind them.
+        // Held back, not lost: nothing is overtaken by more than there may be, with what waits
+        // behind them.
         assert!(order.iter().enumerate().all(|(at, index)| at.abs_diff(*index) <= 30), "{order:?}");
     }
 }
