@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 def train(
     model: nn.Module, scaler: torch.amp.GradScaler, *, overflow_at: tuple[int, ...] = (), clip: float | None = None
 ) -> tuple[list[torch.Tensor], list[float], memascend.AdamW]:
-    """Some steps with scaled losses; in some of them the loss overflows. Norms, scales and the optimizer."""
+    """Take steps with scaled losses, some of which overflow; return the norms, the scales and the optimizer."""
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
     norms, scales = [], []
     for step in range(5):
@@ -50,7 +50,7 @@ def test_the_same_bits_as_in_memory_with_pytorchs_own(offloaded: Callable[..., n
     assert scales[1] == scales[0] / 2, "the test overflows"
     assert ours.state_dict() == scaler.state_dict()
     for one, other in zip(our_norms, norms, strict=True):
-        # Of squares of gradients that were scaled, where PyTorch's were unscaled before.
+        # This norm sums squares of scaled gradients; PyTorch unscales before it sums.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
     if clip is None:
         tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
@@ -79,7 +79,7 @@ def test_an_overflowed_step_moves_no_state(offloaded: Callable[..., nn.Module]) 
     for key, state in before["state"].items():
         for name, value in state.items():
             assert torch.equal(now["state"][key][name], value), name
-    # And the next step is an ordinary one.
+    # The next step is an ordinary one.
     scaler.scale(model(**tiny.batch("llama", 10)).loss).backward()
     scaler.step(optimizer)
     assert int(optimizer.state_dict()["state"][0]["step"]) == int(before["state"][0]["step"]) + 1

@@ -1,4 +1,4 @@
-"""Numbers of the optimizers: beside torch.optim's and bitsandbytes', across threads, and where rounding is random.
+"""Results of the optimizers compared with torch.optim and bitsandbytes, across threads, and with stochastic rounding.
 
 What holds for a step of fp32 AdamW (Adam, AMSGrad, maximize) that starts from the same state as a step of
 `torch.optim.AdamW(foreach=False, fused=False)`, on random and on hostile inputs:
@@ -66,7 +66,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def places(values: torch.Tensor) -> torch.Tensor:
-    """Fp32 numbers counted from zero, in order, so that a difference is a distance in ulp. All NaN are one."""
+    """Number the fp32 values in order from zero, so that a difference is a distance in ulp. All NaNs are equal."""
     bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32).long()
     return torch.where(bits < 0, -(bits & 0x7FFF_FFFF), bits)
 
@@ -84,7 +84,7 @@ def ulp_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class CorrectRoot(TorchFunctionMode):
-    """Rounds PyTorch's fp32 square roots correctly, and counts them: fp64 has more than twice the places they need."""
+    """Count PyTorch's fp32 square roots, and round them correctly: fp64 has more than twice the digits for that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,11 +178,11 @@ def compare_steps(
     options: dict[str, Any],
     root: CorrectRoot | None = None,
 ) -> Differences:
-    """Steps of both, each from the state that the reference had before it."""
+    """Take each step with both optimizers, from the state that the reference had before it."""
     found = Differences()
     generator = torch.Generator().manual_seed(1)
     numel = len(GRADIENTS) * ELEMENTS
-    # As large as the updates to come, up to a million times smaller, and a hundred times larger.
+    # From a million times smaller than the updates to a hundred times larger.
     start = torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-20, 8, (numel,), generator=generator)
     one, other = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     mine, reference = ours([one], **options), theirs([other], **options)
@@ -242,7 +242,7 @@ def test_a_step_is_near_that_of_torch(options: dict[str, Any]) -> None:
 @vector_code
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "weight_decay" not in options])
 def test_a_step_is_the_fused_one_of_torch(name: str) -> None:
-    # Without decay, whose factor the fused step computes in fp32 and the others in fp64.
+    # No decay: the fused step computes its factor in fp32, the others in fp64.
     options = {"lr": 1e-2, **OPTIONS[name], "weight_decay": 0.0}
     found = compare_steps(memascend.AdamW, partial(torch.optim.AdamW, fused=True), options)
     print(found)
@@ -311,7 +311,7 @@ def common() -> Any:
     """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
     needs.package("expecttest")
     with warnings.catch_warnings():
-        # What it says of other packages that PyTorch's tests use is nothing to us.
+        # Ignore its warnings about other packages that PyTorch's tests use.
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_optimizers
 
@@ -401,7 +401,7 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 class BlockwiseAdamW:
-    """AdamW as bitsandbytes has it: both moments kept in codes of the dynamic map, a scale for 256 of them."""
+    """AdamW as in bitsandbytes: both moments are codes of the dynamic map, with one scale per 256 codes."""
 
     def __init__(self, weight: torch.Tensor, lr: float, eps: float, weight_decay: float) -> None:
         self.weight, self.lr, self.eps, self.weight_decay = weight, lr, eps, weight_decay
@@ -422,7 +422,7 @@ class BlockwiseAdamW:
 
 
 def rounded(values: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Return values as 8 bits keep them: the nearest of the map times the largest magnitude of a block of 256."""
+    """Return values after 8-bit quantisation: the nearest of the map times the largest magnitude of 256 values."""
     codes, scales = quantised(values, map_)
     return (map_[codes] * scales).flatten()[: values.numel()]
 
@@ -436,7 +436,7 @@ def quantised(values: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 PROBLEMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    # Gradients by noise, the weight (0 at the best) and a factor of each element.
+    # A gradient is noise plus the weight, whose optimum is 0, times a factor of the element.
     "noise": lambda noise, weight, factor: noise,
     "drift": lambda noise, weight, factor: noise + 0.3,
     "quadratic": lambda noise, weight, factor: weight + 0.1 * noise,
@@ -457,7 +457,7 @@ def test_8_bits_are_no_worse_than_those_of_bitsandbytes(problem: str) -> None:
     mine = memascend.AdamW([ours], states="8bit", **options)
     theirs = BlockwiseAdamW(start.clone(), **options)
     for _ in range(STEPS):
-        # The same gradients for all: those of the fp32 run.
+        # All runs get the gradients of the fp32 run.
         gradient = PROBLEMS[problem](torch.randn(numel, generator=generator), exact.detach(), factor)
         exact.grad, ours.grad = gradient.clone(), gradient.clone()
         for optimizer in (reference, mine):
@@ -477,9 +477,9 @@ TOKENS, TRAINING_STEPS, PEAK_LR = 64, 250, 5e-3
 
 @products.in_float32()  # what is compared is what optimizers do
 def trained(dtype: torch.dtype, **options: Any) -> float:
-    """The loss of a small language model at the end of its training, on text that it has not seen."""
+    """Train a small language model and return its loss on unseen text."""
     generator = torch.Generator().manual_seed(7)
-    # A language in which each of the last two words makes some words likelier to come next.
+    # In this language, each of the last two words makes some next words likelier.
     first, second = 2 * torch.randn(2, TOKENS, TOKENS, generator=generator)
 
     def text(words: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -521,7 +521,7 @@ def loss_in_fp16() -> float:
 
 
 def test_the_network_learns_in_every_dtype(loss_in_fp32: float, loss_in_bf16: float, loss_in_fp16: float) -> None:
-    # Half of the entropy of a guess is learned, and 16-bit weights with masters are as good as fp32.
+    # The model learns half the entropy of a guess, and 16-bit weights with masters reach the loss of fp32.
     assert loss_in_fp32 < 0.6 * math.log(TOKENS)
     assert loss_in_bf16 == pytest.approx(loss_in_fp32, rel=0.01)
     assert loss_in_fp16 == pytest.approx(loss_in_fp32, rel=0.01)
@@ -564,16 +564,16 @@ def test_weights_without_masters_move_as_fp32_on_average(gradient: float) -> Non
 
     expected = float(run(torch.full((1,), 1.5)) - 1.5)
     assert expected == pytest.approx(-math.copysign(steps * lr, gradient), rel=0.01)
-    # The nearest bf16 after a step is the weight before it, so rounding to nearest would stay for ever.
+    # The bf16 value nearest to the result of a step is the old weight: rounding to nearest would never move it.
     assert torch.equal((start.float() + math.copysign(lr, gradient)).bfloat16(), start)
 
     moved = run(start, master=False).float() - start.float()
     assert within_four_sigma(moved, expected), f"{float(moved.mean())} instead of {expected}"
-    # A step takes the one or the other neighbour, so some have moved by a place of bf16 and most have not moved.
+    # A step rounds to one of two neighbours: some weights move by one bf16 ulp, and most do not move.
     assert 0.02 < float((moved != 0).float().mean()) < 0.2
     assert float(moved.abs().max()) <= 4 * 2**-7
 
-    # Seeded: the same numbers again, others by another seed.
+    # The same seed gives the same numbers, and another seed gives others.
     assert torch.equal(run(start, master=False).float() - start.float(), moved)
     assert not torch.equal(run(start, master=False, seed=1).float() - start.float(), moved)
 
@@ -593,7 +593,7 @@ def test_moments_in_bf16_grow_as_in_fp32_on_average() -> None:
         expected = 1 - beta**steps
         mean = float(state[name].double().mean())
         assert within_four_sigma(state[name], expected), f"{name}: {mean} instead of {expected}"
-    # Rounded to nearest, the second moment would have come to a halt on the way.
+    # Rounded to nearest, the second moment would stop moving on the way.
     assert float(nearest) < 0.9 * (1 - 0.999**steps)
 
 
@@ -606,7 +606,7 @@ def test_parameters_of_one_optimizer_round_independently() -> None:
     moved = [parameter.detach() != 1 for parameter in parameters]
     shares = [float(each.double().mean()) for each in moved]
     both = float((moved[0] & moved[1]).double().mean())
-    # Each is moved with a chance of a quarter, and both with the product of theirs.
+    # Each moves with probability 1/4, and both with the product of their probabilities.
     expected = shares[0] * shares[1]
     assert 0.2 < shares[0] < 0.32
     assert abs(both - expected) <= 4 * math.sqrt(expected * (1 - expected) / 2**14), shares

@@ -1,4 +1,4 @@
-"""memascend.AdamW against torch.optim.AdamW, and in all the ways a PyTorch user uses an optimizer."""
+"""memascend.AdamW compared with torch.optim.AdamW, through every part of PyTorch's optimizer interface."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_schedulers(offloaded: Callable[..., nn.Module], make: Callable[[Any], A
             model(**tiny.batch("plain", step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            # The rate that counts is the one at the time of step(), though the update may run later.
+            # The update uses the rate at the time of step(), though it may run later.
             scheduler.step()
             rates.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
         return rates, dict(memascend.parameters_of(model))
@@ -211,7 +211,7 @@ def test_closure(offloaded: Callable[..., nn.Module]) -> None:
 
 
 class Choice(nn.Module):
-    """Uses one of two branches, so that the other has no gradient; both are packed and large parameters."""
+    """Use one of two branches, so that the other has no gradient; each has packed and large parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Choice(nn.Module):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_missing_gradients(offloaded: Callable[..., nn.Module], tmp_path: Path, recompute: bool) -> None:
-    # A parameter without gradient is not updated, not decayed, and its step does not count.
+    # A parameter without a gradient is neither updated nor decayed, and its step does not count.
     def run(model: nn.Module, **where: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **where)
         x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -305,7 +305,7 @@ def test_states_move_to_and_from_torch(offloaded: Callable[..., nn.Module]) -> N
     generator = torch.Generator().manual_seed(8)
 
     def step(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-        # The same gradients for all.
+        # All optimizers get the same gradients.
         for name, parameter in pairs[0][0].named_parameters():
             gradient = torch.randn(parameter.shape, generator=generator) * 0.1
             for model, _ in pairs:
@@ -567,7 +567,7 @@ def test_the_norm_is_that_of_torch() -> None:
 def test_a_graph_older_than_the_step_is_refused(
     offloaded: Callable[..., nn.Module], tmp_path: Path, where: str
 ) -> None:
-    # Its weights are gone: PyTorch refuses it too ("modified by an inplace operation").
+    # The weights of the graph are gone. PyTorch refuses too ("modified by an inplace operation").
     for recompute in (True, False):
         model = model_of_all_kinds()
         if where == "offloaded":

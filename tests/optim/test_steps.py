@@ -1,4 +1,4 @@
-"""A step is taken whole or not at all, and nobody's states pass for somebody else's."""
+"""A step is taken whole or not at all, and no optimizer uses the states of another."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
 
     expected = run(tiny.build("plain", HALF), False)
     model, options = placed(where, tiny.build("plain", HALF), offloaded, tmp_path)
-    # A shell has background jobs ignore it.
+    # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         tiny.assert_same_weights(run(model, True, **options), expected)
@@ -344,14 +344,14 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(
     model = offloaded(tiny.build("plain", HALF), durability=durability)
     first, other = both(model)
     tiny.assert_same_weights(weights_of(model), weights_of(expected))
-    # What the first kept is gone, and not moved any more: what is left is weight, low half and one state in bf16, in as
-    # many slots, and the gradient.
+    # The states of the first optimizer are gone and move no more. What moves is the weight, the low half and one bf16
+    # state, in as many slots, and the gradient.
     used = memascend.stats(model)["store_bytes_used"]
     assert used / memascend.stats(model)["parameters"] == pytest.approx(slots * (2 + 2 + 2) + 2, rel=0.05)
     backward(model, 4)
     with pytest.raises(memascend.MemascendError, match="trained by another optimizer since"):
         first.step()
-    # Until it is given states again.
+    # It is refused until states are loaded again.
     first.load_state_dict(memascend.AdamW(tiny.build("plain", HALF).parameters()).state_dict())
     first.step()
     with pytest.raises(memascend.MemascendError, match="trained by another optimizer since"):

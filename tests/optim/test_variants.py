@@ -98,7 +98,7 @@ def test_neither_budget_nor_threads_matter(
         weights = tiny.train(model, "qwen2", optimizer=optimizer, accumulate=2).weights
     finally:
         torch.set_num_threads(1)
-    # PyTorch's own sums need not be the same on two threads: only that the steps ran on as many.
+    # PyTorch's own sums may differ between thread counts, so only the thread count of the steps is checked.
     assert weights.keys() == expected.weights.keys()
 
 
@@ -126,7 +126,7 @@ def test_groups_may_keep_their_states_differently(offloaded: Callable[..., nn.Mo
         groups = [
             {"params": rest, "states": "8bit"},
             {"params": head, "amsgrad": True, "lr": 1e-3},
-            # Packed with parameters of the other groups.
+            # This parameter is packed with parameters of the other groups.
             {"params": norms, "states": "bfloat16", "master": False, "maximize": True},
         ]
         return tiny.train(model, "plain", optimizer=memascend.AdamW(groups, lr=2e-3))
@@ -152,7 +152,7 @@ def test_two_algorithms_in_one_pack(offloaded: Callable[..., nn.Module]) -> None
 
 
 def test_unfrozen_later_without_a_word(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    # PyTorch's optimizers make room for states when the first gradient comes.
+    # PyTorch's optimizers allocate states at the first gradient.
     def run(model: nn.Module, **where: Any) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers" not in name)
@@ -181,7 +181,7 @@ def test_what_is_kept_costs_what_it_should(offloaded: Callable[..., nn.Module]) 
         memascend.close(model)
         return found
 
-    # Of each 65,536 elements the scales take a page.
+    # The scales of 65,536 elements take one page.
     eight_bits = 1 + 4096 / 65536
     for options, expected in [
         ({}, 8 + 2),
@@ -295,7 +295,7 @@ def test_states_of_torch_are_taken_over_in_any_format(states: str, amsgrad: bool
     for name in saved.keys() - {"step"}:
         allowed = tolerance * (original[name].abs().max() if states == "8bit" else original[name].abs())
         assert ((saved[name].float() - original[name]).abs() <= allowed).all(), name
-    # And back.
+    # The reverse direction.
     torch.optim.AdamW([nn.Parameter(theirs.detach().clone())]).load_state_dict(optimizer.state_dict())
 
 
@@ -490,7 +490,7 @@ def test_states_cannot_change_their_format_on_the_way() -> None:
         with pytest.raises(memascend.MemascendError, match=f"{lost}.*state_dict"):
             optimizer.step()
         optimizer.param_groups[0][name] = kept
-    # This adds a state and loses none.
+    # This change adds a state and loses none.
     optimizer.param_groups[0]["amsgrad"] = True
     optimizer.step()
     assert optimizer.state_dict()["state"][0].keys() >= {"max_exp_avg_sq"}
