@@ -1,8 +1,8 @@
 """The device memory plan: what memascend and PyTorch hold there, a line per consumer, checked before anything starts.
 
-What memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. What PyTorch holds
-beside it is estimated (`estimates.py`) where the tokens of a batch are known, and is what remains where they are not.
-CUDA's context and the code of kernels (a few hundred MB) are neither's: they are outside the budget.
+What memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. What PyTorch holds is
+estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains. CUDA's context and the
+code of kernels (a few hundred MB) are outside the budget.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.plan.host import BufferClass
 
-#: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two on their way and one
-#: that is used just now (`activations.LEAVING_INPUTS`).
+#: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two being copied
+#: (`activations.LEAVING_INPUTS`) and one in use.
 PASSING_INPUTS = 3
-#: Where a budget is not given: the share of what is free that is left to kernels' code and to the allocator's holes.
+#: Without a given budget: the share of the free memory that is left to kernels' code and to the allocator's holes.
 MARGIN_SHARE = 1 / 16
-#: While nobody knows how many tokens a batch has, the share of a budget that buffers leave to activations: those that
-#: spare the device a wait, and those that merely keep weights.
+#: If the tokens of a batch are not known: the share of a budget that is left to activations by buffers that spare the
+#: device a wait, and by buffers that only cache weights.
 AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
-#: What estimates may be short by: buffers that merely keep weights leave so much more than estimated.
+#: The error that estimates may have: buffers that only cache weights leave this share more than estimated.
 ESTIMATES_OFF = 1 / 4
 #: What PyTorch gives cuBLAS and cuBLASLt to work in, 32 MiB for each on Hopper (8 and 1 before), once for the thread
 #: that computes forward and once for autograd's.
 WORKSPACE_BYTES = 4 * 32 * 2**20
-#: What PyTorch's allocator loses in holes, of all that it is estimated to hand out.
+#: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
-#: The allocator's smallest block; a parameter that is not there has one for its stand-in and one for its gradient's.
+#: The allocator's smallest block. An absent parameter takes one for its stand-in and one for its gradient's.
 BLOCK_BYTES = 512
 
 
@@ -49,22 +49,22 @@ class DevicePlan:
     budget: int
     #: Buffers of weights, by size.
     units: tuple[Line, ...]
-    #: What is on its way to the host, and what autograd is making meanwhile.
+    #: Gradients on their way to the host, and the gradient that autograd makes meanwhile.
     gradients: tuple[Line, ...]
-    #: What else memascend has there, and what PyTorch holds.
+    #: Other consumers of memascend, and what PyTorch holds.
     rest: tuple[Line, ...]
-    #: The least budget that works, and one with which weights come while the device computes.
+    #: The least budget that works, and the least with which weights are copied while the device computes.
     smallest_bytes: int
     overlap_bytes: int
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Every consumer."""
+        """The lines of all consumers."""
         return (*self.units, *self.gradients, *self.rest)
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Bytes that all consumers take together."""
         return sum(line.total for line in self.lines)
 
     @property
@@ -92,7 +92,7 @@ def make_device_plan(
     fused_loss: bool = False,
     free: int | None = None,
 ) -> DevicePlan:
-    """Divide the memory of a device: what is needed first, then what a spare byte saves most with.
+    """Divide the memory of a device: first what is needed, then where a spare byte saves most.
 
     Args:
         units: all units of the model.
@@ -112,57 +112,75 @@ def make_device_plan(
         if free is None:
             raise ValueError("without a budget for device memory it takes `free`, what the device has free")
         budget = int(free * (1 - MARGIN_SHARE))
-    trained = [[place.nbytes for place in unit.places if place.parameter.requires_grad] for unit in units]
-    largest = max((nbytes for gradients in trained for nbytes in gradients), default=0)
-    # A gradient is on its way while autograd makes the next, which may be as large.
-    leaving = Line("gradients on their way", largest, 1, "to host memory")
-    made = Line("gradient being made", largest, 1, "whole, by autograd")
-    parameters = sum(1 for unit in units for _ in unit.places)
-    stand_ins = Line("absent parameters", 2 * BLOCK_BYTES * parameters, 1, "what stands for them and their gradients")
+    gradients = [[place.nbytes for place in unit.places if place.parameter.requires_grad] for unit in units]
+    leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
     estimated = _estimates(units, tokens, config, activations, fused_loss, leaving.total + made.total)
-    needed = leaving.total + made.total + stand_ins.total + sum(line.total for line in estimated or ())
-
-    classes, in_turns = classes_apart(units), classes_by_turns(units)
-    apart, together = (sum(each.line.total for each in planned) for planned in (classes, in_turns))
+    rest = (stand_ins, *(estimated or ()))
+    needed = leaving.total + made.total + sum(line.total for line in rest)
+    classes, by_turns = classes_apart(units), classes_by_turns(units)
+    apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     smallest, overlap = needed + min(apart, together), needed + apart
     if together < apart and budget < overlap:
-        classes = in_turns
-    lines = tuple(each.line for each in classes)
-    plan = DevicePlan(budget, lines, (leaving, made), (stand_ins, *(estimated or ())), smallest, overlap)
+        classes = by_turns
+    plan = DevicePlan(budget, tuple(kind.line for kind in classes), (leaving, made), rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
-
     if estimated is None:
         ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
     else:
         ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
-
-    def add(each: BufferClass, wanted: int, leave: int) -> None:
-        room = (budget - plan.total - leave) // max(round_up(each.line.nbytes, PAGE_BYTES), 1)
-        each.line.count += max(0, min(wanted, each.members - each.line.count, room))
-
-    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two ahead.
-    for each in classes:
-        if each.repeated:
-            add(each, 1, ahead_leaves)
-    # With a whole unit's on their way, what one layer leaves behind is copied while the one before it computes.
-    more = max((sum(gradients) for gradients in trained), default=0) - largest
-    leaving.nbytes += max(0, min(more, (budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
-    # The layers first: what is used where the passes turn round is used again at once.
-    for each in sorted(classes, key=lambda each: not each.repeated):
-        add(each, each.members, cache_leaves)
-        each.line.note = why(each)
+    _spend_spare(plan, classes, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
     if estimated is None:
         remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
-        rest = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
-        plan = replace(plan, rest=(*plan.rest, rest))
+        pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
+        plan = replace(plan, rest=(*plan.rest, pytorch))
     return plan
+
+
+def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line]:
+    """Return the lines of gradients on their way, of the gradient being made, and of what stands for parameters.
+
+    A gradient of up to `largest` bytes is on its way while autograd makes the next, which may be as large.
+    """
+    parameters = sum(1 for unit in units for _ in unit.places)
+    return (
+        Line("gradients on their way", largest, 1, "to host memory"),
+        Line("gradient being made", largest, 1, "whole, by autograd"),
+        Line("absent parameters", 2 * BLOCK_BYTES * parameters, 1, "what stands for them and their gradients"),
+    )
+
+
+def _spend_spare(
+    plan: DevicePlan, classes: Sequence[BufferClass], unit_gradients: int, ahead_leaves: int, cache_leaves: int
+) -> None:
+    """Enlarge the lines of a plan where a spare byte saves most.
+
+    `unit_gradients` are the most bytes that the gradients of one unit take. Buffers that spare the device a wait leave
+    `ahead_leaves` bytes of the budget, and buffers that only cache weights leave `cache_leaves`.
+    """
+
+    def add(kind: BufferClass, wanted: int, leave: int) -> None:
+        room = (plan.budget - plan.total - leave) // max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
+        kind.line.count += max(0, min(wanted, kind.members - kind.line.count, room))
+
+    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two ahead.
+    for kind in classes:
+        if kind.repeated:
+            add(kind, 1, ahead_leaves)
+    # With room for the gradients of a whole unit, those of one layer are copied while the layer before it computes.
+    leaving = plan.gradients[0]
+    more = unit_gradients - leaving.nbytes
+    leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
+    # The layers first: the units at the turn from forward to backward pass are used again at once.
+    for kind in sorted(classes, key=lambda kind: not kind.repeated):
+        add(kind, kind.members, cache_leaves)
+        kind.line.note = why(kind)
 
 
 def _estimates(
     units: Sequence[Unit], tokens: int | None, config: Any, activations: str, fused_loss: bool, gradients: int
 ) -> list[Line] | None:
-    """Return what PyTorch holds at the worst moment, or None where nothing is known of it."""
+    """Return what PyTorch holds at the worst moment, or None without the tokens and widths that tell."""
     shape = Shape.of(config)
     layers = sum(unit.repeated for unit in units)
     if tokens is None or shape is None or not layers:
@@ -171,18 +189,18 @@ def _estimates(
     estimate = "estimate: "
     lines = []
     if activations == "keep":
-        kept = shape.kept_bytes(tokens, itemsize)
-        lines.append(Line("activations of layers", kept, layers, f"{estimate}all that is not recomputed"))
+        saved = shape.kept_bytes(tokens, itemsize)
+        lines.append(Line("activations of layers", saved, layers, f"{estimate}all that is not recomputed"))
     else:
         here = layers if activations == "recompute" else min(layers, PASSING_INPUTS)
         note = "each waits here" if activations == "recompute" else "on their way"
         lines.append(Line("inputs of layers", tokens * shape.hidden * itemsize, here, estimate + note))
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        # Autograd adds to the head's gradient that of the embedding, which comes last.
+        # Autograd adds the gradient of the embedding, which comes last, to the head's.
         nbytes = shape.vocabulary * shape.hidden * itemsize
         lines.append(Line("gradient of the tied embedding", nbytes, 1, f"{estimate}there until the pass is through"))
     layer, logits = shape.layer_bytes(tokens, itemsize), _loss_bytes(shape, tokens, itemsize, fused_loss)
-    # At the loss no gradient of a weight is there yet, unless the loss makes it: their room serves the logits.
+    # At the loss there are no gradients of weights yet, unless the loss makes them: their room serves the logits.
     beyond = logits if fused_loss else logits - gradients
     if beyond > layer:
         note = "with gradients" if fused_loss else f"{format_size(logits)} in all, before weights' gradients"
@@ -196,11 +214,11 @@ def _estimates(
 
 
 def _loss_bytes(shape: Shape, tokens: int, itemsize: int, fused: bool) -> int:
-    """Bytes of the logits and their gradients at once; whoever calls the model keeps the logits themselves too."""
+    """Return the bytes of the logits and their gradients at once; the caller of the model holds the logits too."""
     if not fused:
         return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
-    # Liger-Kernel takes so many tokens at a time that their logits are about as large as the hidden states, and makes
-    # the gradients of both at once.
+    # Liger-Kernel takes as many tokens at a time as make logits of about the size of the hidden states, and makes the
+    # gradients of both at once. Shapes: logits (piece, vocabulary), hidden states (tokens, hidden).
     pieces = -(-shape.vocabulary // shape.hidden)
     piece = 1 << (-(-tokens // pieces) - 1).bit_length()
     return 2 * piece * shape.vocabulary * itemsize + tokens * shape.hidden * itemsize

@@ -5,9 +5,9 @@ With T tokens in a pass, V words and b bytes an element:
 - Logits. `ForCausalLMLoss` of transformers works in fp32, and the backward pass of the cross entropy holds three
   such tensors at once: the log-probabilities, their gradient, and that of the logits. 12 T V bytes.
 - One layer, recomputed. Per token, with width H, heads' width A, keys' and values' width K and MLP width I: the input
-  in fp32, the normalised input and the output of both norms (2 (4 + 2 b) H), queries and keys as they were rotated,
-  values and the attention's output (b (2 A + 2 K)), the MLP's four tensors of width I (4 b I), the layer's output
-  (b H), and in the backward pass the gradients of the output and of two of the MLP's (b H + 2 b I). The scheme of
+  in fp32, the normalised input and the output of both norms (2 (4 + 2 b) H), the rotated queries and keys, values and
+  the attention's output (b (2 A + 2 K)), the MLP's four tensors of width I (4 b I), the layer's output (b H), and in
+  the backward pass the gradients of the output and of two of the MLP's (b H + 2 b I). The scheme of
   counting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for RMSNorm and a gated MLP; no attention
   matrix is kept, since PyTorch's fused attention recomputes it. Experts: I is that of all the experts that a token is
   sent to.
@@ -36,7 +36,7 @@ class Shape:
 
     @staticmethod
     def of(config: Any) -> Shape | None:
-        """Read a Hugging Face configuration; None of one that does not describe a language model, or of none."""
+        """Read a Hugging Face configuration; return None unless it describes a language model."""
         text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
         if any(getattr(text, name, None) is None for name in ("vocab_size", "hidden_size", "num_attention_heads")):
             return None

@@ -82,22 +82,22 @@ class Plan:
 
     @property
     def arena(self) -> list[Line]:
-        """The consumers of the arena."""
+        """The lines of the consumers in the arena."""
         return [*self.units, *self.packs, self.slots, self.staging, self.kept]
 
     @property
     def lines(self) -> list[Line]:
-        """Every consumer."""
+        """The lines of all consumers."""
         return [*self.arena, self.windows, self.bookkeeping]
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes that will be reserved at once."""
+        """Bytes of the arena, which is reserved as a whole."""
         return sum(line.total for line in self.arena)
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Bytes that all consumers take together, in the arena and beside it."""
         return sum(line.total for line in self.lines)
 
     def table(self) -> str:
@@ -119,7 +119,7 @@ def table_of(lines: Sequence[Line]) -> str:
 
 
 def make_plan(units: Sequence[Unit], budget: int) -> Plan:
-    """Size the pool for `units`: what is needed first, then what a spare byte saves most with.
+    """Size the pool for `units`: first what is needed, then where a spare byte saves most.
 
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
@@ -139,32 +139,32 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
     classes, by_turns = classes_apart(units), classes_by_turns(units)
-    apart, together = (sum(each.line.total for each in made) for made in (classes, by_turns))
+    apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
     plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
     plan.smallest_bytes = least + min(apart, together)
     if together < apart and budget < least + apart:
         plan.by_turns, classes = True, by_turns
-    plan.units = [each.line for each in classes]
+    plan.units = [kind.line for kind in classes]
     _fit_transfers(plan, tensors, STAGING_CHUNKS)
 
     # A third buffer per repeated size lets the next prefetch start before the last user is gone.
     spare = budget - plan.total
-    for each in classes:
-        if each.repeated and each.members >= REPEATED_BUFFERS > each.line.count and each.line.nbytes <= spare:
-            spare -= each.line.total // each.line.count
-            each.line.count += 1
+    for kind in classes:
+        if kind.repeated and kind.members >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
+            spare -= kind.line.total // kind.line.count
+            kind.line.count += 1
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one read, so it
     # comes second.
     wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if tensor.trained and not tensor.packed)
     plan.kept.count = min(wanted, spare // plan.kept.nbytes)
     spare -= plan.kept.total
-    for each in classes:
-        size = max(round_up(each.line.nbytes, PAGE_BYTES), 1)
-        extra = min(each.members - each.line.count, spare // size)
-        each.line.count += extra
+    for kind in classes:
+        size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
+        extra = min(kind.members - kind.line.count, spare // size)
+        kind.line.count += extra
         spare -= extra * size
-        each.line.note = why(each)
+        kind.line.note = why(kind)
     return plan
 
 
@@ -191,9 +191,9 @@ def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
 
 
 def classes_by_turns(units: Sequence[Unit]) -> list[BufferClass]:
-    """Return the fewest buffers that work: one for all units but those used while others are, and the small ones."""
+    """Return the fewest buffers that work: one for all units, except small ones and those in use beside others."""
     apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
-    # A request goes to the smallest class that holds it: what is no larger than these would take their buffers.
+    # A request goes to the smallest class that holds it, so units no larger than these would take their buffers.
     alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
     others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
     classes = classes_apart(alone)
@@ -218,7 +218,7 @@ def smallest_plan(units: Sequence[Unit]) -> Plan:
 
 
 def make_states_plan(unit: Unit, budget: int | None) -> Plan:
-    """Size the buffers that move the optimizer states of parameters in memory; without a budget, what is best.
+    """Size the buffers that move the optimizer states of parameters in memory; without a budget, the best sizes.
 
     Raises BudgetError as `make_plan` does.
     """
@@ -310,8 +310,8 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
 
 
 def check_available(plan: Plan) -> None:
-    """Raise BudgetError if this process cannot have what `plan` takes: before the kernel kills it for trying."""
-    available, why = available_memory()
+    """Raise BudgetError if the plan takes more than this process can have, rather than let the kernel kill it."""
+    available, limit = available_memory()
     if plan.total <= available:
         return
     remedy = (
@@ -321,6 +321,6 @@ def check_available(plan: Plan) -> None:
     )
     raise BudgetError(
         f"the plan takes {format_size(plan.total)} of host memory, but this process can have only "
-        f"{format_size(available)} more ({why}): {remedy}",
+        f"{format_size(available)} more ({limit}): {remedy}",
         plan.smallest_bytes,
     )
