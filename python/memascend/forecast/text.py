@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def as_text(prediction: Mapping[str, Any]) -> str:
     """Write what `forecast` returned as tables."""
     space = prediction["ssd_space"]
-    # A state that the optimizer does not keep is not worth a row. Activations are, though there may be none.
+    # A state that the optimizer does not keep is not worth a row. Activations are, though there may
+    # be none.
     kinds = {kind: label for kind, label in KINDS.items() if space[f"{kind}_bytes"] or kind == "activations"}
     tables = [
         _model_table(prediction["model"]),

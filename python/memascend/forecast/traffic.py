@@ -53,7 +53,8 @@ class Work:
     master: bool = True
     #: Whether steps are durable, beside the one before.
     two_slots: bool = True
-    #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as it goes, on SSD.
+    #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as
+    #: it goes, on SSD.
     activations: str = "host"
 
     @property
@@ -142,7 +143,8 @@ def traffic(
     for number in chain(*Replay(units, plan.units).step(wanted)):
         moved.read["weights"] += units[number].nbytes
     for unit in units:
-        # The fetch for the first forward pass carries the update. Its read of the weights is counted above.
+        # The fetch for the first forward pass carries the update. Its read of the weights is
+        # counted above.
         moved.written["weights"] += unit.nbytes
         for tensor in unit.tensors:
             states = state_kinds(tensor, work)
@@ -200,7 +202,8 @@ def spill(
                         held[tensor] = min(-(-tensor.numel // plan.chunk_elements), room)
                         room -= held[tensor]
                     outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements) * tensor.dtype.itemsize
-                    # Written by every pass; read by the next pass, which adds to it, or by the update.
+                    # Written by every pass; read by the next pass, which adds to it, or by the
+                    # update.
                     spilled.gradients += round_up(outside, PAGE_BYTES)
                 room += inputs.pop(number, 0)
     return spilled

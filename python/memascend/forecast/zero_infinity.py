@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 #: `offload_param`: defaults of `buffer_count` and `buffer_size` (runtime/zero/offload_config.py).
 PARAMETER_BUFFERS = 5
 PARAMETER_BUFFER_ELEMENTS = 100_000_000
-#: `offload_optimizer`: default of `buffer_count` (runtime/zero/offload_config.py): Adam's parameter, gradient
-#: and moments.
+#: `offload_optimizer`: default of `buffer_count` (runtime/zero/offload_config.py): Adam's
+#: parameter, gradient and moments.
 OPTIMIZER_BUFFERS = 4
 #: Default of `sub_group_size` (runtime/zero/config.py).
 SUB_GROUP_ELEMENTS = 1_000_000_000

@@ -141,8 +141,8 @@ class ComputeDevice:
         self.link.wait(self.stream() if stream is None else stream, event)
 
 
-#: Plans of open models by device; the sum of their budgets limits PyTorch there. Beside it: bytes that PyTorch held
-#: before the first of them, and whether the observer is installed.
+#: Plans of open models by device; the sum of their budgets limits PyTorch there. Beside it: bytes
+#: that PyTorch held before the first of them, and whether the observer is installed.
 _held: dict[torch.device, list[DeviceMemoryPlan]] = {}
 _beside: dict[torch.device, int] = {}
 _observed: list[bool] = []

@@ -30,7 +30,8 @@ COPY_BYTES, COPY_BYTES_MIN = 256 << 20, 16 << 20
 MATRIX_ORDER = 8192
 #: Copies or products between two looks at the clock.
 BATCH = 8
-#: Bytes of each of the two arrays that a copy in host memory goes between: more than any cache holds.
+#: Bytes of each of the two arrays that a copy in host memory goes between: more than any cache
+#: holds.
 HOST_BYTES = 512 << 20
 #: What each rate is of, and the option that gives it.
 NAMES = {
@@ -185,7 +186,8 @@ def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Locat
         of_drives = drives.measured_rates(stores)
         if of_drives is not None:
             rates["ssd"] = Rate(sum(of_drives.values()), f"{', '.join(of_drives)}: reads and writes mixed")
-    # Host memory comes last: measuring takes a second, which an error about other rates would waste.
+    # Host memory comes last: measuring takes a second, which an error about other rates would
+    # waste.
     missing = [name for name in NAMES if name not in rates and name != "dram"]
     if missing:
         rates_of = ", ".join(NAMES[name][0] for name in missing)

@@ -23,22 +23,25 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.plan.host import BufferClass
 
-#: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two being copied
-#: (`activations.LEAVING_INPUTS`) and one in use.
+#: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two
+#: being copied (`activations.LEAVING_INPUTS`) and one in use.
 PASSING_INPUTS = 3
-#: Without a given budget: the share of the free memory that is left to kernels' code and to the allocator's holes.
+#: Without a given budget: the share of the free memory that is left to kernels' code and to the
+#: allocator's holes.
 MARGIN_SHARE = 1 / 16
-#: If the tokens of a batch are not known: the share of a budget that is left to activations by buffers that spare the
-#: device a wait, and by buffers that only cache weights.
+#: If the tokens of a batch are not known: the share of a budget that is left to activations by
+#: buffers that spare the device a wait, and by buffers that only cache weights.
 AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
-#: The error that estimates may have: buffers that only cache weights leave this share more than estimated.
+#: The error that estimates may have: buffers that only cache weights leave this share more than
+#: estimated.
 ESTIMATES_OFF = 1 / 4
-#: What PyTorch gives cuBLAS and cuBLASLt to work in, 32 MiB for each on Hopper (8 and 1 before), once for the thread
-#: that computes forward and once for autograd's.
+#: What PyTorch gives cuBLAS and cuBLASLt to work in, 32 MiB for each on Hopper (8 and 1 before),
+#: once for the thread that computes forward and once for autograd's.
 WORKSPACE_BYTES = 4 * 32 * 2**20
 #: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
-#: The allocator's smallest block. An absent parameter takes one for its stand-in and one for its gradient's.
+#: The allocator's smallest block. An absent parameter takes one for its stand-in and one for its
+#: gradient's.
 BLOCK_BYTES = 512
 
 
@@ -53,7 +56,8 @@ class DevicePlan:
     gradients: tuple[Line, ...]
     #: Other consumers of memascend, and what PyTorch holds.
     rest: tuple[Line, ...]
-    #: The least budget that works, and the least with which weights are copied while the device computes.
+    #: The least budget that works, and the least with which weights are copied while the device
+    #: computes.
     smallest_bytes: int
     overlap_bytes: int
 
@@ -163,11 +167,13 @@ def _spend_spare(
         room = (plan.budget - plan.total - leave) // max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
         kind.line.count += max(0, min(wanted, kind.members - kind.line.count, room))
 
-    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two ahead.
+    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two
+    # ahead.
     for kind in classes:
         if kind.repeated:
             add(kind, 1, ahead_leaves)
-    # With room for the gradients of a whole unit, those of one layer are copied while the layer before it computes.
+    # With room for the gradients of a whole unit, those of one layer are copied while the layer
+    # before it computes.
     leaving = plan.gradients[0]
     more = unit_gradients - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
@@ -200,7 +206,8 @@ def _estimates(
         nbytes = shape.vocabulary * shape.hidden * itemsize
         lines.append(Line("gradient of the tied embedding", nbytes, 1, f"{estimate}there until the pass is through"))
     layer, logits = shape.layer_bytes(tokens, itemsize), _loss_bytes(shape, tokens, itemsize, fused_loss)
-    # At the loss there are no gradients of weights yet, unless the loss makes them: their room serves the logits.
+    # At the loss there are no gradients of weights yet, unless the loss makes them: their room
+    # serves the logits.
     beyond = logits if fused_loss else logits - gradients
     if beyond > layer:
         note = "with gradients" if fused_loss else f"{format_size(logits)} in all, before weights' gradients"
@@ -217,8 +224,9 @@ def _loss_bytes(shape: Shape, tokens: int, itemsize: int, fused: bool) -> int:
     """Return the bytes of the logits and their gradients at once; the caller of the model holds the logits too."""
     if not fused:
         return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
-    # Liger-Kernel takes as many tokens at a time as make logits of about the size of the hidden states, and makes the
-    # gradients of both at once. Shapes: logits (piece, vocabulary), hidden states (tokens, hidden).
+    # Liger-Kernel takes as many tokens at a time as make logits of about the size of the hidden
+    # states, and makes the gradients of both at once. Shapes: logits (piece, vocabulary), hidden
+    # states (tokens, hidden).
     pieces = -(-shape.vocabulary // shape.hidden)
     piece = 1 << (-(-tokens // pieces) - 1).bit_length()
     return 2 * piece * shape.vocabulary * itemsize + tokens * shape.hidden * itemsize

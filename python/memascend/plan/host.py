@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import StoreTensor, Unit
 
-#: Elements of a chunk of the update pipeline, at least and at most; a multiple of the block over which gradient
-#: statistics are summed.
+#: Elements of a chunk of the update pipeline, at least and at most; a multiple of the block over
+#: which gradient statistics are summed.
 CHUNK_ELEMENTS_MIN = GRADIENT_BLOCK
 CHUNK_ELEMENTS_MAX = 262_144
-#: Bytes that an element of an update takes beside its weight: two fp32 moments, the gradient and, for bf16 weights, the
-#: low half of the master. Rules that keep more (AMSGrad) move in smaller pieces.
+#: Bytes that an element of an update takes beside its weight: two fp32 moments, the gradient and,
+#: for bf16 weights, the low half of the master. Rules that keep more (AMSGrad) move in smaller
+#: pieces.
 UPDATE_BYTES_PER_ELEMENT = 12
 #: With fp16 weights, whose master is whole.
 UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
@@ -32,8 +33,9 @@ UPDATE_SLOTS = 8
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
 STAGING_CHUNKS = 16
 STATES_STAGING_CHUNKS = 4
-#: Chunks shrink until pipeline and staging together take no more than this share of a budget. Small chunks cost time:
-#: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B parameters.
+#: Chunks shrink until pipeline and staging together take no more than this share of a budget. Small
+#: chunks cost time: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B
+#: parameters.
 TRANSFER_SHARE = 1 / 6
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
 REPEATED_BUFFERS_MIN = 2
@@ -76,7 +78,8 @@ class Plan:
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: One buffer serves all large units.
     by_turns: bool = False
-    #: The least budget that works, and one with which the next layer is read while one computes, in full-size chunks.
+    #: The least budget that works, and one with which the next layer is read while one computes, in
+    #: full-size chunks.
     smallest_bytes: int = 0
     overlap_bytes: int = 0
 
@@ -154,8 +157,8 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         if kind.repeated and kind.members >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
             spare -= kind.line.total // kind.line.count
             kind.line.count += 1
-    # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one read, so it
-    # comes second.
+    # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
+    # read, so it comes second.
     wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if tensor.trained and not tensor.packed)
     plan.kept.count = min(wanted, spare // plan.kept.nbytes)
     spare -= plan.kept.total
@@ -193,7 +196,8 @@ def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
 def classes_by_turns(units: Sequence[Unit]) -> list[BufferClass]:
     """Return the fewest buffers that work: one for all units, except small ones and those in use beside others."""
     apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
-    # A request goes to the smallest class that holds it, so units no larger than these would take their buffers.
+    # A request goes to the smallest class that holds it, so units no larger than these would take
+    # their buffers.
     alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
     others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
     classes = classes_apart(alone)

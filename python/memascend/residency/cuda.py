@@ -29,7 +29,8 @@ class Buffer:
         self.arrived: CudaEvent | None = None
         #: Storages over the bytes that are still alive.
         self.users = 0
-        #: The end of the computation with the bytes; the next copy into the buffer waits for this event.
+        #: The end of the computation with the bytes; the next copy into the buffer waits for this
+        #: event.
         self.last_use: CudaEvent | None = None
 
 
@@ -44,7 +45,8 @@ class Occupancy:
         """Count a user of `buffer`, on the stream that PyTorch computes on in this thread."""
         self.pool = pool
         self.buffer = buffer
-        #: The stream of the computation. The use may end in another thread, which has another stream.
+        #: The stream of the computation. The use may end in another thread, which has another
+        #: stream.
         self.stream = pool.device.stream()
         buffer.users += 1
         #: PyTorch takes over device memory of others by this protocol, version 3.
@@ -92,7 +94,8 @@ class DevicePool:
             self.buffers[nbytes].extend(
                 Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)
             )
-        # The memory may have been another tensor's, and computation with that tensor may be under way.
+        # The memory may have been another tensor's, and computation with that tensor may be under
+        # way.
         before = self.device.record()
         for buffer in (buffer for buffers in self.buffers.values() for buffer in buffers):
             buffer.last_use = before
@@ -104,7 +107,8 @@ class DevicePool:
     def leave(self, buffer: Buffer, stream: int) -> None:
         """End a use of `buffer` by computation on `stream`."""
         if buffer.users == 1 and not self.closed:
-            # If recording fails, the buffer stays in use, because the end of the computation is unknown.
+            # If recording fails, the buffer stays in use, because the end of the computation is
+            # unknown.
             buffer.last_use = self.device.record(stream)
         buffer.users -= 1
 

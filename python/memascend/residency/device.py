@@ -75,7 +75,8 @@ class DeviceStreamer(Streamer):
         self._on_device: dict[Unit, Buffer] = {}
         #: The latest copy of each unit out of its host buffer.
         self._uploads: dict[Unit, _Upload] = {}
-        #: By size of the host buffer: copies out of buffers that were dropped, and become free when the copies end.
+        #: By size of the host buffer: copies out of buffers that were dropped, and become free when
+        #: the copies end.
         self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         #: Whether units are wanted in host memory only.
         self._to_host = False

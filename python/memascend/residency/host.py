@@ -33,7 +33,8 @@ class Residency:
     #: The buffer and its bytes (uint8); views of the bytes may outlive this reference.
     lease: LeaseBuffer | None = None
     storage: torch.Tensor | None = None
-    #: The fetch that fills `storage`, until its end was waited for, and whether the fetch carries updates.
+    #: The fetch that fills `storage`, until its end was waited for, and whether the fetch carries
+    #: updates.
     ticket: Ticket | None = None
     updating: bool = False
     #: Modules that are using the unit now.
@@ -133,7 +134,8 @@ class Streamer:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
         self._order.record(unit)
         storage = self._bring(unit)
-        # The prefetch may evict any idle unit. This one is about to be used, so it must not look idle.
+        # The prefetch may evict any idle unit. This one is about to be used, so it must not look
+        # idle.
         residency = self.residencies[unit]
         residency.users += 1
         try:
@@ -206,7 +208,8 @@ class Streamer:
                 # A write-back under way holds the buffer too.
                 self._wait_written(victim.unit)
             if attempt == 0:
-                # Units dropped earlier may still be written back, and unreachable reference cycles hold views.
+                # Units dropped earlier may still be written back, and unreachable reference cycles
+                # hold views.
                 for residency in self.residencies.values():
                     if residency.ticket is None:
                         self._wait_written(residency.unit)
@@ -241,11 +244,13 @@ class Streamer:
     def _drop(self, residency: Residency) -> None:
         try:
             if residency.ticket is not None:
-                # The fetch may carry updates, which have to end before the unit can be fetched again.
+                # The fetch may carry updates, which have to end before the unit can be fetched
+                # again.
                 ticket, residency.ticket = residency.ticket, None
                 self._wait(residency, ticket)
         finally:
-            # A view that outlives the buffer keeps its address in use, so its entry in `by_address` stays correct.
+            # A view that outlives the buffer keeps its address in use, so its entry in `by_address`
+            # stays correct.
             residency.lease = residency.storage = None
 
     def _prefetch(self) -> None:
@@ -335,7 +340,7 @@ class Streamer:
         """Release every buffer without users before the runtime is closed."""
         for residency in self.residencies.values():
             if not residency.users:
-                # The weights of a failed fetch are not needed any more. A store that is kept was flushed before, and
-                # the flush raised the error.
+                # The weights of a failed fetch are not needed any more. A store that is kept was
+                # flushed before, and the flush raised the error.
                 with suppress(MemascendError):
                     self._drop(residency)

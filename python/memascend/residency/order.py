@@ -65,7 +65,8 @@ class UseOrder(Generic[Unit]):
         if self._used and self._used[-1] == unit:
             return
         self._used.append(unit)
-        # A different order than expected: continue behind the next place where this unit was expected.
+        # A different order than expected: continue behind the next place where this unit was
+        # expected.
         use = self.next_use(unit)
         if use != NEVER:
             self._position = use + 1

@@ -20,7 +20,8 @@ class Segment:
     numel: int
     rule: Rule
     scalars: StepScalars
-    #: For each of the rule's planes: the parameter has no such state yet; it begins as zeros, whatever lies there.
+    #: For each of the rule's planes: the parameter has no such state yet; it begins as zeros,
+    #: whatever lies there.
     fresh: list[bool]
     #: Addresses of weight and gradient, for a parameter in host memory.
     host: tuple[int, int] | None = None
