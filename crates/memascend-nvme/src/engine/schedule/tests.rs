@@ -8,6 +8,7 @@ use super::*;
 use crate::Volume;
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
 use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
 
 const PAGE: usize = 4096;
 const PART: usize = 4 * PAGE;
@@ -44,14 +45,168 @@ enum Answer {
     Error(i32),
 }
 
-/// A request and what the model knows of it.
-#[derive(Default)]
+/// A request under test, and what the model expects of it.
 struct Expected {
-    /// The first answer that fails it, as an errno.
+    /// First byte of the request on the medium.
+    start: usize,
+    bytes: usize,
+    operation: Operation,
+    buffer: LeaseSlice,
+    /// The first answer that fails the request, as an errno.
     errno: Option<i32>,
-    /// Ranges of it at the system.
+    /// Ranges of the request at the system.
     out: Vec<Range<usize>>,
     ended: bool,
+}
+
+/// Requests at places of their own, carried out by a schedule on plain memory.
+struct Trial {
+    schedule: Schedule,
+    block_bytes: usize,
+    counters: Counters,
+    medium: Vec<u8>,
+    requests: Vec<Expected>,
+    /// Parts issued and not answered: the part, its request and the range of the request.
+    at_system: Vec<(usize, usize, Range<usize>)>,
+    sender: mpsc::Sender<(usize, Completion)>,
+    receiver: mpsc::Receiver<(usize, Completion)>,
+}
+
+impl Trial {
+    fn new(block_bytes: usize, medium: Vec<u8>) -> Self {
+        let (sender, receiver) = mpsc::channel();
+        Self {
+            schedule: schedule(block_bytes),
+            block_bytes,
+            counters: Counters::default(),
+            medium,
+            requests: Vec::new(),
+            at_system: Vec::new(),
+            sender,
+            receiver,
+        }
+    }
+
+    /// Submits a request behind those before.
+    fn submit(&mut self, write: bool, pages: usize) -> Result<(), TestCaseError> {
+        let (id, bytes) = (self.requests.len(), pages * PAGE);
+        let start = self.requests.last().map_or(0, |last| last.start + last.bytes);
+        let operation = if write { Operation::Write } else { Operation::Read };
+        let mut request = request(operation, start, bytes);
+        // SAFETY: the only handle to the buffer.
+        unsafe { request.buffer.as_mut_slice() }.fill(0xA0 + id as u8);
+        let sender = self.sender.clone();
+        request.on_complete = Box::new(move |completion| sender.send((id, completion)).unwrap());
+        let buffer = request.buffer.clone();
+        let (errno, out, ended) = (None, Vec::new(), false);
+        self.requests.push(Expected { start, bytes, operation, buffer, errno, out, ended });
+        self.counters.started(Instant::now());
+        prop_assert!(self.schedule.accept(&FILE, request, Instant::now()).is_none());
+        Ok(())
+    }
+
+    /// Takes the next part from the schedule, if there is one.
+    fn issue(&mut self) -> Result<(), TestCaseError> {
+        let Some(part) = self.schedule.next() else { return Ok(()) };
+        let transfer = self.schedule.transfer(part);
+        let at = transfer.offset as usize;
+        let id = self
+            .requests
+            .iter()
+            .position(|request| (request.start..request.start + request.bytes).contains(&at))
+            .expect("a part of a request");
+        let request = &mut self.requests[id];
+        let range = at - request.start..at - request.start + transfer.bytes;
+        prop_assert_eq!(transfer.operation, request.operation);
+        let address = request.buffer.address().as_ptr() as usize;
+        prop_assert_eq!(transfer.address as usize, address + range.start);
+        prop_assert!(range.start.is_multiple_of(self.block_bytes), "resumed at {}", range.start);
+        prop_assert!(!range.is_empty() && range.len() <= PART && range.end <= request.bytes);
+        prop_assert!(request.errno.is_none() && !request.ended, "issued after the failure");
+        let apart = |other: &Range<usize>| range.end <= other.start || other.end <= range.start;
+        prop_assert!(request.out.iter().all(apart), "issued twice at a time");
+        request.out.push(range.clone());
+        self.at_system.push((part, id, range));
+        Ok(())
+    }
+
+    /// The system answers the part that `which` chooses among those issued.
+    fn complete(&mut self, which: usize, answer: Answer) -> Result<(), TestCaseError> {
+        let (part, id, range) = self.at_system.swap_remove(which % self.at_system.len());
+        let request = &mut self.requests[id];
+        let moved = answer.moved(range.len());
+        // SAFETY: the request is not complete, and one thread carries out everything.
+        let bytes = &mut unsafe { request.buffer.as_mut_slice() }[range.start..range.start + moved];
+        let start = request.start + range.start;
+        let place = &mut self.medium[start..start + moved];
+        match request.operation {
+            Operation::Read => bytes.copy_from_slice(place),
+            Operation::Write => place.copy_from_slice(bytes),
+        }
+        request.out.retain(|other| *other != range);
+        match answer {
+            Answer::Nothing => drop(request.errno.get_or_insert(libc::EIO)),
+            Answer::Error(errno) => drop(request.errno.get_or_insert(errno)),
+            _ => {}
+        }
+        if let Some(ended) = self.schedule.complete(part, answer.result(moved)) {
+            ended.tell(&FILE, &self.counters);
+            let (told, completion) = self.receiver.try_recv().expect("told at once");
+            prop_assert_eq!(told, id, "the request whose part ended");
+            prop_assert!(request.out.is_empty(), "told while parts are at the system");
+            prop_assert!(!std::mem::replace(&mut request.ended, true), "told twice");
+            prop_assert_eq!(completion.result.err().and_then(|error| error.errno()), request.errno);
+        } else if request.errno.is_some() {
+            prop_assert!(!request.out.is_empty(), "failed and nothing under way, but not told");
+        }
+        Ok(())
+    }
+
+    /// Every request has ended, with all of its bytes moved unless it failed. `before` is the medium
+    /// before the first request.
+    fn check(&self, before: &[u8]) -> Result<(), TestCaseError> {
+        for (id, request) in self.requests.iter().enumerate() {
+            prop_assert!(request.ended, "request {} never ended", id);
+            // SAFETY: the request has ended.
+            let buffer = unsafe { request.buffer.as_slice() };
+            let range = request.start..request.start + request.bytes;
+            let (now, then) = (&self.medium[range.clone()], &before[range]);
+            match request.operation {
+                Operation::Read => prop_assert!(now == then, "a read wrote"),
+                Operation::Write => {
+                    prop_assert!(buffer.iter().all(|byte| *byte == 0xA0 + id as u8), "a write read");
+                }
+            }
+            prop_assert!(request.errno.is_some() || now == buffer, "request {} left bytes out", id);
+        }
+        let counted = self.counters.snapshot();
+        prop_assert_eq!(counted.in_flight, 0);
+        let failed = self.requests.iter().filter(|request| request.errno.is_some()).count() as u64;
+        prop_assert_eq!(counted.reads.failures + counted.writes.failures, failed);
+        Ok(())
+    }
+}
+
+impl Answer {
+    /// Bytes moved of `bytes`.
+    fn moved(self, bytes: usize) -> usize {
+        match self {
+            Self::Whole => bytes,
+            Self::Short(share) => (bytes * usize::from(share) / 256).max(1),
+            _ => 0,
+        }
+    }
+
+    /// What the system returns when `moved` bytes were moved.
+    fn result(self, moved: usize) -> io::Result<usize> {
+        match self {
+            Self::Whole | Self::Short(_) => Ok(moved),
+            Self::Again => Err(io::Error::from_raw_os_error(libc::EAGAIN)),
+            Self::Interrupted => Err(io::Error::from_raw_os_error(libc::EINTR)),
+            Self::Nothing => Ok(0),
+            Self::Error(errno) => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
 }
 
 fn answer() -> impl Strategy<Value = Answer> {
@@ -75,120 +230,29 @@ proptest! {
         turns in prop::collection::vec((any::<bool>(), any::<usize>(), answer()), 0..200),
         large_blocks in any::<bool>(),
     ) {
-        let block_bytes = if large_blocks { PAGE } else { 512 };
-        let mut schedule = schedule(block_bytes);
         let total: usize = requests.iter().map(|(_, pages)| pages * PAGE).sum();
-        let mut medium: Vec<u8> = (0..total).map(|index| (index / 3 + index / PAGE) as u8).collect();
-        let before = medium.clone();
-        let (sender, receiver) = mpsc::channel();
-        let counters = Counters::default();
-        let mut places = Vec::new();
-        let mut expected: Vec<Expected> = Vec::new();
-        let mut submitted = requests.iter();
-        let mut at_system: Vec<(usize, usize, Range<usize>)> = Vec::new();
-        let mut turns = turns.into_iter();
-        let mut offset = 0;
+        let medium: Vec<u8> = (0..total).map(|index| (index / 3 + index / PAGE) as u8).collect();
+        let mut trial = Trial::new(if large_blocks { PAGE } else { 512 }, medium.clone());
+        let (mut submitted, mut turns) = (requests.iter(), turns.into_iter());
         loop {
             // When the turns are over, everything is carried out without further faults.
             let (issue, which, answer) = turns.next().unwrap_or((true, 0, Answer::Whole));
             if let Some((write, pages)) = submitted.next() {
-                let (id, bytes) = (expected.len(), pages * PAGE);
-                let operation = if *write { Operation::Write } else { Operation::Read };
-                let mut request = request(operation, offset, bytes);
-                // SAFETY: the only handle to the buffer.
-                unsafe { request.buffer.as_mut_slice() }.fill(0xA0 + id as u8);
-                let sender = sender.clone();
-                request.on_complete = Box::new(move |completion| sender.send((id, completion)).unwrap());
-                places.push((offset, bytes, operation, request.buffer.clone()));
-                offset += bytes;
-                expected.push(Expected::default());
-                counters.started(Instant::now());
-                prop_assert!(schedule.accept(&FILE, request, Instant::now()).is_none());
+                trial.submit(*write, *pages)?;
             }
-            if issue && let Some(part) = schedule.next() {
-                let transfer = schedule.transfer(part);
-                let at = transfer.offset as usize;
-                let id = places.iter().position(|(start, bytes, ..)| (*start..start + bytes).contains(&at));
-                let id = id.expect("a part of a request");
-                let (start, bytes, operation, buffer) = &places[id];
-                let range = at - start..at - start + transfer.bytes;
-                prop_assert_eq!(transfer.operation, *operation);
-                prop_assert_eq!(transfer.address as usize, buffer.address().as_ptr() as usize + range.start);
-                prop_assert!(range.start.is_multiple_of(block_bytes), "resumed at {}", range.start);
-                prop_assert!(!range.is_empty() && range.len() <= PART && range.end <= *bytes);
-                let known = &mut expected[id];
-                prop_assert!(known.errno.is_none() && !known.ended, "issued after the failure");
-                let apart = |other: &Range<usize>| range.end <= other.start || other.end <= range.start;
-                prop_assert!(known.out.iter().all(apart), "issued twice at a time");
-                known.out.push(range.clone());
-                at_system.push((part, id, range));
+            if issue {
+                trial.issue()?;
             }
-            if at_system.is_empty() {
-                if schedule.is_empty() && submitted.len() == 0 {
-                    break;
-                }
-                continue;
-            }
-            let (part, id, range) = at_system.swap_remove(which % at_system.len());
-            let (start, _, operation, buffer) = &places[id];
-            let moved = match answer {
-                Answer::Whole => range.len(),
-                Answer::Short(share) => (range.len() * usize::from(share) / 256).max(1),
-                _ => 0,
-            };
-            // SAFETY: the request is not complete, and one thread carries out everything.
-            let bytes = &mut unsafe { buffer.as_mut_slice() }[range.start..range.start + moved];
-            let place = &mut medium[start + range.start..start + range.start + moved];
-            match operation {
-                Operation::Read => bytes.copy_from_slice(place),
-                Operation::Write => place.copy_from_slice(bytes),
-            }
-            let error = |errno| Err(io::Error::from_raw_os_error(errno));
-            let result = match answer {
-                Answer::Whole | Answer::Short(_) => Ok(moved),
-                Answer::Again => error(libc::EAGAIN),
-                Answer::Interrupted => error(libc::EINTR),
-                Answer::Nothing => Ok(0),
-                Answer::Error(errno) => error(errno),
-            };
-            let known = &mut expected[id];
-            known.out.retain(|other| *other != range);
-            match answer {
-                Answer::Nothing => drop(known.errno.get_or_insert(libc::EIO)),
-                Answer::Error(errno) => drop(known.errno.get_or_insert(errno)),
-                _ => {}
-            }
-            if let Some(ended) = schedule.complete(part, result) {
-                ended.tell(&FILE, &counters);
-                let (told, completion) = receiver.try_recv().expect("told at once");
-                prop_assert_eq!(told, id, "the request whose part ended");
-                prop_assert!(known.out.is_empty(), "told while parts are at the system");
-                prop_assert!(!std::mem::replace(&mut known.ended, true), "told twice");
-                prop_assert_eq!(completion.result.err().and_then(|error| error.errno()), known.errno);
-            } else if known.errno.is_some() {
-                prop_assert!(!known.out.is_empty(), "failed and nothing under way, but not told");
+            if !trial.at_system.is_empty() {
+                trial.complete(which, answer)?;
+            } else if trial.schedule.is_empty() && submitted.len() == 0 {
+                break;
             }
         }
-        for (id, (known, (start, bytes, operation, buffer))) in expected.iter().zip(&places).enumerate() {
-            prop_assert!(known.ended, "request {} never ended", id);
-            // SAFETY: the request has ended.
-            let buffer = unsafe { buffer.as_slice() };
-            let (now, then) = (&medium[*start..start + bytes], &before[*start..start + bytes]);
-            match operation {
-                Operation::Read => prop_assert!(now == then, "a read wrote"),
-                Operation::Write => {
-                    prop_assert!(buffer.iter().all(|byte| *byte == 0xA0 + id as u8), "a write read");
-                }
-            }
-            prop_assert!(known.errno.is_some() || now == buffer, "request {} left bytes out", id);
-        }
-        let left = counters.snapshot();
-        prop_assert_eq!(left.in_flight, 0);
-        let failed = expected.iter().filter(|known| known.errno.is_some()).count() as u64;
-        prop_assert_eq!(left.reads.failures + left.writes.failures, failed);
+        trial.check(&medium)?;
     }
 
-    /// Whatever mixture of requests waits, each kind gets every fourth part at the least.
+    /// In any mixture of waiting requests, each kind gets at least every fourth part.
     #[test]
     fn a_small_request_is_never_more_than_four_parts_away(
         large in prop::collection::vec((any::<bool>(), 5_usize..40), 1..6),
