@@ -84,7 +84,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file."""
-        # Every record was flushed. A failed write was reported then, and closing would only try it again.
+        # Every record was flushed. A failed write was reported then, and closing would only try it
+        # again.
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -10,7 +10,8 @@ import torch
 
 from memascend.errors import CheckpointError, first_line
 
-# What a model directory holds beside its weights and config: tokenizer, generation defaults, chat template.
+# What a model directory holds beside its weights and config: tokenizer, generation defaults, chat
+# template.
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 SIDE_FILE_BYTES_MAX = 64 << 20
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-#: The operations on which the thread that drives a step can be blocked, with their names on the screen.
+#: The operations on which the thread that drives a step can be blocked, with their names on the
+#: screen.
 KINDS = {
     "ssd_read": "SSD read",
     "ssd_write": "SSD write",

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 METADATA_NAME = ".metadata"
 
-#: The names that the pickle `.metadata` may contain, beside sizes and dtypes. Only the attributes of each are taken.
+#: The names that the pickle `.metadata` may contain, beside sizes and dtypes. Only the attributes
+#: of each are taken.
 _ADMITTED = {
     *(
         (metadata.__name__, name)
@@ -266,7 +267,8 @@ def _quiet() -> Iterator[None]:
     except CheckpointException as error:
         # DCP's own class is not an Exception.
         failure = next(iter(error.failures.values()))[0]
-        # After a failed write, torch.save finds its archive unfinished and raises a RuntimeError about that.
+        # After a failed write, torch.save finds its archive unfinished and raises a RuntimeError
+        # about that.
         cause: BaseException | None = failure
         while type(cause) is RuntimeError:
             cause = cause.__context__

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from memascend.formats.dcp import DistributedReader
     from memascend.layout.units import Place
 
-#: Prefix of the optimizer's states in a checkpoint; the parameter's name, a dot and the state's name follow.
+#: Prefix of the optimizer's states in a checkpoint; the parameter's name, a dot and the state's
+#: name follow.
 STATES = "optim.state."
 
 
@@ -77,7 +78,8 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, MemascendError):
-            # For an open file the system gives no path, and the path of the hidden directory would mislead.
+            # For an open file the system gives no path, and the path of the hidden directory would
+            # mislead.
             if error.filename is None or str(hidden) in str(error.filename):
                 error.filename = str(path)
             error.filename2 = None

@@ -90,7 +90,8 @@ class Sources:
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        #: A parameter's first name -> all its names: a tied parameter may be stored under any of them.
+        #: A parameter's first name -> all its names: a tied parameter may be stored under any of
+        #: them.
         self._aliases = {aliases[0]: aliases for aliases in names.values()}
         self._check()
 

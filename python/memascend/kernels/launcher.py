@@ -125,8 +125,8 @@ def check(
         table, chunks = rows(tensors)
         if not table:
             return flag, total
-        # Both tables may be dropped at the end: torch keeps pinned memory until its copies are done, and reuses device
-        # memory in the stream's order.
+        # Both tables may be dropped at the end: torch keeps pinned memory until its copies are
+        # done, and reuses device memory in the stream's order.
         pinned = torch.empty((len(table), ROW), dtype=torch.int64, pin_memory=True)  # (rows, ROW)
         pinned.numpy()[:] = table
         on_device = pinned.to(device, non_blocking=True)

@@ -52,9 +52,11 @@ class Place:
     absent: torch.Tensor
     #: The value of `parameter.grad` while memascend keeps the gradient.
     marker: torch.Tensor
-    #: Of a frozen weight that is not on the store: the file it is read from, and its offset in bytes there.
+    #: Of a frozen weight that is not on the store: the file it is read from, and its offset in
+    #: bytes there.
     source: tuple[ExternalFile, int] | None = None
-    #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of date.
+    #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
+    #: date.
     version: int = 0
     #: Whether memascend keeps a gradient.
     held: bool = False
@@ -66,14 +68,15 @@ class Place:
     non_finite: bool = False
     #: The capture under way from a device, which will give `sum_squares` and `non_finite`.
     capturing: Capture | None = None
-    #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it has made.
+    #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
+    #: has made.
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
     #: Autograd hooks that take over gradients.
     hooks: list[RemovableHandle] = field(default_factory=list)
-    #: The version counters of the parameter and of `marker` at the last check for writes. Only of a parameter on a
-    #: device: there, reading the values themselves would wait for the device.
+    #: The version counters of the parameter and of `marker` at the last check for writes. Only of a
+    #: parameter on a device: there, reading the values themselves would wait for the device.
     seen: list[int] | None = None
 
     @property
@@ -140,7 +143,8 @@ class StoreTensor:
     dtype: torch.dtype
     unit: Unit
     packed: bool
-    #: Whether its parameters were trainable when it was laid out: the plan holds buffers for gradients only then.
+    #: Whether its parameters were trainable when it was laid out: the plan holds buffers for
+    #: gradients only then.
     trained: bool = True
     offset: int = 0
     numel: int = 0
@@ -164,7 +168,8 @@ class Unit:
     name: str
     #: Whether it is one of several alike that run one after another: a decoder layer.
     repeated: bool
-    #: Whether it is in use while other units are: its module runs around theirs, or one module needs several units.
+    #: Whether it is in use while other units are: its module runs around theirs, or one module
+    #: needs several units.
     held: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)

@@ -25,7 +25,8 @@ Location = str | os.PathLike[str]
 STEP_READ_PERCENT = 55
 #: Bytes and requests in flight of the large workloads, and requests of the small one.
 LARGE, LARGE_DEPTH, SMALL, SMALL_DEPTH = 1 << 20, 32, 4096, 64
-#: Name: (reads of a hundred requests, whether offsets are random, bytes of a request, requests in flight)
+#: Name: (reads of a hundred requests, whether offsets are random, bytes of a request, requests in
+#: flight)
 WORKLOADS = {
     "write": (0, False, LARGE, LARGE_DEPTH),
     "read": (100, False, LARGE, LARGE_DEPTH),
@@ -34,7 +35,8 @@ WORKLOADS = {
 }
 #: The gain that an option must bring to be used, since it occupies a processor.
 WORTH_A_PROCESSOR = 1.05
-#: Options of the engine that are tried where there are enough processors, and the workloads they are judged by.
+#: Options of the engine that are tried where there are enough processors, and the workloads they
+#: are judged by.
 POLLING = ("io_poll", "sq_poll")
 PROCESSORS_TO_SPARE = 4
 COMPARED = ("mix", "random_read")

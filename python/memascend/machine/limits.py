@@ -55,7 +55,8 @@ def _cgroup_bounds() -> list[tuple[int, str]]:
             root, limits, usage = CGROUPS / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
-        # In a container the path may be the host's: then only the root of the mounted hierarchy applies.
+        # In a container the path may be the host's: then only the root of the mounted hierarchy
+        # applies.
         group = root / path.lstrip("/")
         for directory in [group, *group.parents]:
             for limit in limits if directory.is_relative_to(root) else ():

@@ -198,8 +198,8 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
             continue
-        # An absent weight and the marker of a gradient are one NaN, expanded. Overwritten, as by zero_(), they are
-        # ordinary tensors.
+        # An absent weight and the marker of a gradient are one NaN, expanded. Overwritten, as by
+        # zero_(), they are ordinary tensors.
         if is_traceable_wrapper_subclass(tensor) or not tensor.numel() or tensor.dtype not in _NAMES:
             continue
         if tensor.untyped_storage().nbytes() != tensor.itemsize:
