@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python asan fuzz wheel lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python asan fuzz wheel lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,10 +26,27 @@ help: ## list these targets
 demo: $(STAMPS)/wheel $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard library (ARGS=--random: without its weights)
 	$(BIN)/memascend demo $(ARGS)
 
-test: test-rust test-python ## run every test: cargo's, then pytest against the installed wheel
+check: lint ## check formatting, lints and types, and run the tests that find most: minutes
+	$(call run-cargo,--lib)
+	$(PYTEST) $(AT_ONCE) -m core .
+
+test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
+
+# Long sweeps: more seeds of power cuts and faults, more kills of whole runs.
+SOAK_SEEDS ?= 120
+SOAK_KILLS ?= 60
+soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS): an hour or more
+	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
+	export MEMASCEND_KILLS=$(SOAK_KILLS) && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+
+# cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
+NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
+run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked --workspace --status-level fail --final-status-level none \
+	--hide-progress-bar,cargo test --profile checked --workspace --quiet) $(1)
 
 test-rust: ## run the tests of the Rust crates, and loom's models of the pool
-	cargo test --profile checked --workspace --quiet
+	$(call run-cargo)
+	$(if $(NEXTEST),cargo test --profile checked --workspace --quiet --doc)
 	RUSTFLAGS='--cfg loom' cargo test --profile checked --quiet --package memascend-mem --test loom --target-dir target/loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
@@ -43,11 +60,12 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 		mkdir -p corpus/$$target && cargo +nightly fuzz run --fuzz-dir . $$target corpus/$$target seeds/$$target \
 		-- -max_total_time=$(FUZZ_SECONDS) -dict=manifest.dict || exit 1; done
 
-# From tests/, with -P, so that the package tested is the installed one and not the source tree. Two tests at a time: most wait
-# for a drive half of their time.
-AT_ONCE := -n 2 --dist worksteal
+# From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
+# are processors: tests wait for a drive much of their time.
+PYTEST := cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
+AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
-	cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) $(or $(ARGS),$(AT_ONCE) .)
+	$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 

@@ -150,6 +150,7 @@ BAD_INPUT = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("what", BAD_INPUT)
 def test_bad_input_gets_a_line_and_leaves_nothing(room, capfd, what):
     prepare, changed, more, says = BAD_INPUT[what]
@@ -178,6 +179,7 @@ def test_help(words, capfd):
     assert "memascend" in capfd.readouterr().out
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
     (room / "model" / "chat_template.jinja").write_text("template")

@@ -11,6 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from memascend.common.timeline import COMPUTE, KINDS, Timeline, bound_by, describe, span
 
+pytestmark = pytest.mark.core
+
 
 class Clock:
     """Nanoseconds that pass when the test says so."""

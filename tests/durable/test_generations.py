@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("architecture", VARIANTS)
 def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(tmp_path: Path, architecture: str) -> None:
     """What is on the drive at some moment is what a killed process leaves."""
@@ -539,6 +540,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "s"
 
 
+@pytest.mark.core
 def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
     file = kept / VOLUME
     store = KeptStore([kept])

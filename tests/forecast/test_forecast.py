@@ -82,6 +82,7 @@ def plan(capfd, path, *more):
 # ---- the published shapes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_published_shape_can_be_planned(file):
     found = forecast(file, seq_len=1024, batch_size=1)
@@ -179,6 +180,7 @@ def test_activations_are_those_of_a_real_forward(tmp_path, offloaded):
     loss.backward()
 
 
+@pytest.mark.core
 def test_float32_has_no_low_half(tmp_path, offloaded):
     model = build(SMALL, torch.float32)
     offloaded(model, host_memory=smallest_budget(model))

@@ -94,6 +94,7 @@ def test_finite_tensors_have_their_sum_and_nothing_is_found(dtype: torch.dtype, 
         assert check(tensor).found_inf is False
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True])
 def test_every_pattern_is_judged_as_torch_judges_it(dtype: torch.dtype, norm: bool) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.core
+
 #: Both allocators that need CUDA.
 KIND = ("cuda", "registered")
 PREAMBLE = """

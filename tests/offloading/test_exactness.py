@@ -77,6 +77,7 @@ def check(
     return model
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_every_architecture(offloaded: Callable[..., nn.Module], architecture: str) -> None:
     check(offloaded, architecture, generate=architecture != "plain")
@@ -234,6 +235,7 @@ def test_spilled_gradients(offloaded: Callable[..., nn.Module], dtype: torch.dty
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("engine", ["ring", "threads"])
 @pytest.mark.parametrize("volumes", [1, 2, 3])
 def test_engines_and_volumes(offloaded: Callable[..., nn.Module], tmp_path: Path, engine: str, volumes: int) -> None:
@@ -261,6 +263,7 @@ def test_buffered_io(offloaded: Callable[..., nn.Module]) -> None:
     assert memascend.stats(model)["direct_io"] is False
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("tight", [False, True])
 def test_many_evaluations_between_steps(offloaded: Callable[..., nn.Module], tight: bool) -> None:
     # A pass in the other mode between backward and step, and between two backward passes of one step.

@@ -28,6 +28,8 @@ from memascend._memascend import KeptStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.usefixtures("products_in_float32")
+
 VOLUME = "memascend.volume"
 
 
@@ -127,6 +129,7 @@ def fused() -> nn.Module:
     return Fused().bfloat16()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("tight", [True, False])
 def test_weights_used_outside_their_module(offloaded: Callable[..., nn.Module], recompute: bool, tight: bool) -> None:
@@ -441,6 +444,7 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
     assert torch.equal(kept, weight)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(3)", "raise ValueError('mine')"])
 def test_a_process_that_ends_without_close(store: Path, ending: str) -> None:
     # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files.

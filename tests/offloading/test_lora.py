@@ -299,6 +299,7 @@ def in_memory(directory: Path, architecture: str = "llama") -> nn.Module:
     return cls.from_pretrained(directory, dtype=torch.bfloat16).train()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_read_from_their_files(

@@ -50,6 +50,8 @@ WEIGHTS = {
     "bf16-no-master": (torch.bfloat16, False),
     "fp16": (torch.float16, True),
 }
+#: Those that most models have.
+SIXTEEN_BITS = ("bf16", "bf16-no-master")
 
 
 vector_code = pytest.mark.skipif(
@@ -208,6 +210,7 @@ def compare_steps(
     return found
 
 
+@pytest.mark.core
 @vector_code
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_step_is_that_of_torch_with_a_correct_root(options: dict[str, Any]) -> None:
@@ -376,6 +379,7 @@ def test_error_inputs_of_torch(name: str) -> None:
                 optimizer_type(params, **given.kwargs)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("option", REFUSED_OPTIONS)
 @pytest.mark.parametrize("name", THEIRS)
 def test_options_that_are_refused(name: str, option: str) -> None:
@@ -527,7 +531,10 @@ def test_the_network_learns_in_every_dtype(loss_in_fp32: float, loss_in_bf16: fl
     assert loss_in_fp16 == pytest.approx(loss_in_fp32, rel=0.01)
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize(
+    "weight",
+    [*SIXTEEN_BITS, *(pytest.param(name, marks=pytest.mark.soak) for name in WEIGHTS if name not in SIXTEEN_BITS)],
+)
 @pytest.mark.parametrize("states", STATES)
 def test_training_ends_where_fp32_states_and_masters_end(
     request: pytest.FixtureRequest, states: str, weight: str

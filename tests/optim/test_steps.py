@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from memascend.optim.schedule import Schedule
 
+pytestmark = pytest.mark.core
+
 HALF = torch.bfloat16
 
 

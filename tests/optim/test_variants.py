@@ -62,6 +62,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
 # ---- the same bits ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @variants
 def test_the_same_bits_as_in_memory(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
     model = build(variant)
@@ -250,6 +251,7 @@ def test_pytorch_trains_float16_no_better() -> None:
 # ---- saved and loaded ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @variants
 def test_a_run_goes_on_from_its_state_dict_as_if_nothing_had_happened(
     offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str

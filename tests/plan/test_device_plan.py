@@ -20,6 +20,8 @@ from memascend.layout.units import PAGE_BYTES, Unit, partition, round_up
 from memascend.plan.device import MARGIN_SHARE, make_device_plan
 from memascend.plan.estimates import Shape
 
+pytestmark = pytest.mark.core
+
 GIB = 1 << 30
 CONFIGS = Path(__file__).parents[2] / "benches" / "configs"
 SHAPE = LlamaConfig(

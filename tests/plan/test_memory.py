@@ -41,6 +41,7 @@ def status_bytes(field: str) -> int:
 # ---- the plan -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("times", [1, 1.5, 4])
 def test_the_plan_is_what_is_reserved(offloaded: Callable[..., nn.Module], architecture: str, times: float) -> None:

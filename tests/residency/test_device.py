@@ -42,6 +42,7 @@ def reference(architecture: str, **options: Any) -> tiny.Trace:
 
 
 # Of the others, those that tie weights, save their own outputs, or have parameters at the root; T5 is below.
+@pytest.mark.core
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mixtral", "plain"])
 def test_architectures(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, architecture: str) -> None:
     model = on_device(tiny.build(architecture))
@@ -175,6 +176,7 @@ def run_apart(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **se
     return fake
 
 
+@pytest.mark.core
 def test_every_wait_is_needed(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that do not wait for each other where they should are found out, whichever wait is left out."""
     monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)

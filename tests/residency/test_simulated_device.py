@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.core
+
 #: Streams and events as CUDA's functions make them, for the scripts.
 PREAMBLE = """
 import ctypes, os, sys

@@ -383,6 +383,7 @@ def test_a_store_truncated_while_training(tmp_path: Path, model_dir: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("engine", "moment", "lost"),
     [
@@ -509,6 +510,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("size", [MIB, 4 * MIB])
 def test_a_limit_on_the_size_of_files(tmp_path: Path, model_dir: Path, size: int) -> None:
     # One limit below the weights, one between them and the states.

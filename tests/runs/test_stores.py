@@ -42,6 +42,7 @@ def told(capfd: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
     return capfd.readouterr().out
 
 
+@pytest.mark.core
 def test_a_store_is_inspected(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
     store, weights, _ = kept
     parameters = sum(weight.numel() for weight in weights.values())
@@ -66,6 +67,7 @@ def test_a_store_is_inspected(kept: Any, capfd: pytest.CaptureFixture[str]) -> N
     assert again["volumes"][0]["life_bytes_written"] >= volume["life_bytes_written"] + 12 * parameters
 
 
+@pytest.mark.core
 def test_a_store_is_verified(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
     store, _, _ = kept
     assert "everything is as it was written" in told(capfd, "verify", store)

@@ -433,7 +433,7 @@ fn a_commit_that_fails_may_be_tried_again() {
     let root = root();
     let (mut failed, mut crashed) = (0, 0);
     every_kind(|kind| {
-        for_each_seed(40, |seed| {
+        for_each_seed(12, |seed| {
             let faults = Faults { torn: true, write_error_one_in: 4, ..Faults::default() };
             let lab = Lab::new(Kind { faults, ..kind }, root.path(), seed);
             let mut store = lab.open(true, false).unwrap();
