@@ -86,7 +86,7 @@ def _attach(file: int, sector: int) -> tuple[int, Path]:
     except OSError as error:
         unavailable(f"no loop devices here: {error}")
     try:
-        # The device goes by itself once nobody has it open, also when this process is killed.
+        # The kernel detaches the device when its last file is closed, also if this process is killed.
         flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
         info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, b"memascend test", b"", b"", 0, 0)
         for _ in range(100):
@@ -101,7 +101,7 @@ def _attach(file: int, sector: int) -> tuple[int, Path]:
                 return device, path
             except OSError as error:
                 os.close(device)
-                if error.errno != errno.EBUSY:  # busy: somebody else was faster
+                if error.errno != errno.EBUSY:  # busy: another process was faster
                     raise
         raise AssertionError("no loop device stayed free")
     finally:

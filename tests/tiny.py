@@ -57,7 +57,7 @@ MOE = SMALL_DECODER | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "interm
 
 
 class Block(nn.Module):
-    """A residual block of a model that is nobody's architecture."""
+    """A residual block of an architecture that transformers does not have."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -556,7 +556,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
         store = KeptStore([kept])
         damaged = store.verify(lambda _done, _total: None)
         store.close()
-        if damaged:  # else nobody's: a second slot, a gradient
+        if damaged:  # otherwise the bit is in no generation, but in a free slot or a gradient
             found += 1
             ((name, offset, length, places),) = damaged
             assert name in tensors

@@ -264,7 +264,7 @@ def test_operations_are_those_that_pytorch_counts(name, tmp_path):
     _, amounts = on_gpu(saved(config, tmp_path), dtype="float32")
     layers = [place for unit in partition(model) if unit.repeated for place in unit.places if len(place.shape) > 1]
     recomputed = 2 * tokens * sum(place.numel for place in layers)
-    # Counted without recomputation, and with the half of the attention that nobody looks at: 12 and not 8 S A.
+    # Counted without recomputation, and with the masked half of the attention: 12 and not 8 S A.
     attention = 4 * tokens * 128 * config.hidden_size * config.num_hidden_layers
     assert counter.get_total_flops() == amounts["flops"] - recomputed + attention
 

@@ -248,7 +248,7 @@ def test_not_a_model_directory(tmp_path: Path, opened: Callable[..., nn.Module])
         "not json",
         "[]",
         "{}",
-        '{"model_type": "of nobody"}',
+        '{"model_type": "of no library"}',
         '{"model_type": "llama", "hidden_size": "x"}',
     ):
         (empty / "config.json").write_text(text)

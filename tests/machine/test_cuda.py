@@ -332,7 +332,7 @@ assert "cudaEventQuery" in told and "unspecified launch failure" in told, told
 runtime.close(False)
 del runtime
 fake.fail("", 0)
-# Nobody knows whether the device is done with the arena: it is better lost than freed.
+# The device may still use the arena, which is better lost than freed.
 assert (fake.get("live_allocations"), fake.get("live_events"), fake.get("misuses")) == (1, 0, 0)
 """
     alone(LEASES + script, runtime(), tmp_path / "store")

@@ -284,7 +284,7 @@ def test_a_raw_device_from_format_to_reopening(
 
 
 @pytest.mark.root
-def test_formatting_refuses_what_somebody_may_miss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_formatting_refuses_what_holds_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
     assert "not a block device" in refusal(capfd, ["format", file])
@@ -400,7 +400,7 @@ def test_a_store_is_cleaned_up_where_it_was_made(tmp_path: Path, monkeypatch: py
     for name in ("here", "there"):
         (tmp_path / name / "store").mkdir(parents=True)
     precious = tmp_path / "there" / "store" / "memascend.volume"
-    precious.write_text("somebody else's")
+    precious.write_text("another user's")
     monkeypatch.chdir(tmp_path / "here")
     model = memascend.offload(tiny.build("llama"), store="store", host_memory="256MiB", allocator="pageable")
     monkeypatch.chdir(tmp_path / "there")

@@ -130,9 +130,9 @@ def test_a_store_on_several_drives_has_the_rates_of_all(monkeypatch: pytest.Monk
         rates_for("bfloat16", NOTHING, ["/two/x", "/third"])
 
 
-def test_host_memory_is_measured_in_place_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_measured_where_no_rate_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     given = NOTHING | {"flops": 1e12, "h2d": 1e9, "d2h": 1e9}
-    monkeypatch.setattr(gpu, "measure_host_memory", lambda: pytest.fail("measured for somebody who is refused"))
+    monkeypatch.setattr(gpu, "measure_host_memory", lambda: pytest.fail("measured for a run that is refused"))
     with pytest.raises(UnmeasuredError):
         rates_for("bfloat16", given)
     monkeypatch.undo()

@@ -490,7 +490,7 @@ def test_a_store_in_use_by_another_process(store: Path) -> None:
             memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
         assert caught.value.errno == errno.EBUSY and str(store) in str(caught.value)
         assert sorted(file.name for file in store.iterdir()) == files
-        # Killed, it leaves its files, which lock nobody out.
+        # A killed process leaves its files, and they lock no other process out.
         other.kill()
         other.wait()
         assert (store / VOLUME).exists()

@@ -532,8 +532,7 @@ def test_the_network_learns_in_every_dtype(loss_in_fp32: float, loss_in_bf16: fl
 
 
 @pytest.mark.parametrize(
-    "weight",
-    [*SIXTEEN_BITS, *(pytest.param(name, marks=pytest.mark.soak) for name in WEIGHTS if name not in SIXTEEN_BITS)],
+    "weight", [name if name in SIXTEEN_BITS else pytest.param(name, marks=pytest.mark.soak) for name in WEIGHTS]
 )
 @pytest.mark.parametrize("states", STATES)
 def test_training_ends_where_fp32_states_and_masters_end(

@@ -1,6 +1,6 @@
 """The CUDA path without a device: simulated streams, late wherever CUDA may be late, under everything else that runs.
 
-Computing is done at once by the CPU; copies run only when somebody waits for them, and every two accesses that nothing
+Computing is done at once by the CPU; copies run only when they are waited for, and every two accesses that nothing
 orders are told. So a run here fails where one on a device might compute with the wrong bytes once in a thousand steps.
 """
 
@@ -187,14 +187,14 @@ def test_every_wait_is_needed(library: Path, tmp_path: Path, monkeypatch: pytest
     assert len(needed) > 20, f"only {len(needed)} of {waits} waits order anything"
 
     def is_noticed(number: int, attempt: int) -> bool:
-        # Copies at once: one that nothing orders could write to memory that is somebody else's by then.
+        # Copies at once: one that nothing orders could write to memory that has another owner by then.
         folder = tmp_path / f"{number}-{attempt}"
         without = run_apart(library, folder, monkeypatch, lateness=1000, skip_wait=number)
         return without.get("races") > 0 or without.wait_was_redundant(number)
 
     # Threads put copies into streams in an order that differs by one or two: a wait may be another's.
     unseen = [number for number in needed[::5] if not any(is_noticed(number, attempt) for attempt in range(3))]
-    assert not unseen, f"nobody noticed that waits {unseen} of {waits} were left out"
+    assert not unseen, f"waits {unseen} of {waits} were left out, and no race was found"
 
 
 def test_the_host_does_not_wait_in_mid_pass(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:

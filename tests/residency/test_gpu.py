@@ -34,7 +34,7 @@ BLOCK = 65_536
 KIND = ("cuda", "registered")
 #: What the system may round a mapping up to: a huge page, and a page.
 SLACK = 2 * MIB + 4096
-#: Keeps a stream busy for a moment; whoever waits for the stream notices.
+#: Keeps a stream busy for so long that a wait for the stream shows.
 CYCLES = 500_000_000
 
 

@@ -87,7 +87,7 @@ def raced():
     return raced.seen - before
 raced.seen = 0
 
-#: A stream that nobody made here: the computing one.
+#: The default stream, which computes.
 COMPUTE = 0
 source, target, other = memory(b"s"), memory(b"t"), memory(b"o")
 """
@@ -155,7 +155,7 @@ del events[1:2]
 assert [memory[0] for memory in memories] == [b"0", b"1", b"2", b"3"]
 events[-1].wait()
 assert [memory[0] for memory in memories] == [b"0"] * 4
-assert fake.get("pending") == 1, "the record that nobody waits for"
+assert fake.get("pending") == 1, "the record without a waiter"
 del events, streams, stream
 fake.assert_clean()
 """
@@ -413,7 +413,7 @@ def used():
     return [fake.wait_was_used(number) for number in range(first + 1, used.seen + 1)]
 used.seen = 0
 
-# The second wait comes too late to be of use, and the third is for what nobody reads.
+# The second wait comes too late to be of use, and the third is for bytes that are not read.
 up.copy(target, source)
 done = up.record()
 wait(COMPUTE, done)
@@ -423,7 +423,7 @@ up.copy(other, source)
 wait(COMPUTE, up.record())
 access(source, write=False)
 assert used() == [True, False, False]
-# It is of use as soon as somebody does, and so are all on the way.
+# The third wait is of use as soon as the bytes are read, and so are all waits on the way.
 access(other, write=False)
 assert fake.wait_was_used(3)
 down.copy(target, other, 2)

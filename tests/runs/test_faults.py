@@ -482,8 +482,8 @@ def become_nobody() -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("what", ["store", "out", "model"])
-def test_a_directory_of_somebody_else(model_dir: Path, what: str) -> None:
-    # In a temporary directory of pytest nobody else may even look.
+def test_a_directory_of_another_user(model_dir: Path, what: str) -> None:
+    # Other users may not even list a temporary directory of pytest.
     with tempfile.TemporaryDirectory() as found:
         top = Path(found)
         top.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Runs that are killed, again and again, at any instant: each goes on, and the end is that of a run nobody touched.
+"""Runs that are killed, again and again, at any instant: each goes on, and ends like a run that was never killed.
 
 MEMASCEND_KILLS says how often (default: a few). Every kill is SIGKILL, which no process can see coming.
 """
