@@ -1,0 +1,279 @@
+"""Processes that fork, end, or are killed, models that are closed: no hang, no crash, and no file that stays."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import memascend
+from memascend._memascend import KeptStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("products_in_float32")
+
+VOLUME = "memascend.volume"
+
+
+def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
+    loss = model(**tiny.batch(architecture, number)).loss
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# ---- processes ----------------------------------------------------------------------------------------------
+
+
+class Batches(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in tiny.batch("llama", index, rows=1).items()}
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This process.*:DeprecationWarning")
+def test_forked_data_loader_workers(offloaded: Callable[..., nn.Module], store: Path, engine: str) -> None:
+    def run(model: nn.Module, workers: int) -> dict[str, torch.Tensor]:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+        context = "fork" if workers else None
+        loader = DataLoader(Batches(), batch_size=2, num_workers=workers, multiprocessing_context=context)
+        for _ in range(2):  # workers of the first epoch end while the model is in use
+            for inputs in loader:
+                model(**inputs).loss.backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(memascend.parameters_of(model))
+
+    expected = run(tiny.build("llama"), 0)
+    model = offloaded(tiny.build("llama"), engine=engine)
+    tiny.assert_same_weights(run(model, 2), expected)
+    assert (store / VOLUME).exists(), "a worker removed its parent's store"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..., nn.Module], store: Path) -> None:
+    model = offloaded(tiny.build("llama"))
+    child = os.fork()
+    if child == 0:
+        # Interpreter exit runs atexit handlers and finalisers, as in a worker that calls sys.exit.
+        import atexit
+
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert _wait(child, seconds=20) == 0, "the child hung or crashed"
+    assert (store / VOLUME).exists()
+    tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    import signal
+    import time
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+# ---- closing ------------------------------------------------------------------------------------------------
+
+
+def open_files(store: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith(str(store)) or "io_uring" in target:
+            found.append(target)
+    return found
+
+
+def native_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("memascend")]
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("moment", ["idle", "step deferred", "graph alive", "gradients"])
+def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
+    gc.collect()
+    assert not open_files(store) and not native_threads()
+    threads = threading.active_count()
+    model = memascend.offload(
+        tiny.build("llama"), store=store, host_memory="256MiB", engine=engine, allocator="pageable", recompute=False
+    )
+    optimizer = memascend.AdamW(model.parameters())
+    loss = model(**tiny.batch("llama", 0)).loss
+    if moment != "graph alive":
+        loss.backward()
+    if moment in ("idle", "step deferred"):
+        optimizer.step()
+    if moment == "idle":
+        optimizer.flush()
+    assert open_files(store) and native_threads()
+    assert list(store.iterdir())
+    memascend.close(model)
+    memascend.close(model)
+    assert not store.exists()
+    if moment == "graph alive":
+        with pytest.raises(RuntimeError, match="closed"):
+            loss.backward()
+    assert not open_files(store)
+    assert not native_threads()
+    assert threading.active_count() == threads
+
+
+def test_a_closed_model_cannot_be_used(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = offloaded(tiny.build("llama"))
+    optimizer = memascend.AdamW(model.parameters())
+    model(**tiny.batch("llama", 0)).loss.backward()
+    memascend.close(model)
+    for use in (
+        lambda: model(**tiny.batch("llama", 0)),
+        lambda: memascend.stats(model),
+        lambda: memascend.save_pretrained(model, tmp_path / "out"),
+        lambda: dict(memascend.parameters_of(model)),
+        lambda: memascend.flush(model),
+        lambda: memascend.AdamW(model.parameters()),
+    ):
+        with pytest.raises(memascend.MemascendError, match="closed"):
+            use()
+    optimizer.step()  # no gradients are left: nothing to do
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    assert not (tmp_path / "out").exists()
+
+
+def test_offloading_twice_is_refused(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = offloaded(tiny.build("llama"))
+    with pytest.raises(memascend.MemascendError, match="already"):
+        memascend.offload(model, store=tmp_path / "other", host_memory="256MiB")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_kept_store_stays_and_is_not_overwritten(store: Path) -> None:
+    options: dict[str, Any] = {"store": store, "host_memory": "256MiB", "allocator": "pageable"}
+    model = memascend.offload(tiny.build("llama"), keep_store=True, **options)
+    optimizer = memascend.AdamW(model.parameters())
+    step(model, optimizer, "llama", 0)
+    memascend.close(model)
+    files = {file.name: file.stat().st_size for file in store.iterdir()}
+    assert files[VOLUME] > 4 * 10**6
+    assert "memascend.json" in files
+    with pytest.raises(memascend.StoreError, match="kept") as caught:
+        memascend.offload(tiny.build("llama"), **options)
+    assert str(store) in str(caught.value)
+    assert {file.name: file.stat().st_size for file in store.iterdir()} == files
+    (store / "memascend.json").unlink()
+    model = memascend.offload(tiny.build("llama"), **options)
+    memascend.close(model)
+
+
+def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
+    def step_once(model: nn.Module) -> None:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+        model(**tiny.batch("plain", 0)).loss.backward()
+        optimizer.step()
+
+    expected = tiny.build("plain")
+    step_once(expected)
+    model = memascend.offload(
+        tiny.build("plain"), store=store, host_memory="256MiB", allocator="pageable", keep_store=True
+    )
+    step_once(model)
+    memascend.close(model)
+    weight = expected.get_parameter("layers.1.mlp.0.weight").detach()
+    kept = torch.empty_like(weight)
+    KeptStore([store]).read("layers.1.mlp.0.weight", kept.data_ptr(), kept.nbytes)
+    assert torch.equal(kept, weight)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(3)", "raise ValueError('mine')"])
+def test_a_process_that_ends_without_close(store: Path, ending: str) -> None:
+    # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files.
+    code = f"""
+        import torch, memascend
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
+        optimizer = memascend.AdamW(model.parameters())
+        model(torch.ones(4, 256)).sum().backward()
+        optimizer.step()
+        {ending}
+    """
+    done = python(code)
+    expected = {"pass": 0, "raise SystemExit(3)": 3}.get(ending, 1)
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.count("Traceback") == (expected == 1), done.stderr
+    assert not store.exists()
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90, env=environment
+    )
+
+
+def test_a_store_in_use_by_another_process(store: Path) -> None:
+    code = f"""
+        import sys, torch, memascend
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
+        print("ready", flush=True)
+        sys.stdin.read()
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        assert other.stdout.readline() == "ready\n"
+        files = sorted(file.name for file in store.iterdir())
+        with pytest.raises(memascend.StoreError, match=f"in use by process {other.pid}") as caught:
+            memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
+        assert caught.value.errno == errno.EBUSY and str(store) in str(caught.value)
+        assert sorted(file.name for file in store.iterdir()) == files
+        # A killed process leaves its files, and they lock no other process out.
+        other.kill()
+        other.wait()
+        assert (store / VOLUME).exists()
+        model = memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
+        memascend.close(model)
+        assert not (store / VOLUME).exists()
+    finally:
+        other.kill()
+        other.stdin.close()
+        other.stdout.close()
+        other.wait()
