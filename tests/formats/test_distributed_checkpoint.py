@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import importlib
-import os
-import pickle
-import random
-import shutil
 import subprocess
 import sys
 import warnings
@@ -16,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lab
 import pytest
 import tiny
 import torch
@@ -29,15 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from training_states import LR, assert_same_states, groups_of, states_by_name, train
 
 import memascend
-from memascend.formats.dcp import DistributedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 2**20
-LR = 3e-3
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +38,6 @@ def _alone() -> Iterator[None]:
         # PyTorch says so whenever there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield
-
-
-def train(model: nn.Module, architecture: str, optimizer: torch.optim.Optimizer, first: int, steps: int = 1) -> None:
-    for number in range(first, first + steps):
-        model(**tiny.batch(architecture, number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -64,28 +49,6 @@ def freeze(model: nn.Module) -> nn.Module:
     matrix.requires_grad_(False)
     vector.requires_grad_(False)
     return model
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with options of their own; frozen parameters too."""
-    return [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
-def states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {names[parameters[key]]: value for key, value in optimizer.state_dict()["state"].items()}
-
-
-def assert_same_states(actual: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]) -> None:
-    assert actual.keys() == expected.keys() and actual
-    for name, states in expected.items():
-        assert actual[name].keys() == states.keys(), name
-        for kind, value in states.items():
-            assert torch.equal(torch.as_tensor(actual[name][kind]), torch.as_tensor(value)), (name, kind)
 
 
 #: Architecture, dtype, optimizer, and where the states are loaded to besides an offloaded model.
@@ -297,270 +260,6 @@ def test_to_fsdp_and_back(offloaded: Callable[..., nn.Module], tmp_path: Path) -
     for name, loaded in states_by_name(model, optimizer).items():
         assert loaded["step"] == 2
         torch.testing.assert_close(loaded["exp_avg"], states[name]["exp_avg"], rtol=1e-4, atol=1e-6)
-
-
-# ---- refusals -----------------------------------------------------------------------------------------------
-
-
-def small(seed: int = 0) -> nn.Module:
-    """A model whose layers are packed."""
-    torch.manual_seed(seed)
-    return tiny.Plain(width=64, vocabulary=2048)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small model with states of one step, from memory."""
-    model, path = small(), tmp_path_factory.mktemp("original") / "saved"
-    optimizer = memascend.AdamW(model.parameters(), lr=LR)
-    train(model, "plain", optimizer, 0)
-    memascend.save_distributed(model, optimizer, path)
-    return path
-
-
-@pytest.fixture
-def checkpoint(original: Path, tmp_path: Path) -> Path:
-    """That checkpoint, to be damaged."""
-    return shutil.copytree(original, tmp_path / "saved")
-
-
-def damaged(checkpoint: Path, change: Callable[[Any], None]) -> None:
-    """Change what the checkpoint says of itself."""
-    file = checkpoint / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    change(metadata)
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def forget(key: str, metadata: Any) -> None:
-    del metadata.state_dict_metadata[key]
-
-
-def reshape(key: str, metadata: Any) -> None:
-    entry = metadata.state_dict_metadata[key]
-    entry.size = torch.Size(reversed(entry.size))
-    entry.chunks[0].sizes = entry.size
-
-
-def leave_out(key: str, metadata: Any) -> None:
-    chunk = metadata.state_dict_metadata[key].chunks[0]
-    chunk.sizes = torch.Size([chunk.sizes[0] - 1, *chunk.sizes[1:]])
-
-
-def file_of(checkpoint: Path, key: str) -> Path:
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    [name] = {info.relative_path for index, info in metadata.storage_data.items() if index.fqn == key}
-    return checkpoint / name
-
-
-def move_out(key: str, metadata: Any) -> None:
-    for index, info in metadata.storage_data.items():
-        if index.fqn == key:
-            info.relative_path = "../elsewhere"
-
-
-def lose_file(checkpoint: Path, key: str) -> None:
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
-    os.truncate(checkpoint / info.relative_path, info.offset + info.length - 1)
-
-
-WEIGHT, STATE = "model.layers.0.mlp.0.weight", "optim.state.layers.0.mlp.0.weight.exp_avg_sq"
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no weight": (lambda c: damaged(c, partial(forget, WEIGHT)), rf"{WEIGHT} is missing"),
-    "no state": (lambda c: damaged(c, partial(forget, STATE)), rf"{STATE} is missing"),
-    "shape of a weight": (lambda c: damaged(c, partial(reshape, WEIGHT)), rf"{WEIGHT} has shape \(64, 128\)"),
-    "shape of a state": (lambda c: damaged(c, partial(reshape, STATE)), rf"{STATE} has shape \(64, 128\)"),
-    "part of a state": (lambda c: damaged(c, partial(leave_out, STATE)), rf"{STATE} is not there in full"),
-    "no groups": (lambda c: damaged(c, partial(forget, "optim.param_groups.0.params")), "param_groups is missing"),
-    "no file": (lambda c: file_of(c, STATE).unlink(), rf"which holds {STATE}, is missing"),
-    "short file": (lambda c: lose_file(c, STATE), rf"which holds {STATE}, is truncated"),
-    "elsewhere": (lambda c: damaged(c, partial(move_out, STATE)), rf"{STATE} is said to be outside"),
-    "no metadata": (lambda c: (c / ".metadata").unlink(), "is not a PyTorch Distributed Checkpoint"),
-    "empty metadata": (lambda c: (c / ".metadata").write_bytes(b"") and None, "is damaged"),
-    "other pickle": (lambda c: (c / ".metadata").write_bytes(pickle.dumps({})) and None, "does not describe"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_refused_before_anything_has_changed(
-    offloaded: Callable[..., nn.Module], checkpoint: Path, damage: str
-) -> None:
-    model = offloaded(small(1))
-    optimizer = memascend.AdamW(model.parameters(), lr=LR / 7)
-    train(model, "plain", optimizer, 3, steps=1)
-    weights, states = dict(memascend.parameters_of(model)), states_by_name(model, optimizer)
-    harm, message = DAMAGE[damage]
-    harm(checkpoint)
-    with pytest.raises(memascend.CheckpointError, match=message) as caught:
-        memascend.load_distributed(model, optimizer, checkpoint)
-    assert str(checkpoint) in str(caught.value)
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), weights)
-    assert_same_states(states_by_name(model, optimizer), states)
-    assert optimizer.param_groups[0]["lr"] == LR / 7
-
-
-def test_groups_that_differ(offloaded: Callable[..., nn.Module], checkpoint: Path, tmp_path: Path) -> None:
-    model = offloaded(small())
-    grouped = memascend.AdamW(groups_of(model), lr=LR)
-    memascend.save_distributed(model, grouped, tmp_path / "groups")
-    with pytest.raises(memascend.CheckpointError, match="is in another parameter group than"):
-        memascend.load_distributed(model, memascend.AdamW(model.parameters()), tmp_path / "groups")
-    # Finer groups than those saved are no difference.
-    memascend.load_distributed(model, grouped, checkpoint)
-    assert [group["weight_decay"] for group in grouped.param_groups] == [0.01, 0.01]
-    some = memascend.AdamW(list(model.parameters())[:3], lr=LR)
-    memascend.save_distributed(model, some, tmp_path / "some")
-    with pytest.raises(memascend.CheckpointError, match="is in none of the parameter groups"):
-        memascend.load_distributed(model, memascend.AdamW(model.parameters()), tmp_path / "some")
-    with pytest.raises(ValueError, match="not the model's"):
-        memascend.save_distributed(model, memascend.AdamW(nn.Linear(2, 2).parameters()), tmp_path / "strange")
-    for call in (memascend.save_distributed, memascend.load_distributed):
-        path = tmp_path / "strange" if call is memascend.save_distributed else checkpoint
-        with pytest.raises(TypeError, match=r"torch\.distributed\.checkpoint saves and loads"):
-            call(model, torch.optim.AdamW(model.parameters()), path)  # type: ignore[arg-type]
-    assert not (tmp_path / "strange").exists()
-
-
-class Touch:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.witness}",)
-
-
-@pytest.mark.parametrize("where", ["metadata", "inside metadata", "option", "tensor"])
-def test_no_pickle_runs(checkpoint: Path, tmp_path: Path, where: str) -> None:
-    model = small()
-    optimizer = memascend.AdamW(model.parameters())
-    touch, message = Touch(tmp_path / "witness"), rf"{os.system.__module__}\.system"
-    if where == "metadata":
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(touch))
-    elif where == "inside metadata":
-        damaged(checkpoint, lambda metadata: metadata.planner_data.update(a=touch))
-    else:
-        key = "optim.param_groups.0.lr" if where == "option" else WEIGHT
-        torch.save(touch, file_of(checkpoint, key))
-        length = file_of(checkpoint, key).stat().st_size
-
-        def adjust(metadata: Any) -> None:
-            for index, info in metadata.storage_data.items():
-                if index.fqn == key:
-                    info.length = length
-
-        damaged(checkpoint, adjust)
-        message = f"{key} of .* names {message}"
-    with pytest.raises(memascend.CheckpointError, match=message):
-        memascend.load_distributed(model, optimizer, checkpoint)
-    assert not (tmp_path / "witness").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["builtins eval", "os system", "torch load", "torch.serialization load", "memascend errors", "torch hub.load"],
-)
-def test_classes_that_are_refused_are_named(tmp_path: Path, name: str) -> None:
-    module, attribute = name.split()
-    # What a pickle of protocol 4 says for a global, dots within the name too.
-    stack_global = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute))
-    (tmp_path / ".metadata").write_bytes(stack_global + b"\x93.")
-    with pytest.raises(memascend.CheckpointError, match=name.replace(" ", r"\.")):
-        DistributedReader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "called", ["torch.distributed.checkpoint.metadata Metadata", "torch.serialization _get_layout", "torch Size"]
-)
-def test_a_pickle_cannot_change_what_it_may_name(tmp_path: Path, called: str) -> None:
-    module, name = called.split()
-    real = getattr(importlib.import_module(module), name)
-    before = dict(vars(real))
-    # BUILD with a state of (None, attributes) sets attributes, of whatever is on the stack.
-    tampering = pickle.dumps((None, {"__doc__": "mine", "cache": {}}), protocol=0)[:-1]
-    (tmp_path / ".metadata").write_bytes(f"c{module}\n{name}\n".encode() + tampering + b"b.")
-    with pytest.raises(memascend.CheckpointError, match=r"is damaged|does not describe"):
-        DistributedReader(tmp_path)
-    assert dict(vars(real)) == before and real.__doc__ != "mine"
-
-
-def test_flipped_metadata(checkpoint: Path) -> None:
-    file = checkpoint / ".metadata"
-    original = file.read_bytes()
-    chance, refused = random.Random(0), 0
-    for _ in range(400):
-        changed = bytearray(original)
-        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
-        file.write_bytes(changed)
-        try:
-            reader = DistributedReader(checkpoint)
-        except memascend.CheckpointError:
-            refused += 1
-        else:
-            for key in reader.entries:
-                if reader.problem(key) is None:
-                    reader.shown(key)
-    assert 50 < refused < 400
-
-
-def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    model = small()
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    for name in ("file", "full"):
-        with pytest.raises(memascend.CheckpointError, match=f"{tmp_path / name} exists already"):
-            memascend.save_distributed(model, None, tmp_path / name)
-    for name in ("empty", "new/er"):
-        memascend.save_distributed(model, None, tmp_path / name)
-        memascend.load_distributed(small(1), None, tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full", "new"]
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("leave", [0, 3 * MIB])
-def test_full_disk(offloaded: Callable[..., nn.Module], tmp_path: Path, leave: int) -> None:
-    model = offloaded(tiny.build("llama"))
-    optimizer = memascend.AdamW(model.parameters(), lr=LR)
-    twin = tiny.build("llama")
-    reference = memascend.AdamW(twin.parameters(), lr=LR)
-    for each in ((model, "llama", optimizer, 0), (twin, "llama", reference, 0)):
-        train(*each)
-    with lab.mounted("ext4", 4 * lab.LEAST_BYTES["ext4"], tmp_path / "mount") as place:
-        ballast = place.fill(leave=leave)
-        before = sorted(path.name for path in place.path.iterdir())
-        with pytest.raises(OSError, match=str(place.path / "saved")) as caught:
-            memascend.save_distributed(model, optimizer, place.path / "saved")
-        assert caught.value.errno == errno.ENOSPC
-        assert sorted(path.name for path in place.path.iterdir()) == before
-        train(model, "llama", optimizer, 2, steps=1)
-        ballast.unlink()
-        memascend.save_distributed(model, optimizer, place.path / "saved")
-        train(twin, "llama", reference, 2, steps=1)
-        assert_same_states(states_by_name(model, optimizer), states_by_name(twin, reference))
-        other = tiny.build("llama", seed=1)
-        memascend.load_distributed(other, None, place.path / "saved")
-        tiny.assert_same_weights(dict(other.named_parameters()), dict(twin.named_parameters()))
-
-
-@pytest.mark.root
-def test_full_drive_of_the_store(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    with lab.mounted("ext4", 2 * lab.LEAST_BYTES["ext4"], tmp_path / "mount") as place, contextlib.ExitStack() as after:
-        model = offloaded(tiny.build("llama"), store=place.path / "store")
-        after.callback(memascend.close, model)
-        optimizer = memascend.AdamW(model.parameters(), lr=LR)
-        train(model, "llama", optimizer, 0)
-        ballast = place.fill()
-        # States are shown from there.
-        with pytest.raises(OSError, match=str(place.path / "store")) as caught:
-            memascend.save_distributed(model, optimizer, tmp_path / "saved")
-        assert caught.value.errno == errno.ENOSPC
-        assert not (tmp_path / "saved").exists()
-        ballast.unlink()
-        memascend.save_distributed(model, optimizer, tmp_path / "saved")
 
 
 # ---- memory -------------------------------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""Numbers that the overflow check is tried with, and what PyTorch says of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+BLOCK = 65_536
+
+
+SIZES = (0, 1, 2, 3, 7, 31, 33, 1023, 2048, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 129)
+
+
+#: Factors of which every product is exact, or rounded, or underflows.
+FACTORS = (1.0, 2.0**-16, 1 / 3, 3.5)
+
+
+def numbers(numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> torch.Tensor:
+    """Finite values over many magnitudes, `offset` elements behind an aligned address."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(numel + offset, generator=generator)
+    wide *= 2.0 ** torch.randint(-20, 6, wide.shape, generator=generator)
+    return wide.to(dtype)[offset:]
+
+
+def squares(*tensors: torch.Tensor) -> float:
+    """The reference: every square exact, added without rounding."""
+    return math.fsum(square for tensor in tensors for square in (tensor.double() ** 2).flatten().tolist())
+
+
+def all_patterns(dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern of a 16-bit type; of fp32 every exponent with awkward mantissas, and both signs."""
+    if dtype != torch.float32:
+        return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    mantissas = [0, 1, 0x400000, 0x3FFFFF, 0x7FFFFF, 0x7FE000, 0x001000, 0x555555]
+    bits = [sign << 31 | exponent << 23 | low for sign in (0, 1) for exponent in range(256) for low in mantissas]
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, a NaN to a NaN, and zeros by their sign."""
+    numbers_of_a, numbers_of_b = (torch.where(t.isnan(), 0, t) for t in (a, b))
+    return (
+        torch.equal(a.isnan(), b.isnan())
+        and torch.equal(numbers_of_a, numbers_of_b)
+        and torch.equal(numbers_of_a.signbit(), numbers_of_b.signbit())
+    )
+
+
+def unscaled_by_torch(tensors: list[torch.Tensor], factor: float) -> float:
+    """Unscale in place as torch's gradient scaler does; return what it found."""
+    found = torch.zeros(1, device=tensors[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), factor, device=found.device))
+    return found.item()
