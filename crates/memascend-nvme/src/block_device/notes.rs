@@ -253,6 +253,15 @@ mod tests {
         assert_eq!(bytes[end - 1], 0xff);
     }
 
+    /// How many of `bits` bits are flipped.
+    fn flips(bits: u64) -> u64 {
+        match std::env::var("MEMASCEND_FLIPS") {
+            Ok(count) if count == "all" => bits,
+            Ok(count) => count.parse().expect("a number, or all"),
+            Err(_) => 10_000,
+        }
+    }
+
     /// On the image of a device with superblocks and two notes, a flipped bit changes the result,
     /// or lies in unused bytes. `MEMASCEND_FLIPS` is how many places are tried, or `all`.
     #[test]
@@ -272,11 +281,7 @@ mod tests {
         let areas =
             [0..2 * block, older..older + 2 * block, newer..newer + 4 * block, copy - block..copy + block];
         let bits: u64 = areas.iter().map(|area| (area.end - area.start) * 8).sum();
-        let count = match std::env::var("MEMASCEND_FLIPS") {
-            Ok(count) if count == "all" => bits,
-            Ok(count) => count.parse().expect("a number, or all"),
-            Err(_) => 10_000,
-        };
+        let count = flips(bits);
         let mut counts = [0; 2];
         for index in 0..count {
             let mut bit = if count >= bits { index } else { index * 0x9E37_79B9 % bits };

@@ -195,28 +195,8 @@ impl SimDisk {
             }
             return Err(gone());
         }
+        self.refuse(&mut disk, operation, offset, buffer)?;
         let faults = &self.faults;
-        if let Some(draw) = self.hits(&mut disk, faults.again_one_in, Die::Again, offset) {
-            disk.injected.again += 1;
-            let errno = if draw.is_multiple_of(2) { libc::EAGAIN } else { libc::EINTR };
-            return Err(io::Error::from_raw_os_error(errno));
-        }
-        let (one_in, die) = match operation {
-            Operation::Read => (faults.read_error_one_in, Die::ReadError),
-            Operation::Write => (faults.write_error_one_in, Die::WriteError),
-        };
-        if let Some(draw) = self.hits(&mut disk, one_in, die, offset) {
-            let full = operation == Operation::Write && draw.is_multiple_of(2);
-            match operation {
-                Operation::Read => disk.injected.read_errors += 1,
-                Operation::Write => disk.injected.write_errors += 1,
-            }
-            if !full {
-                let sectors = (draw >> 1) as usize % (buffer.len() / SECTOR_BYTES + 1);
-                disk.transfer(operation, offset, &mut buffer[..sectors * SECTOR_BYTES]);
-            }
-            return Err(io::Error::from_raw_os_error(if full { libc::ENOSPC } else { libc::EIO }));
-        }
         let mut bytes = buffer.len();
         if bytes > BLOCK_BYTES
             && let Some(draw) = self.hits(&mut disk, faults.short_one_in, Die::Short, offset)
@@ -239,6 +219,39 @@ impl SimDisk {
         }
         disk.transfer(operation, place, &mut buffer[..bytes]);
         Ok(bytes)
+    }
+
+    /// Fails a transfer if a fault says so. A failed transfer may have moved some sectors.
+    fn refuse(
+        &self,
+        disk: &mut Disk,
+        operation: Operation,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
+        let faults = &self.faults;
+        if let Some(draw) = self.hits(disk, faults.again_one_in, Die::Again, offset) {
+            disk.injected.again += 1;
+            let errno = if draw.is_multiple_of(2) { libc::EAGAIN } else { libc::EINTR };
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        let (one_in, die) = match operation {
+            Operation::Read => (faults.read_error_one_in, Die::ReadError),
+            Operation::Write => (faults.write_error_one_in, Die::WriteError),
+        };
+        if let Some(draw) = self.hits(disk, one_in, die, offset) {
+            let full = operation == Operation::Write && draw.is_multiple_of(2);
+            match operation {
+                Operation::Read => disk.injected.read_errors += 1,
+                Operation::Write => disk.injected.write_errors += 1,
+            }
+            if !full {
+                let sectors = (draw >> 1) as usize % (buffer.len() / SECTOR_BYTES + 1);
+                disk.transfer(operation, offset, &mut buffer[..sectors * SECTOR_BYTES]);
+            }
+            return Err(io::Error::from_raw_os_error(if full { libc::ENOSPC } else { libc::EIO }));
+        }
+        Ok(())
     }
 
     /// A random number if a fault of rate `one_in` hits, else `None`.
