@@ -1,4 +1,4 @@
-//! What Python passes of a fetch: the tensors of a unit, and the updates on the way.
+//! Arguments of a fetch: the tensors of a unit, and their updates.
 
 use memascend_exec::{Address, GradientSource, Segment, UnitTensor, UpdatePlane, UpdateTensor};
 use pyo3::exceptions::PyValueError;
@@ -36,7 +36,7 @@ pub(crate) struct UpdateArgument<'py> {
 }
 
 impl UpdateArgument<'_> {
-    /// What the executor takes, but for the gradient.
+    /// The update as the executor takes it, its gradient still to be filled in.
     pub(crate) fn tensor(self) -> PyResult<UpdateTensor> {
         let address = |value: usize| Address(value as *mut u8);
         let planes: Vec<UpdatePlane> = self
@@ -53,21 +53,29 @@ impl UpdateArgument<'_> {
         let segments = self.segments.into_iter().map(|segment| {
             let rule = segment.rule.get().0;
             for plane in rule.planes() {
-                if !planes.iter().any(|kept| kept.plane == plane) {
-                    let what = plane.name;
+                if !planes.iter().any(|stored| stored.plane == plane) {
                     return Err(PyValueError::new_err(format!(
-                        "an update of {what}, for which there is no room"
+                        "the update of a parameter needs the state {:?}, which its tensor does not have in the store",
+                        plane.name
                     )));
                 }
                 if plane.has_records() && (segment.start, segment.numel) != (0, numel) {
-                    return Err(PyValueError::new_err("8-bit states of a part of a tensor"));
+                    return Err(PyValueError::new_err("a parameter with 8-bit states has to be a tensor of its own, but this one is a part of a tensor"));
                 }
             }
             if segment.fresh.len() != rule.planes().len() {
-                return Err(PyValueError::new_err("not a word on each plane on whether it is fresh"));
+                return Err(PyValueError::new_err(format!(
+                    "`fresh` has {} values, but the rule has {} planes: give one value for each plane",
+                    segment.fresh.len(),
+                    rule.planes().len()
+                )));
             }
             if rule.weight.bytes() != dtype.bytes() {
-                return Err(PyValueError::new_err(format!("a rule of another dtype than {}", self.dtype)));
+                return Err(PyValueError::new_err(format!(
+                    "the rule of a parameter is for weights of {} bytes, but its tensor is {}",
+                    rule.weight.bytes(),
+                    self.dtype
+                )));
             }
             Ok(Segment {
                 start: segment.start,
@@ -89,7 +97,7 @@ impl UpdateArgument<'_> {
     }
 }
 
-/// Where the tensors of a unit lie in it, from `(tensor, offset, bytes)` of each.
+/// Offsets of the tensors in their unit, from `(tensor, offset, bytes)` of each.
 pub(crate) fn unit_tensors(tensors: &[(Bound<'_, TensorId>, usize, usize)]) -> Vec<UnitTensor> {
     let tensor = |(tensor, offset, bytes): &(Bound<'_, TensorId>, usize, usize)| UnitTensor {
         tensor: tensor.get().0,

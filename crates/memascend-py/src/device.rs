@@ -1,3 +1,5 @@
+//! The CUDA device: its link, events, captures, and bytes put aside.
+
 use std::sync::Arc;
 
 use memascend_exec::DeviceEvent;
@@ -22,7 +24,7 @@ pub(crate) struct CudaEvent(pub(crate) DeviceEvent);
 
 #[pymethods]
 impl CudaEvent {
-    /// Whether all that was put into the stream before is done.
+    /// Whether everything enqueued in the stream before is done.
     fn is_done(&self) -> PyResult<bool> {
         self.0.is_done().map_err(|error| exec_error(&error))
     }
@@ -50,20 +52,20 @@ impl DeviceLink {
         self.0.memory().map_err(|error| exec_error(&error))
     }
 
-    /// An event that is done when all that was put into `stream` so far is.
+    /// Records an event that is done when everything enqueued in `stream` so far is.
     fn record(&self, stream: usize) -> PyResult<CudaEvent> {
         // SAFETY: the Python layer passes the handle of a live stream of the device.
         unsafe { self.0.record(stream) }.map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
-    /// Has what is put into `stream` from now on come after `event`.
+    /// Makes later work in `stream` wait for `event`.
     fn wait(&self, stream: usize, event: &Bound<'_, CudaEvent>) -> PyResult<()> {
         // SAFETY: as above.
         unsafe { self.0.wait(stream, &event.get().0) }.map_err(|error| exec_error(&error))
     }
 
-    /// Has `bytes` bytes of `lease` from `offset` copied to address `target` of the device, after the events `after`; the
-    /// event that it returns is done when they are there. The lease returns to its pool only then.
+    /// Copies `bytes` bytes of `lease` from `offset` to address `target` of the device, after the events `after`. Returns
+    /// the event that is done when they are there; the lease returns to its pool only then.
     fn upload(
         &self,
         py: Python<'_>,
@@ -75,15 +77,15 @@ impl DeviceLink {
     ) -> PyResult<CudaEvent> {
         let lease = &lease.get().lease;
         let after: Vec<_> = after.iter().map(|event| event.get().0.clone()).collect();
-        // SAFETY: the Python layer passes the address of as many bytes of the device's, which is a buffer of its own that
-        // serves nobody else before the event.
+        // SAFETY: the Python layer passes the address of as many bytes of device memory, and does not use this buffer for
+        // anything else before the event.
         let upload = || unsafe { self.0.upload(lease, offset, bytes, target, &after) };
         py.detach(upload).map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
-    /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`); how often a thread had to wait for
-    /// the device (`host_synchronisations`): the caller's (`waits_python`), for a thread that copies too, or one that copies
-    /// (`waits_worker`).
+    /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`), and how often a thread waited for
+    /// the device (`host_synchronisations`): the caller's thread, for the device or for a thread that copies
+    /// (`waits_python`), or a thread that copies (`waits_worker`).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.0.counters();
         let stats = PyDict::new(py);
@@ -104,8 +106,8 @@ pub(crate) struct Capture(pub(crate) memascend_exec::Capture);
 
 #[pymethods]
 impl Capture {
-    /// Waits until the gradient is kept; returns `(sum of squares, any non-finite)`. Raises what went wrong: the gradient
-    /// is gone then.
+    /// Waits until the gradient is captured; returns `(sum of squares, any non-finite)`. If the capture failed, raises its
+    /// error; the gradient is lost then.
     fn wait(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
         let stats = py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))?;
         Ok((stats.sum_squares, stats.non_finite))
@@ -116,19 +118,19 @@ impl Capture {
         self.0.is_done()
     }
 
-    /// Whether the device's memory is read no more: gradient and sums are copied, or that failed.
+    /// Whether the device memory is no longer read: gradient and sums were copied, or the copy failed.
     fn copied(&self) -> bool {
         self.0.is_done()
     }
 
-    /// Waits until the device's memory is read no more.
+    /// Waits until the device memory is no longer read.
     fn wait_copied(&self, py: Python<'_>) {
-        // What went wrong is for `wait` to say.
+        // `wait` raises the error.
         let _ = py.detach(|| self.0.wait());
     }
 }
 
-/// Bytes put aside for a while; their room is given back when the handle dies and nothing copies them any more.
+/// Bytes put aside for a while. Their space is freed when the handle dies and no copy of them is under way.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Stash {
     pub(crate) stash: memascend_exec::Stash,
@@ -143,14 +145,14 @@ impl Stash {
         self.stash.bytes()
     }
 
-    /// Whether what they are copied from is read no more: they are here, or that failed.
+    /// Whether their source is no longer read: it was copied, or the copy failed.
     fn copied(&self) -> bool {
         self.stash.is_copied()
     }
 
-    /// Waits until what they are copied from is read no more.
+    /// Waits until their source is no longer read.
     fn wait_copied(&self, py: Python<'_>) {
-        // What went wrong is for whoever wants them back.
+        // `restore` raises the error.
         let _ = py.detach(|| self.stash.wait_copied());
     }
 
@@ -161,7 +163,7 @@ impl Stash {
             .map_err(|error| exec_error(&error))
     }
 
-    /// Has the bytes copied to address `target` of the device, after `after`.
+    /// Copies the bytes to address `target` of the device, after `after`.
     fn restore_to_device(
         &self,
         py: Python<'_>,
@@ -171,21 +173,21 @@ impl Stash {
         let link = self.link.as_ref();
         let link = link.ok_or_else(|| PyRuntimeError::new_err("the runtime was made without a device"))?;
         let after = &after.get().0;
-        // SAFETY: the Python layer passes a live, contiguous tensor of the device's of as many bytes, and holds it until
-        // the restore's event.
+        // SAFETY: the Python layer passes a live, contiguous tensor of as many bytes on the device, and holds it until the
+        // restore's event.
         let restore = py.detach(|| unsafe { link.restore(&self.stash, target, after) });
         restore.map(Restore).map_err(|error| exec_error(&error))
     }
 }
 
-/// Bytes put aside, on their way back to the device.
+/// Bytes of a stash on their way back to the device.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Restore(memascend_exec::Restore);
 
 #[pymethods]
 impl Restore {
-    /// Waits until every copy is in its stream; returns the event that is done when all bytes are there. Raises what went
-    /// wrong: nothing is copied any more then.
+    /// Waits until every copy is enqueued; returns the event that is done when all bytes are there. If that failed, raises
+    /// the error, and nothing is copied any more.
     fn enqueued(&self, py: Python<'_>) -> PyResult<CudaEvent> {
         py.detach(|| self.0.enqueued()).map(CudaEvent).map_err(|error| exec_error(&error))
     }

@@ -1,3 +1,5 @@
+//! Errors of the crates as Python exceptions.
+
 use std::path::Path;
 
 use memascend_exec::ExecError;
@@ -7,7 +9,7 @@ use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// Raises `memascend.errors.StoreError` with all that is known.
+/// Raises `memascend.errors.StoreError` with errno, path and transfer, as far as the error has them.
 pub(crate) fn store_error(error: &StoreError) -> PyErr {
     raise_store(error.errno(), error.to_string(), error.path(), error.io())
 }
@@ -29,12 +31,12 @@ fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: 
     raise("StoreError", (errno, message, path, operation, offset, bytes, hint))
 }
 
-/// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError where the memory may not be locked,
-/// or ValueError for a name that no allocator has.
+/// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError if the memory may not be locked,
+/// or ValueError for an unknown allocator.
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
         MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
-        // Said by a fence: the device that copies from a buffer, or to it, has failed.
+        // From a fence: the device that copies from a buffer, or to it, has failed.
         MemError::Cuda(
             CudaError::CopyLost
             | CudaError::Call { call: "cudaEventQuery" | "cudaEventSynchronize" | "cudaEventRecord", .. },

@@ -1,3 +1,5 @@
+//! Files outside the store, from which weights are read.
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -5,8 +7,8 @@ use pyo3::prelude::*;
 
 use crate::errors::store_error;
 
-/// A file of somebody else's that weights are read from where they lie. It must stay as it was when it had `bytes`
-/// bytes and was changed last at `modified_ns`, as `os.stat` tells.
+/// A file outside the store from which weights are read where they lie. It must stay as it was when `os.stat` gave
+/// `bytes` bytes and the last change at `modified_ns`.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 

@@ -1,4 +1,4 @@
-//! Names of tensors, and what is under way: fetches and commits.
+//! Handles of tensors, and of fetches and commits under way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

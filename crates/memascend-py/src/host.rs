@@ -1,3 +1,5 @@
+//! Rules, planes and steps on tensors in host memory.
+
 use memascend_kernels::{
     Algorithm, Dtype, GradientStats, HostTensor, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
     stats_f32,
@@ -5,7 +7,7 @@ use memascend_kernels::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// The element type named by torch.
+/// The dtype that has this name in torch.
 pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
     match name {
         "bfloat16" => Ok(Dtype::Bf16),
@@ -60,7 +62,7 @@ impl Rule {
         Ok(Self(memascend_kernels::Rule { algorithm, moments, weight }))
     }
 
-    /// What the rule was made of: `Rule(*rule.arguments) == rule`.
+    /// The arguments that made the rule: `Rule(*rule.arguments) == rule`.
     #[getter]
     fn arguments(&self) -> (&'static str, &'static str, &'static str, bool) {
         let algorithm = match self.0.algorithm {
@@ -84,7 +86,7 @@ impl Rule {
         (algorithm, states, dtype, master)
     }
 
-    /// What is kept beside weight and gradient.
+    /// The states that the rule needs beside weight and gradient.
     #[getter]
     fn planes(&self) -> Vec<Plane> {
         self.0.planes().into_iter().map(Plane).collect()
@@ -219,7 +221,7 @@ impl StepScalars {
 }
 
 /// # Safety
-/// As [`std::slice::from_raw_parts`], but any address will do for an empty slice: torch gives 0.
+/// As [`std::slice::from_raw_parts`], but an empty slice may have any address: torch gives 0.
 pub(crate) unsafe fn elements<'a, T>(address: usize, length: usize) -> &'a [T] {
     if length == 0 {
         return &[];
@@ -229,7 +231,7 @@ pub(crate) unsafe fn elements<'a, T>(address: usize, length: usize) -> &'a [T] {
 }
 
 /// # Safety
-/// As [`std::slice::from_raw_parts_mut`], but any address will do for an empty slice.
+/// As [`std::slice::from_raw_parts_mut`], but an empty slice may have any address.
 pub(crate) unsafe fn elements_mut<'a, T>(address: usize, length: usize) -> &'a mut [T] {
     if length == 0 {
         return &mut [];
@@ -254,9 +256,13 @@ pub(crate) fn step_host(
     threads: usize,
 ) -> PyResult<()> {
     let (rule, scalars) = (rule.get().0, scalars.get().0);
-    let kept = rule.planes();
-    if kept.len() != planes.len() {
-        return Err(PyValueError::new_err(format!("{} planes for a rule of {}", planes.len(), kept.len())));
+    let rule_planes = rule.planes();
+    if rule_planes.len() != planes.len() {
+        return Err(PyValueError::new_err(format!(
+            "{} planes were given, but the rule has {}: give the address of each",
+            planes.len(),
+            rule_planes.len()
+        )));
     }
     py.detach(|| {
         let element = rule.weight.bytes();
@@ -266,7 +272,7 @@ pub(crate) fn step_host(
             HostTensor {
                 rule,
                 weight: elements_mut(weight, numel * element),
-                planes: kept
+                planes: rule_planes
                     .iter()
                     .zip(planes)
                     .map(|(plane, address)| elements_mut(address, plane.bytes(numel)))
@@ -303,8 +309,8 @@ pub(crate) fn gradient_stats(
     }))
 }
 
-/// Has malloc give large freed blocks back to the system, in the whole process. Called before a model is built,
-/// whose passing weights would leave holes in the heap.
+/// Makes malloc return large freed blocks to the system, in the whole process. Called before a model is built, whose
+/// temporary weights would leave holes in the heap.
 #[pyfunction]
 pub(crate) fn return_large_blocks_to_system() {
     memascend_mem::return_large_blocks_to_system();

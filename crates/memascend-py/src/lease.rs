@@ -1,3 +1,5 @@
+//! Buffers that export the buffer protocol.
+
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
@@ -29,10 +31,10 @@ impl LeaseBuffer {
         self.lease.address().as_ptr() as usize
     }
 
-    /// Has the buffer return to its pool only when all that was put into a CUDA stream so far is done: a copy that
-    /// the device carries out may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
+    /// Returns the buffer to its pool only when everything enqueued in a CUDA stream so far is done: a copy by the
+    /// device may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
     fn return_after(&self, stream: usize) -> PyResult<()> {
-        /// Searching for the library is not for every copy.
+        /// Found once: a search for the library takes too long for every copy.
         static CUDART: OnceLock<Arc<Cudart>> = OnceLock::new();
         let record = || {
             let cudart = match CUDART.get() {
@@ -60,8 +62,8 @@ impl LeaseBuffer {
     }
 }
 
-/// Host memory of its own that exports the buffer protocol (writable bytes, page aligned), given back when the last
-/// object that refers to it dies.
+/// Host memory outside the arena that exports the buffer protocol (writable bytes, page aligned). It is freed when the
+/// last object that refers to it dies.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct HostBuffer {
     block: HostBlock,
@@ -75,7 +77,7 @@ impl HostBuffer {
     fn new(py: Python<'_>, bytes: usize, allocator: &str, huge_pages: bool) -> PyResult<Self> {
         let block = py.detach(|| memascend_mem::allocator(allocator, huge_pages)?.allocate(bytes));
         let block = block.map_err(|error| memory_error(&error))?;
-        // Its owner may well be a data set that forked workers read.
+        // The owner may be a data set that forked workers read.
         block.show_to_forks();
         Ok(Self { block, bytes })
     }

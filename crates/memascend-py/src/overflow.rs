@@ -1,3 +1,5 @@
+//! The overflow check of tensors in host memory.
+
 use memascend_kernels::{CheckedTensor, CheckedWork};
 use pyo3::prelude::*;
 

@@ -29,7 +29,7 @@ use crate::volume::engine_options;
 pub(crate) struct Runtime {
     parts: Mutex<Option<Arc<Parts>>>,
     pending: Mutex<Vec<Arc<Pending>>>,
-    /// By unit, what every fetch of it reads from files outside of the store.
+    /// For each unit, the parts that every fetch reads from files outside the store.
     files: Mutex<HashMap<usize, Arc<[FilePart]>>>,
     notices: Mutex<Vec<String>>,
 }
@@ -47,13 +47,13 @@ impl Runtime {
 
 #[pymethods]
 impl Runtime {
-    /// Creates the store, or opens it again to `resume`, and reserves the arena. `in_place` keeps one copy of each tensor
-    /// instead of a second for the next generation.
+    /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place` keeps one copy of each
+    /// tensor, without a second one for the next generation.
     ///
-    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan; `chunk_bytes * chunk_count` is staging
-    /// for gradients and activations, `chunk_elements` what their captures are cut into, and
-    /// `slot_bytes` the size of one of `slot_count` update slots. With `device`, the number of a CUDA device, the arena is
-    /// memory that it copies from and to by itself, unless another `allocator` is named.
+    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients and activations is
+    /// `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are cut into `chunk_elements` elements. There are
+    /// `slot_count` update slots of `slot_bytes` bytes. With `device`, the number of a CUDA device, the arena is memory that
+    /// the device copies from and to directly, unless another `allocator` is named.
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
@@ -113,7 +113,7 @@ impl Runtime {
         pending.len() - 1
     }
 
-    /// Has every fetch of a unit read `parts` too: file, position there, offset in the unit and bytes of each.
+    /// Makes every fetch of a unit read `parts` too: file, position there, offset in the unit and bytes of each.
     fn read_from_files(&self, unit: usize, parts: Vec<(Bound<'_, ExternalFile>, u64, usize, usize)>) {
         let part = |(file, position, offset, bytes): &(Bound<'_, ExternalFile>, u64, usize, usize)| {
             FilePart { file: Arc::clone(&file.get().0), position: *position, offset: *offset, bytes: *bytes }
@@ -122,14 +122,14 @@ impl Runtime {
         self.files.locked().insert(unit, parts);
     }
 
-    /// Room for a tensor of `bytes` bytes in the store.
+    /// Creates a tensor of `bytes` bytes in the store.
     fn create_tensor(&self, py: Python<'_>, name: &str, bytes: u64) -> PyResult<TensorId> {
         let parts = self.parts()?;
         let created = py.detach(|| parts.store.create_tensor(name, bytes));
         created.map(TensorId).map_err(|error| store_error(&error))
     }
 
-    /// The tensor of that name, or None.
+    /// The tensor named `name`, or None.
     fn find_tensor(&self, name: &str) -> PyResult<Option<TensorId>> {
         Ok(self.parts()?.store.find_tensor(name).map(TensorId))
     }
@@ -139,31 +139,31 @@ impl Runtime {
         Ok(self.parts()?.store.tensors().into_iter().map(|(name, _)| name).collect())
     }
 
-    /// How many bytes a tensor has, in whole blocks.
+    /// Length of a tensor in bytes, in whole blocks.
     fn tensor_bytes(&self, tensor: &Bound<'_, TensorId>) -> PyResult<u64> {
         Ok(self.parts()?.store.current(tensor.get().0).bytes)
     }
 
-    /// Gives back the room of a tensor of which nothing is under way, once no generation needs it.
+    /// Removes a tensor of which nothing is under way. Its extents are freed once no generation holds them.
     fn remove_tensor(&self, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
         self.parts()?.store.remove_tensor(tensor.get().0);
         Ok(())
     }
 
-    /// Room for a tensor's next generation, so that no step lacks it.
+    /// Allocates the extent of a tensor's next value, so that no step runs out of space.
     fn make_spare(&self, py: Python<'_>, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
         let (parts, id) = (self.parts()?, tensor.get().0);
         py.detach(|| parts.store.make_spare(id)).map_err(|error| store_error(&error))
     }
 
-    /// Bytes that `make_spare` would take.
+    /// Bytes that `make_spare` would allocate.
     fn spare_bytes(&self, tensor: &Bound<'_, TensorId>) -> PyResult<u64> {
         Ok(self.parts()?.store.spare_bytes(tensor.get().0))
     }
 
-    /// Starts making what all tensors hold now a generation, with `state` (JSON): waits for everything under way, has the
-    /// drives flush it and writes the manifest. `tickets` are of fetches that may not have begun. Until the commit has
-    /// ended nothing may be updated.
+    /// Starts a commit of the current values of all tensors, with `state` (JSON): a thread waits for everything under way,
+    /// flushes the drives and writes the manifest. `tickets` are those of fetches that may not have started yet. Nothing may
+    /// be updated until the commit has ended.
     fn commit(&self, state: String, tickets: Vec<Bound<'_, Ticket>>) -> PyResult<Commit> {
         let parts = self.parts()?;
         let units = self.pending.locked().clone();
@@ -178,7 +178,7 @@ impl Runtime {
                 generation.store(number, Ordering::Release);
                 Ok(())
             });
-            // Before anybody hears of the end: who closes the store next must be the last to hold it.
+            // Drop the parts before signalling, so that a caller that closes the store then is the last to hold them.
             drop(parts);
             under_way.end(committed);
         };
@@ -210,7 +210,7 @@ impl Runtime {
     /// `(tag, generation, bytes)` of every snapshot, the oldest first.
     fn snapshots(&self) -> PyResult<Vec<(String, u64, u64)>> {
         let snapshots = self.parts()?.store.snapshots().into_iter();
-        Ok(snapshots.map(|kept| (kept.tag, kept.generation, kept.bytes)).collect())
+        Ok(snapshots.map(|snapshot| (snapshot.tag, snapshot.generation, snapshot.bytes)).collect())
     }
 
     /// Deletes a snapshot.
@@ -230,8 +230,8 @@ impl Runtime {
         Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
     }
 
-    /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, applying `updates` on the way;
-    /// without `lease` only the updates run, on tensors in host memory.
+    /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, and applies `updates` on the way.
+    /// Without `lease` only the updates run, on tensors in host memory.
     #[pyo3(signature = (unit, tensors, lease, updates))]
     fn fetch(
         &self,
@@ -247,7 +247,7 @@ impl Runtime {
         let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
         let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
         for (update, gradient) in updates.iter_mut().zip(gradients) {
-            // Once nothing can be refused any more: what is taken is gone.
+            // Taken after all checks: a gradient that was taken cannot be put back.
             if let Some(id) = gradient {
                 update.gradient = parts.gradients.take(id);
             }
@@ -278,13 +278,13 @@ impl Runtime {
         Ok(())
     }
 
-    /// Waits until nothing of a unit is under way; raises what failed.
+    /// Waits until nothing of a unit is under way; raises the first error.
     fn wait_unit(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
         let pending = self.unit(unit);
         py.detach(|| pending.wait()).map_err(|error| exec_error(&error))
     }
 
-    /// Makes room for the gradient of a tensor of `unit` that moves alone; returns its number.
+    /// Allocates the gradient of a tensor of `unit` that moves alone; returns its number.
     fn create_gradient(
         &self,
         py: Python<'_>,
@@ -299,17 +299,21 @@ impl Runtime {
             .map_err(|error| exec_error(&error))
     }
 
-    /// Makes room in host memory for the gradients of small tensors packed together; returns their number.
+    /// Reserves host memory for the gradients of small tensors packed together; returns their number.
     fn create_packed_gradient(&self, dtype: &str, numel: usize) -> PyResult<usize> {
         let (parts, dtype) = (self.parts()?, parse_dtype(dtype)?);
         let bytes = numel * dtype.bytes();
         let lease = parts.packs.try_lease(bytes).map_err(|error| memory_error(&error))?;
-        let lease = lease.ok_or_else(|| PyRuntimeError::new_err("the plan holds one buffer per pack"))?;
+        let lease = lease.ok_or_else(|| {
+            PyRuntimeError::new_err(
+                "no buffer is free for the gradients of a pack: the plan holds one buffer for each pack",
+            )
+        })?;
         let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
         Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
     }
 
-    /// Takes over `numel` gradient elements at address `source`; returns `(sum of squares, any non-finite)`.
+    /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any non-finite)`.
     fn capture(
         &self,
         py: Python<'_>,
@@ -328,10 +332,10 @@ impl Runtime {
         Ok((stats.sum_squares, stats.non_finite))
     }
 
-    /// Has `numel` gradient elements at address `source` of the device taken over after `ready`, which go on living until
-    /// the capture has ended. `sums` is the address of the sums of squares of blocks of 65,536 elements (float64), with a
-    /// flag behind them (int32) that is not 0 if an element is not finite, and how many sums there are: what is known of a
-    /// gradient that is not added to another. Without, the gradient is measured on the host.
+    /// Captures `numel` gradient elements at address `source` of the device, after `ready`. They have to live until the
+    /// capture has ended. `sums` is the address and the number of the sums of squares of the blocks of `GRADIENT_BLOCK`
+    /// elements (float64); behind them lies a flag (int32) that is not 0 if an element is not finite. Only a gradient that is
+    /// not added to another has `sums`. Without them the gradient is measured on the host.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (gradient, start, source, numel, accumulate, ready, sums))]
     fn capture_from_device(
@@ -348,8 +352,7 @@ impl Runtime {
         let (parts, id, ready) = (self.parts()?, GradientId(gradient), ready.get().0.clone());
         let source = DeviceGradient { start, address: source, numel, accumulate, sums, ready };
         let (link, gradients) = (parts.link()?, &parts.gradients);
-        // SAFETY: the Python layer passes live, contiguous tensors of the device's and holds them until the capture has
-        // ended.
+        // SAFETY: the Python layer passes live, contiguous tensors on the device and holds them until the capture has ended.
         py.detach(|| unsafe { link.capture(gradients, id, source) })
             .map(Capture)
             .map_err(|error| exec_error(&error))
@@ -373,8 +376,8 @@ impl Runtime {
         .map_err(|error| exec_error(&error))
     }
 
-    /// Copies `bytes` bytes at address `source` into spare staging buffers as far as there are any, and the rest to the SSD;
-    /// with `spill` all of them to the SSD. Returns the handle to get them back.
+    /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when no buffer is spare; with
+    /// `spill` all of them on the SSD. Returns the handle that restores them.
     fn stash(&self, py: Python<'_>, source: usize, bytes: usize, spill: bool) -> PyResult<Stash> {
         let parts = self.parts()?;
         let stash = py.detach(|| {
@@ -385,7 +388,7 @@ impl Runtime {
         Ok(Stash { stash, link: parts.link.clone() })
     }
 
-    /// As `stash`, of `bytes` bytes at address `source` of the device, after `ready`; they go on living until the stash is
+    /// As `stash`, for `bytes` bytes at address `source` of the device, after `ready`. They have to live until the stash is
     /// `copied`.
     fn stash_from_device(
         &self,
@@ -397,7 +400,7 @@ impl Runtime {
     ) -> PyResult<Stash> {
         let (parts, ready) = (self.parts()?, &ready.get().0);
         let link = parts.link()?;
-        // SAFETY: the Python layer passes a live, contiguous tensor of the device's and holds it until it is copied.
+        // SAFETY: the Python layer passes a live, contiguous tensor on the device and holds it until it is copied.
         let stash = py.detach(|| unsafe { link.stash(&parts.staging, source, bytes, ready, spill) });
         let stash = stash.map_err(|error| exec_error(&error))?;
         Ok(Stash { stash, link: Some(Arc::clone(link)) })
@@ -504,8 +507,8 @@ impl Runtime {
         self.notices.locked().clone()
     }
 
-    /// Waits for everything under way and closes the files. With `keep` what was committed stays; otherwise all of it is
-    /// removed. Closing twice is fine.
+    /// Waits for everything under way and closes the files. With `keep` the committed generations stay, otherwise the files
+    /// are removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
         let parts = self.parts.locked().take();
         let Some(parts) = parts else { return Ok(()) };
@@ -514,7 +517,7 @@ impl Runtime {
                 link.close();
             }
             if !keep {
-                // On a drive that has failed the files may stay; there is nothing that anybody could do.
+                // On a failed drive the files may stay: there is nothing left to try.
                 let _ = parts.store.forget();
             }
             drop(parts);

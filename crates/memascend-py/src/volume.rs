@@ -1,3 +1,5 @@
+//! Volumes for measurements, and stores that are opened without a runtime.
+
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -18,7 +20,7 @@ use crate::errors::{io_error, memory_error, store_error};
 use crate::host;
 use crate::lease::LeaseBuffer;
 
-/// The most transfers in flight that anybody may ask for.
+/// The largest number of transfers in flight.
 const DEPTH_MAX: usize = 32_000;
 
 /// The engine of that name: `auto`, `ring` or `threads`, or one that [`testing`] allows.
@@ -36,14 +38,14 @@ pub(crate) fn engine_options(
             PyValueError::new_err(format!("unknown engine {other:?}: auto, ring or threads"))
         })?,
     };
-    // What rings can have.
+    // The limit is that of the kernel's rings.
     if !(1..=DEPTH_MAX).contains(&depth) {
         return Err(PyValueError::new_err(format!("depth must be from 1 to {DEPTH_MAX}, not {depth}")));
     }
     Ok(EngineOptions { choice, depth, io_poll, sq_poll })
 }
 
-/// Adds what an engine has counted to `report`.
+/// Adds the counters of an engine to `report`.
 pub(crate) fn set_counters(report: &Bound<'_, PyDict>, counters: &CountersSnapshot) -> PyResult<()> {
     let direction = |name: &str, of: &DirectionSnapshot| {
         report.set_item(format!("bytes_{name}"), of.bytes)?;
@@ -118,7 +120,7 @@ impl Volume {
         })
     }
 
-    /// Has the first `bytes` bytes of the volume's data allocated.
+    /// Allocates the first `bytes` bytes of the volume's data.
     fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         let open = self.open()?;
         py.detach(|| open.volume.reserve(bytes)).map_err(|error| io_error(&error))
@@ -190,7 +192,7 @@ impl Volume {
             Duration::try_from_secs_f64(seconds).map_err(|e| PyValueError::new_err(e.to_string()))?;
         if request_bytes == 0 || depth == 0 || depth > open.pool.free_buffers(request_bytes) {
             return Err(PyValueError::new_err(format!(
-                "no buffers for {depth} requests of {request_bytes} bytes"
+                "there are not enough buffers for {depth} requests of {request_bytes} bytes: open the volume with more or larger ones"
             )));
         }
         let workload = Workload { read_percent, random, request_bytes, depth, span_bytes, duration };
@@ -207,13 +209,13 @@ impl Volume {
         Ok(report)
     }
 
-    /// Waits until everything written is on the medium.
+    /// Waits until everything written is durable.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
         let open = self.open()?;
         py.detach(|| open.engine.flush()).map_err(|error| io_error(&error))
     }
 
-    /// How it works here and what it has done: the same as a volume's entry in `memascend.stats`.
+    /// How the volume works, and its counters: as a volume's entry in `memascend.stats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let open = self.open()?;
         let report = PyDict::new(py);
@@ -251,11 +253,11 @@ struct Batch {
 }
 
 struct BatchState {
-    /// Which request is next, and how many have not ended.
+    /// The next request, and the number of those that have not ended.
     next: usize,
     running: usize,
     error: Option<IoError>,
-    /// Given back with the last request, before anybody hears of the end.
+    /// Dropped with the last request, before the end is signalled.
     lease: Option<Arc<Lease>>,
 }
 
@@ -264,7 +266,7 @@ impl Batch {
         self.state.locked()
     }
 
-    /// Submits the next request, if there is one: after a failure there is none.
+    /// Submits the next request, if there is one. After a failure no more are submitted.
     fn submit(self: &Arc<Self>) {
         let mut state = self.lock();
         let index = state.next;
@@ -318,7 +320,7 @@ impl Transfers {
     }
 }
 
-/// A store that was kept, opened again.
+/// A store with a durable generation, opened without a runtime.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct KeptStore(Mutex<Option<Arc<Store>>>);
 
@@ -363,7 +365,7 @@ impl KeptStore {
         Ok(self.store()?.state())
     }
 
-    /// What the user should know: a manifest that was damaged, say.
+    /// What the user should know, such as a damaged manifest.
     #[getter]
     fn notices(&self) -> PyResult<Vec<String>> {
         Ok(self.store()?.notices().to_vec())
@@ -402,8 +404,8 @@ impl KeptStore {
         })
     }
 
-    /// Reads everything that is kept, calling `progress(done, total)` in bytes; returns what is not as it was written, as
-    /// `(tensor, offset, bytes, [(path, position)])`.
+    /// Reads all generations, calling `progress(done, total)` in bytes. Returns the damage: `(tensor, offset, bytes,
+    /// [(path, position)])` for bytes that differ from those written, or cannot be read.
     fn verify(&self, py: Python<'_>, progress: Py<PyAny>) -> PyResult<Vec<Damaged>> {
         let store = self.store()?;
         let mut raised = None;
@@ -423,7 +425,7 @@ impl KeptStore {
         Ok(verified.map_err(|error| store_error(&error))?.into_iter().map(damage).collect())
     }
 
-    /// What there is: generation, tensors, and how full the volumes are.
+    /// A report: generation, tensors, and how full the volumes are.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = self.store()?;
         let report = PyDict::new(py);
@@ -456,7 +458,9 @@ impl KeptStore {
     /// `(tag, generation, bytes, state)` of every snapshot, the oldest first.
     fn snapshots(&self) -> PyResult<Vec<(String, u64, u64, String)>> {
         let snapshots = self.store()?.snapshots().into_iter();
-        Ok(snapshots.map(|kept| (kept.tag, kept.generation, kept.bytes, kept.state)).collect())
+        Ok(snapshots
+            .map(|snapshot| (snapshot.tag, snapshot.generation, snapshot.bytes, snapshot.state))
+            .collect())
     }
 
     /// Makes a snapshot the newest generation.
@@ -478,10 +482,10 @@ impl KeptStore {
     }
 }
 
-/// Tensor, offset in it and bytes of what is damaged, and where it lies: paths and positions.
+/// Damaged bytes: tensor, offset and length, and where they lie: paths and positions.
 type Damaged = (String, u64, u64, Vec<(PathBuf, u64)>);
 
-/// The UUID of a formatted block device, or None: for a device that is not formatted, and for what is no device.
+/// The UUID of a formatted block device; None for a device that is not formatted, or a path that is no device.
 #[pyfunction]
 pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
     let found =
@@ -489,8 +493,8 @@ pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<Stri
     Ok(found.map(|id| id.to_string()))
 }
 
-/// Writes memascend's superblock to a block device and returns its UUID, the bytes it has for data and what was there
-/// before. `destroy` names the same device when what is on it may go.
+/// Writes memascend's superblock to a block device. Returns the device's UUID, its bytes for data, and a description of what
+/// was on it before. Existing content is destroyed only if `destroy` names the same device.
 #[pyfunction]
 #[pyo3(signature = (path, destroy = None))]
 pub(crate) fn format_device(
