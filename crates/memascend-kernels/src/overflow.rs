@@ -12,7 +12,7 @@ use super::gradient::{GRADIENT_BLOCK, GradientStats, stats_body};
 #[cfg(target_arch = "x86_64")]
 use super::gradient::{LANES, Lanes};
 
-/// Elements looked at between two questions whether to go on: enough for the question to cost nothing.
+/// Elements checked between two tests of whether to go on: enough for the tests to cost nothing.
 const CHECK_ELEMENTS: usize = GRADIENT_BLOCK;
 
 /// Elements converted together: their values stay in the first cache.

@@ -1,8 +1,8 @@
 //! The overflow check over a list of tensors, on several threads.
 //!
-//! The work is cut into blocks of [`GRADIENT_BLOCK`] elements, which threads take in order, some at a time. Sums of blocks are added in
-//! order too, whichever thread had them, so a result does not depend on the number of threads. Nothing is allocated but
-//! the threads: sums that came too early wait in a ring of fixed size.
+//! The work is cut into blocks of [`GRADIENT_BLOCK`] elements. Threads take blocks in order, some at a time. The sums of the
+//! blocks are added in order too, so that the result does not depend on the number of threads. A sum whose predecessors are
+//! not there yet waits in a ring of fixed size: apart from the threads nothing is allocated.
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -14,13 +14,13 @@ use crate::{
     unscale_bf16, unscale_f16, unscale_f32,
 };
 
-/// A thread that runs ahead of another by so many blocks waits for it.
+/// Blocks by which a thread may run ahead of the slowest one before it waits.
 const RING: usize = 256;
 
-/// Below this many blocks a thread costs more than it saves.
+/// Blocks that make a further thread worth its cost.
 const BLOCKS_PER_THREAD: usize = 4;
 
-/// Blocks that a thread takes at a time, as long as there are many: memory likes long stretches.
+/// Blocks that a thread takes at a time while there are many: memory is read faster in long stretches.
 const BLOCKS_AT_ONCE: usize = 16;
 
 /// A tensor to be checked, or checked and unscaled.
@@ -41,8 +41,8 @@ impl CheckedTensor<'_> {
     /// `numel` elements from `address` on.
     ///
     /// # Safety
-    /// The elements are initialised, aligned as their type and live for `'a`; nobody writes them during a check. If
-    /// they are unscaled, nobody else reads them either, and no other tensor of the list overlaps them.
+    /// The elements are initialised, aligned as their type and live for `'a`; they are not written during a check. If
+    /// they are unscaled, no other code reads them either, and no other tensor of the list overlaps them.
     pub unsafe fn new(dtype: Dtype, numel: usize, address: *mut u8) -> Self {
         CheckedTensor { dtype, numel, address, tensor: PhantomData }
     }
@@ -65,7 +65,7 @@ impl CheckedTensor<'_> {
     /// The elements of one block, to write.
     ///
     /// # Safety
-    /// As [`CheckedTensor::block`], and nobody else uses this block.
+    /// As [`CheckedTensor::block`], and no other code uses this block.
     #[allow(clippy::mut_from_ref)]
     unsafe fn block_mut<T>(&self, block: usize) -> &mut [T] {
         let start = block * GRADIENT_BLOCK;
@@ -78,7 +78,7 @@ impl CheckedTensor<'_> {
     fn run(&self, block: usize, work: CheckedWork, sum: bool) -> GradientStats {
         let mut stats = GradientStats::default();
         let mut found = false;
-        // SAFETY: the type is that of `dtype`. Each block is one thread's, so what is unscaled is nobody else's.
+        // SAFETY: the type is that of `dtype`. Each block is taken by one thread, which alone unscales it.
         unsafe {
             if let CheckedWork::Unscale(scale) = work {
                 match self.dtype {
@@ -104,28 +104,28 @@ impl CheckedTensor<'_> {
     }
 }
 
-/// What a check does in its one pass.
+/// What a check does in its single pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CheckedWork {
-    /// Look, and stop at the first block with something infinite or NaN.
+    /// Look, and stop at the first block with an infinity or a NaN.
     Look,
-    /// Multiply by this factor, in place: to the end, whatever is found. Sums are those of the products.
+    /// Multiply by this factor, in place. This goes on to the end even if an element is not finite. Sums are those of the products.
     Unscale(f32),
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckedOutcome {
     /// Whether an element is infinite or NaN (was, before it was unscaled).
     pub non_finite: bool,
-    /// Blocks that were read: fewer than there are if something was found early.
+    /// Blocks that were read: fewer than there are if the check stopped early.
     pub blocks: usize,
 }
 
 /// Sums of blocks on their way into the sums of their tensors, in order.
 struct Fold<'a> {
     sums: &'a mut [f64],
-    /// The block that is next, and the tensor that it belongs to; `left`: its blocks that are still to come.
+    /// The next block to add, its tensor, and the number of blocks of that tensor still to come (`left`).
     next: usize,
     tensor: usize,
     left: usize,
@@ -147,8 +147,8 @@ struct Blocks<'a> {
 
 /// Checks a list of tensors on up to `threads` threads.
 ///
-/// `sums`: one for each tensor, overwritten with its sum of squares, that of the gradients' kernels over the whole
-/// tensor; empty if they are not asked for. NaN throughout when something was found, for then not all were read.
+/// `sums` has one value for each tensor, which is overwritten with the tensor's sum of squares, as the gradients' kernels
+/// compute it; it is empty if no sums are wanted. All are NaN if an element is not finite, since the check stops then.
 ///
 /// # Panics
 /// When `sums` is neither empty nor as long as `tensors`.
@@ -180,7 +180,7 @@ pub fn check_overflow(
     } else {
         std::thread::scope(|scope| {
             for _ in 1..threads {
-                // Where no more threads are to be had, those that there are do it all.
+                // If the system starts no more threads, those that run do all the work.
                 if std::thread::Builder::new().spawn_scoped(scope, || blocks.work()).is_err() {
                     break;
                 }
@@ -202,10 +202,10 @@ impl<'a> Blocks<'a> {
     fn work(&self) {
         let goes_on = matches!(self.work, CheckedWork::Unscale(_));
         let stops = || !goes_on && self.found.load(Ordering::Relaxed);
-        // Blocks come in order, so that the tensor of the next one is this one or a later one.
+        // A thread's blocks ascend, so that the next one belongs to this tensor or a later one.
         let (mut tensor, mut first, mut read) = (0, 0, 0);
         while !stops() {
-            // Towards the end one by one, so that nobody waits long for the last.
+            // Towards the end one block at a time, so that the last one ends soon.
             let left = self.total.saturating_sub(self.next.load(Ordering::Relaxed));
             let taken = (left / BLOCKS_PER_THREAD).clamp(1, BLOCKS_AT_ONCE);
             let begin = self.next.fetch_add(taken, Ordering::Relaxed);
@@ -231,7 +231,7 @@ impl<'a> Blocks<'a> {
             }
         }
         self.read.fetch_add(read, Ordering::Relaxed);
-        // Whoever waits for a block that nobody will read has to learn of it.
+        // Wake threads that wait for a block which will not be read any more.
         let _fold = self.fold();
         self.moved.notify_all();
     }
@@ -244,7 +244,7 @@ impl<'a> Blocks<'a> {
     fn add(&self, block: usize, sum: f64) {
         let mut fold = self.fold();
         while block >= fold.next + RING {
-            // Sums are of no use any more, and blocks may be missing.
+            // The sums are not needed any more, and blocks may be missing.
             if self.found.load(Ordering::Relaxed) {
                 return;
             }

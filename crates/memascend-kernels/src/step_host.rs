@@ -1,12 +1,14 @@
+//! One optimizer step on a tensor in host memory, on several threads.
+
 use crate::{GRADIENT_BLOCK, Rule, StepScalars, step};
 
 /// A tensor in host memory to be updated in place. Lengths in bytes follow from the rule.
 pub struct HostTensor<'a> {
-    /// What a step computes, and on what.
+    /// What a step computes, and on which planes.
     pub rule: Rule,
     /// Weights.
     pub weight: &'a mut [u8],
-    /// Those of [`Rule::planes`].
+    /// The planes of [`Rule::planes`].
     pub planes: Vec<&'a mut [u8]>,
     /// Gradient.
     pub gradient: &'a [u8],
@@ -22,13 +24,13 @@ pub fn step_host(tensor: HostTensor<'_>, scalars: &StepScalars, threads: usize) 
     let element = rule.weight.bytes();
     let elements = gradient.len() / element;
     let share = elements.div_ceil(threads.max(1)).max(1).next_multiple_of(GRADIENT_BLOCK);
-    let kept = rule.planes();
+    let rule_planes = rule.planes();
     std::thread::scope(|scope| {
         let parts = weight.chunks_mut(share * element).zip(gradient.chunks(share * element));
         for (index, (weight, gradient)) in parts.enumerate() {
             let first = index * share;
-            let mut planes = Vec::with_capacity(kept.len());
-            for (plane, rest) in kept.iter().zip(&mut rest) {
+            let mut planes = Vec::with_capacity(rule_planes.len());
+            for (plane, rest) in rule_planes.iter().zip(&mut rest) {
                 // Shares begin at records, so that the spans follow one another.
                 let span = plane.span(first, gradient.len() / element);
                 let (taken, left) = std::mem::take(rest).split_at_mut(span.len());

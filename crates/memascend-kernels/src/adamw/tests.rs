@@ -1,3 +1,5 @@
+//! AdamW against PyTorch and against a plain loop.
+
 use super::super::bf16::{canonical_nan, widen_bf16};
 use super::super::testing::{adamw_bf16_split, adamw_f32, any_bits, bits_of};
 use super::super::{Isa, StepScalars, join_slice, split_slice};

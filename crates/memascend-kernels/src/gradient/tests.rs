@@ -1,3 +1,5 @@
+//! Captures of gradients against plain loops, on every instruction set.
+
 use super::super::testing::{any_bits, bits_of};
 use super::super::{Isa, round_bf16, round_f16, stats_f16_with, widen_bf16, widen_f16};
 use super::*;

@@ -1,3 +1,5 @@
+//! The overflow check against plain loops, on every instruction set.
+
 use super::super::testing::any_bits;
 use super::super::{Isa, round_bf16, round_f16, stats_bf16, stats_f32, widen_bf16, widen_f16};
 use super::*;

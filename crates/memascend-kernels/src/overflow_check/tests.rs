@@ -1,3 +1,5 @@
+//! The overflow check over lists of tensors, on any number of threads.
+
 use super::*;
 use crate::{round_bf16, widen_bf16};
 

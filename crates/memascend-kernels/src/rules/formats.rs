@@ -1,4 +1,4 @@
-//! What lies in a plane, and blocks of it to and from fp32.
+//! The formats of planes, and the conversion of their blocks to and from fp32.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::super::bf16::{canonical_nan, round_bf16, widen_bf16};
 use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
 use super::{BLOCK, Block};
 
-/// Blocks of a drive, so that every chunk of a plane begins and ends at one.
+/// Bytes that every chunk of a plane is a multiple of, since drives transfer whole blocks.
 pub(super) const PAGE: usize = 4096;
 
 /// How the elements of a plane are kept.
@@ -171,7 +171,7 @@ pub(super) fn load_plane<const WIDE: bool>(
     let (scale, codes) = place.record();
     let scale = f32::from_ne_bytes(*bytes[scale..].first_chunk().expect("a scale"));
     map.decode::<WIDE>(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
-    // What other elements' codes may be is not this tensor's business.
+    // Values behind the last element come from codes of no element.
     block[place.count..].fill(0.0);
 }
 

@@ -97,7 +97,7 @@ fn run<U: Update, S: Number, W: Kept>(
     let gradient = W::Element::of(gradient);
     let (first, second, third) = (S::Bytes::of_mut(first), S::Bytes::of_mut(second), S::Bytes::of_mut(third));
     let length = gradient.len();
-    // Equal already; said again for the compiler, which then leaves out the bounds checks.
+    // Equal already: repeated for the compiler, which then omits the bounds checks.
     assert!(weight.len() == length && (!W::HAS_LOW || low.len() == length));
     assert!(U::STATES < 1 || first.len() == length);
     assert!(U::STATES < 2 || second.len() == length);
@@ -117,7 +117,7 @@ fn run<U: Update, S: Number, W: Kept>(
         let g = prepare(w, W::gradient(gradient[i]), scalars);
         let (w, states) = update.step(w, g, states);
 
-        // Four numbers for the most that can be rounded; those that nobody needs are not computed.
+        // Four numbers, for the most values that can be rounded. The compiler drops those that are not used.
         let random = keys.numbers(index.wrapping_add(i as u32));
         weight[i] = W::store(w, random[3]);
         if W::HAS_LOW {

@@ -103,7 +103,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// What is kept beside weight and gradient: the states, then the master. The names are those of PyTorch's
+    /// The arrays beside weight and gradient: the states, then the master. The names are those of PyTorch's
     /// `state_dict`, and `master`, or `master_low` for the low half of a split one. All begin as bytes of zero.
     pub fn planes(self) -> Vec<Plane> {
         self.layout().into_iter().flatten().collect()
@@ -280,7 +280,7 @@ fn round_block<H: Format<Element = u16>>(masters: &[u8], weights: &mut [u8]) {
     }
 }
 
-/// Makes a master of a weight that is not its rounded master: before the first step, and where somebody set the weight.
+/// Makes a master of a weight that is not its rounded master: before the first step, and where the weight was assigned.
 #[inline(always)]
 fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
     let mut rounded = [0; BLOCK * 2];

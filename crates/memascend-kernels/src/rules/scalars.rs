@@ -1,3 +1,5 @@
+//! The constants of a step.
+
 use super::super::adamw::AdamwScalars;
 
 /// The constants of one step of a parameter: computed in fp64 and rounded once to fp32, as PyTorch does.

@@ -1,3 +1,5 @@
+//! Steps of every rule against plain loops, and the same bits on every instruction set.
+
 use super::super::testing::{any_bits, bits_of};
 use super::super::{GRADIENT_BLOCK, Isa, join_slice, round_bf16, round_f16, widen_bf16, widen_f16};
 use super::*;
@@ -181,7 +183,7 @@ fn bits_depend_neither_on_cuts_nor_threads_nor_isa() {
     }
 }
 
-/// Before the first step the planes are zeros, and later somebody may load other weights.
+/// Before the first step the planes are zeros, and other weights may be loaded later.
 #[test]
 fn a_float16_weight_that_is_not_its_master_rounded_becomes_the_master() {
     let rule = Rule {

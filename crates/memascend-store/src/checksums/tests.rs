@@ -1,3 +1,5 @@
+//! Checksums against a model of the bytes on the drive.
+
 use proptest::prelude::*;
 
 use super::*;

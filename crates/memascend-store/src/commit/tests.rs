@@ -1,3 +1,5 @@
+//! Commits, snapshots and their manifests against a model.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

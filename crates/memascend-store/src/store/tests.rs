@@ -1,3 +1,5 @@
+//! Stores on real files: extents, transfers, generations, damage.
+
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -1,3 +1,5 @@
+//! 8-bit states against a search through the whole map.
+
 use super::super::super::Isa;
 use super::super::super::testing::any_bits;
 use super::*;
