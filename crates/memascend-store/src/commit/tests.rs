@@ -234,43 +234,49 @@ impl Trial<'_> {
         !failed
     }
 
+    fn create(&mut self, blocks: u64) {
+        let name = format!("tensor {:03}", self.made);
+        self.made += 1;
+        let id = self.store().create_tensor(&name, blocks * 4096).unwrap();
+        let extent = self.store().current(id);
+        self.values = self.values.wrapping_add(1);
+        assert!(!self.pinned().contains(&extent.offset));
+        self.transfer(Operation::Write, extent, self.values);
+        self.present.insert(name, (self.values, extent));
+    }
+
+    fn make_spare(&self, pick: &prop::sample::Index) {
+        let Some(name) = self.pick(pick) else { return };
+        let id = self.store().find_tensor(&name).unwrap();
+        let (lacking, used) = (self.store().spare_bytes(id), self.store().used_bytes());
+        self.store().make_spare(id).unwrap();
+        assert_eq!(self.store().used_bytes(), used + lacking);
+        assert_eq!(self.store().spare_bytes(id), 0);
+    }
+
+    fn rewrite(&mut self, pick: &prop::sample::Index) {
+        let Some(name) = self.pick(pick) else { return };
+        let id = self.store().find_tensor(&name).unwrap();
+        let rewrite = self.store().rewrite(id).unwrap();
+        let (value, extent) = self.present[&name];
+        assert_eq!(rewrite.source, extent);
+        assert!(!self.pinned().contains(&rewrite.target.offset), "what was committed is a target");
+        self.transfer(Operation::Read, rewrite.source, value);
+        self.values = self.values.wrapping_add(1);
+        self.transfer(Operation::Write, rewrite.target, self.values);
+        self.present.insert(name, (self.values, rewrite.target));
+    }
+
     fn act(&mut self, action: Action) {
         match action {
-            Action::Create { blocks } => {
-                let name = format!("tensor {:03}", self.made);
-                self.made += 1;
-                let id = self.store().create_tensor(&name, blocks * 4096).unwrap();
-                let extent = self.store().current(id);
-                self.values = self.values.wrapping_add(1);
-                assert!(!self.pinned().contains(&extent.offset));
-                self.transfer(Operation::Write, extent, self.values);
-                self.present.insert(name, (self.values, extent));
-            }
+            Action::Create { blocks } => self.create(blocks),
             Action::Remove { pick } => {
                 let Some(name) = self.pick(&pick) else { return };
                 self.store().remove_tensor(self.store().find_tensor(&name).unwrap());
                 self.present.remove(&name);
             }
-            Action::Spare { pick } => {
-                let Some(name) = self.pick(&pick) else { return };
-                let id = self.store().find_tensor(&name).unwrap();
-                let (lacking, used) = (self.store().spare_bytes(id), self.store().used_bytes());
-                self.store().make_spare(id).unwrap();
-                assert_eq!(self.store().used_bytes(), used + lacking);
-                assert_eq!(self.store().spare_bytes(id), 0);
-            }
-            Action::Rewrite { pick } => {
-                let Some(name) = self.pick(&pick) else { return };
-                let id = self.store().find_tensor(&name).unwrap();
-                let rewrite = self.store().rewrite(id).unwrap();
-                let (value, extent) = self.present[&name];
-                assert_eq!(rewrite.source, extent);
-                assert!(!self.pinned().contains(&rewrite.target.offset), "what was committed is a target");
-                self.transfer(Operation::Read, rewrite.source, value);
-                self.values = self.values.wrapping_add(1);
-                self.transfer(Operation::Write, rewrite.target, self.values);
-                self.present.insert(name, (self.values, rewrite.target));
-            }
+            Action::Spare { pick } => self.make_spare(&pick),
+            Action::Rewrite { pick } => self.rewrite(&pick),
             Action::Commit { fails_at } => {
                 let after = World { durable: Some(self.present.clone()), ..self.world.clone() };
                 // While volumes are flushed no manifest is on its way yet.

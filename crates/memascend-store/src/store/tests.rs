@@ -185,7 +185,11 @@ fn generations_take_turns_and_snapshots_stay() {
     assert_eq!(store.find_tensor("new"), None);
     store.table().check();
     drop(store);
-    let store = open(&directories);
+    the_snapshot_goes_and_its_extents_with_it(&directories);
+}
+
+fn the_snapshot_goes_and_its_extents_with_it(directories: &[PathBuf]) {
+    let store = open(directories);
     let id = store.find_tensor("weights").unwrap();
     assert!(holds(&store, store.current(id), 6));
     store.delete_snapshot("six").unwrap();
