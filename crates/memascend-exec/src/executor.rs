@@ -25,8 +25,8 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// Waits until the unit's (updated) weights are in the lease. Write-back may still be under way; the
-    /// unit's [`Pending`] counts it.
+    /// Waits until the unit's (updated) weights are in the lease. Write-back may still be under
+    /// way; the unit's [`Pending`] counts it.
     pub fn wait(&self) -> Result<()> {
         self.ready.wait()
     }
@@ -37,8 +37,8 @@ impl Ticket {
     }
 }
 
-/// Reads units, and updates them on the way if a step is due, in a pipeline over a bounded number of slots: while one chunk
-/// is computed, the next are read and the previous ones are written.
+/// Reads units, and updates them on the way if a step is due, in a pipeline over a bounded number
+/// of slots: while one chunk is computed, the next are read and the previous ones are written.
 pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
@@ -57,9 +57,10 @@ struct Job {
 }
 
 impl Executor {
-    /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of `slot_bytes` bytes, each for
-    /// the states and the gradient of a piece of a tensor. A piece is a chunk of `chunk_elements` elements, as in
-    /// [`Gradients`](crate::Gradients); if a slot does not hold that, it is a half of the chunk, or a quarter, and so on.
+    /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of
+    /// `slot_bytes` bytes, each for the states and the gradient of a piece of a tensor. A piece is
+    /// a chunk of `chunk_elements` elements, as in [`Gradients`](crate::Gradients); if a slot does
+    /// not hold that, it is a half of the chunk, or a quarter, and so on.
     ///
     /// # Panics
     /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].

@@ -27,8 +27,9 @@ pub struct FilePart {
     pub bytes: usize,
 }
 
-/// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a multiple of a block, so each
-/// thread reads whole blocks into a window and copies the part from there. Memory is several times as fast as a drive.
+/// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a
+/// multiple of a block, so each thread reads whole blocks into a window and copies the part from
+/// there. Memory is several times as fast as a drive.
 pub(crate) struct FileReader {
     pieces: Option<Sender<Piece>>,
     threads: Vec<JoinHandle<()>>,
@@ -59,7 +60,8 @@ impl FileReader {
                 let window =
                     unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
                 for Piece { file, position, buffer, read } in accepted {
-                    // SAFETY: no other code uses the range until the read has ended, and ranges do not overlap.
+                    // SAFETY: no other code uses the range until the read has ended, and ranges do
+                    // not overlap.
                     let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
                     // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
@@ -72,7 +74,8 @@ impl FileReader {
         Ok(Self { pieces: Some(pieces), threads, origin: Origin::here() })
     }
 
-    /// Starts reading `part` into `buffer`, which has the same length. `begin` begins the operation of each piece.
+    /// Starts reading `part` into `buffer`, which has the same length. `begin` begins the operation
+    /// of each piece.
     pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> Underway) {
         let pieces = self.pieces.as_ref().expect("open until dropped");
         let mut done = 0;

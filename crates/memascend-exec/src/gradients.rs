@@ -17,8 +17,8 @@ use memascend_kernels::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GradientId(pub usize);
 
-/// The gradients of a training run: captured as autograd makes them, kept in spare staging buffers, and spilled to the
-/// SSD chunk by chunk when no buffer is spare.
+/// The gradients of a training run: captured as autograd makes them, kept in spare staging buffers,
+/// and spilled to the SSD chunk by chunk when no buffer is spare.
 pub struct Gradients {
     staging: Staging,
     chunk_elements: usize,
@@ -81,8 +81,8 @@ impl GradientSource {
 }
 
 impl Gradients {
-    /// No gradients yet. They are cut into chunks of `chunk_elements` elements, as in the executor: a multiple of
-    /// [`GRADIENT_BLOCK`], and at most a buffer of `staging`.
+    /// No gradients yet. They are cut into chunks of `chunk_elements` elements, as in the executor:
+    /// a multiple of [`GRADIENT_BLOCK`], and at most a buffer of `staging`.
     pub fn new(staging: Staging, chunk_elements: usize) -> Self {
         assert!(chunk_elements.is_multiple_of(GRADIENT_BLOCK), "statistics are taken in whole blocks");
         Self { staging, chunk_elements, records: Mutex::default() }
@@ -108,11 +108,12 @@ impl Gradients {
         self.insert(dtype, numel, Arc::default(), Place::Packed { buffer })
     }
 
-    /// Captures a gradient of `numel` elements that begins at element `start` of the tensor: copies it, or adds it to the
-    /// gradient so far if `accumulate`. Returns the statistics of the result.
+    /// Captures a gradient of `numel` elements that begins at element `start` of the tensor: copies
+    /// it, or adds it to the gradient so far if `accumulate`. Returns the statistics of the result.
     ///
     /// # Safety
-    /// `source` points to `numel` readable elements of the gradient's dtype, which are not written during the call.
+    /// `source` points to `numel` readable elements of the gradient's dtype, which are not written
+    /// during the call.
     ///
     /// # Panics
     /// If the range leaves the tensor, or is only a part of a tensor that moves alone.
@@ -136,8 +137,8 @@ impl Gradients {
         match &mut *record.settled() {
             Place::Packed { buffer } => {
                 let target = buffer.narrow(start * dtype.bytes(), source.len());
-                // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an update that
-                // reads it has been waited for before gradients are captured again.
+                // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an
+                // update that reads it has been waited for before gradients are captured again.
                 merge(dtype, unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
             }
             Place::Chunks { extent, chunks } => {
@@ -206,10 +207,12 @@ impl Gradients {
         Ok(())
     }
 
-    /// Begins a capture from a device: until the capture has ended, every other use of the gradient waits.
+    /// Begins a capture from a device: until the capture has ended, every other use of the gradient
+    /// waits.
     ///
     /// # Panics
-    /// As [`Gradients::capture`], and if there are block sums of another number of blocks, or of a gradient that is added up.
+    /// As [`Gradients::capture`], and if there are block sums of another number of blocks, or of a
+    /// gradient that is added up.
     pub(crate) fn begin_capture(&self, id: GradientId, source: &DeviceGradient) -> Underway {
         let record = self.record(id);
         record.check(source.start, source.numel);
@@ -220,11 +223,12 @@ impl Gradients {
         record.arriving.begin()
     }
 
-    /// As [`Gradients::capture`], from a device. When this returns, with or without an error, no copy reads the source any
-    /// more. A gradient whose copy failed is lost.
+    /// As [`Gradients::capture`], from a device. When this returns, with or without an error, no
+    /// copy reads the source any more. A gradient whose copy failed is lost.
     ///
     /// # Safety
-    /// The source is device memory that lives and is not written from its event until the end of the call.
+    /// The source is device memory that lives and is not written from its event until the end of
+    /// the call.
     pub(crate) unsafe fn capture_from(
         &self,
         copies: &Copies,
@@ -324,7 +328,8 @@ impl Gradients {
                 let part = LeaseSlice::new(Arc::clone(&arrived), 0, length);
                 if let Chunk::Host(lease) = &chunks[index] {
                     let target = LeaseSlice::new(Arc::clone(lease), 0, length);
-                    // SAFETY: the copy has ended; one lease is ours alone, the other the record's, whose lock is held.
+                    // SAFETY: the copy has ended; one lease is ours alone, the other the record's,
+                    // whose lock is held.
                     let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
                     merge(dtype, target, part, true, stats);
                     return Ok(());
@@ -411,7 +416,8 @@ impl Gradients {
         record.pending.wait()?;
         match &*place {
             Place::Packed { buffer } => {
-                // SAFETY: the record's lock is held and no update is under way on a gradient being inspected.
+                // SAFETY: the record's lock is held and no update is under way on a gradient being
+                // inspected.
                 target.copy_from_slice(&unsafe { buffer.as_slice() }[..target.len()]);
             }
             Place::Chunks { extent, chunks } => {
@@ -458,7 +464,8 @@ impl Record {
         self.place.locked()
     }
 
-    /// Locks the place once no capture from a device is under way. The error of a failed one went to its caller.
+    /// Locks the place once no capture from a device is under way. The error of a failed one went
+    /// to its caller.
     fn settled(&self) -> MutexGuard<'_, Place> {
         let _ = self.arriving.wait();
         self.lock()

@@ -1,5 +1,5 @@
-//! The step executor, which pipelines read → kernel → write without Python; captured gradients and activations put aside;
-//! copies to and from a CUDA device.
+//! The step executor, which pipelines read → kernel → write without Python; captured gradients and
+//! activations put aside; copies to and from a CUDA device.
 
 mod device;
 mod error;

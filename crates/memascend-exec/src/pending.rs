@@ -18,8 +18,8 @@ struct State {
     error: Option<ExecError>,
 }
 
-/// One operation that a [`Pending`] counts. It ends exactly once. If a thread panics or an engine closes, dropping this
-/// value ends the operation with an error, so that no waiter is left behind.
+/// One operation that a [`Pending`] counts. It ends exactly once. If a thread panics or an engine
+/// closes, dropping this value ends the operation with an error, so that no waiter is left behind.
 #[derive(Debug)]
 pub struct Underway {
     pending: Option<Arc<Pending>>,
@@ -32,7 +32,8 @@ impl Pending {
         Underway { pending: Some(Arc::clone(self)) }
     }
 
-    /// Waits until nothing is under way. A failure stays: what the failed operation left on the SSD cannot be trusted.
+    /// Waits until nothing is under way. A failure stays: what the failed operation left on the SSD
+    /// cannot be trusted.
     pub fn wait(&self) -> Result<()> {
         let mut state = self.lock();
         while state.count > 0 {

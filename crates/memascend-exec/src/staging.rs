@@ -49,8 +49,8 @@ impl Staging {
         &self.store
     }
 
-    /// A chunk, waiting for one to come free, and whether it may keep its data in host memory: only if `keep`, and not if
-    /// it is one of the last free chunks.
+    /// A chunk, waiting for one to come free, and whether it may keep its data in host memory: only
+    /// if `keep`, and not if it is one of the last free chunks.
     pub(crate) fn chunk_for(&self, keep: bool) -> Result<(Arc<Lease>, bool)> {
         match self.try_chunk_for(keep)? {
             Some(chunk) => Ok(chunk),
@@ -77,7 +77,8 @@ impl Staging {
         lease.map(Arc::new).ok_or(ExecError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
-    /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` counts the write.
+    /// Starts writing the first `bytes` bytes of `chunk` to `extent` at `offset`; `pending` counts
+    /// the write.
     pub fn write_chunk(
         &self,
         extent: Extent,
@@ -136,7 +137,8 @@ impl Staging {
         })
     }
 
-    /// Writes fp32 `values` as a plane, rounded to the nearest. Returns when all are copied; `pending` counts the writes.
+    /// Writes fp32 `values` as a plane, rounded to the nearest. Returns when all are copied;
+    /// `pending` counts the writes.
     ///
     /// # Panics
     /// As [`Staging::read_plane`].
@@ -169,8 +171,9 @@ impl Staging {
         units * unit
     }
 
-    /// Reads the first `bytes` bytes of `extent` in pieces of `chunk_bytes`, and calls `consume(index, chunk, bytes)` for
-    /// each piece in `range`, in order. Reads ahead as far as chunks are free.
+    /// Reads the first `bytes` bytes of `extent` in pieces of `chunk_bytes`, and calls
+    /// `consume(index, chunk, bytes)` for each piece in `range`, in order. Reads ahead as far as
+    /// chunks are free.
     pub fn read_chunks(
         &self,
         extent: Extent,
@@ -183,7 +186,8 @@ impl Staging {
         let mut next = range.start;
         while next < range.end || !ahead.is_empty() {
             while next < range.end && ahead.len() < READ_AHEAD {
-                // Only the first chunk may be waited for: a thread that holds chunks and waits could deadlock with another one.
+                // Only the first chunk may be waited for: a thread that holds chunks and waits
+                // could deadlock with another one.
                 let chunk = if ahead.is_empty() { Some(self.chunk()?) } else { self.spare_chunk(1)? };
                 let Some(chunk) = chunk else { break };
                 let length = chunk_bytes.min(bytes - next * chunk_bytes);

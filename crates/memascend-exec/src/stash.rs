@@ -8,15 +8,16 @@ use memascend_store::Extent;
 use crate::device::{Copies, Outcome};
 use crate::{ExecError, Pending, Result, Staging};
 
-/// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare. Dropping the stash frees
-/// both.
+/// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare.
+/// Dropping the stash frees both.
 pub struct Stash {
     stashed: Arc<Stashed>,
     /// For a stash from a device: whether the bytes were copied.
     copied: Option<Arc<Outcome<()>>>,
 }
 
-/// Where the bytes lie. A thread that copies them shares this value, so that the space is freed when no copy needs it.
+/// Where the bytes lie. A thread that copies them shares this value, so that the space is freed
+/// when no copy needs it.
 pub(crate) struct Stashed {
     staging: Weak<Staging>,
     bytes: usize,
@@ -33,8 +34,8 @@ struct Places {
 }
 
 impl Stash {
-    /// Puts `source` aside; with `spill` all of it on the SSD. Returns when all of it is copied; writes to the SSD may still
-    /// be under way.
+    /// Puts `source` aside; with `spill` all of it on the SSD. Returns when all of it is copied;
+    /// writes to the SSD may still be under way.
     pub fn new(staging: &Arc<Staging>, source: &[u8], spill: bool) -> Result<Self> {
         let stashed = Stashed::new(staging, source.len());
         for part in source.chunks(staging.chunk_bytes()) {
@@ -102,7 +103,8 @@ impl Stashed {
         }
     }
 
-    /// Adds the next `bytes` bytes, which are in `chunk`: keeps the chunk if it `stays`, writes it to the SSD otherwise.
+    /// Adds the next `bytes` bytes, which are in `chunk`: keeps the chunk if it `stays`, writes it
+    /// to the SSD otherwise.
     fn add(&self, staging: &Staging, chunk: Arc<Lease>, stays: bool, bytes: usize) -> Result<()> {
         let mut places = self.lock();
         if stays {
@@ -137,7 +139,8 @@ impl Stashed {
         self.pending.begin().end(Err(error.clone()));
     }
 
-    /// Calls `consume(offset, chunk, bytes)` for each piece in order, and reads ahead what lies on the SSD.
+    /// Calls `consume(offset, chunk, bytes)` for each piece in order, and reads ahead what lies on
+    /// the SSD.
     pub(crate) fn chunks(
         &self,
         mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,

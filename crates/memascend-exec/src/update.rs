@@ -12,7 +12,8 @@ use crate::{FilePart, GradientSource};
 #[derive(Debug, Clone, Copy)]
 pub struct Address(pub *mut u8);
 
-// SAFETY: an address is a number; the code that makes it vouches for the memory until the job has ended.
+// SAFETY: an address is a number; the code that makes it vouches for the memory until the job has
+// ended.
 unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
@@ -38,18 +39,20 @@ pub struct UnitTensor {
     pub bytes: usize,
 }
 
-/// Elements of a tensor that one optimizer step updates with the same hyper-parameters: one parameter.
+/// Elements of a tensor that one optimizer step updates with the same hyper-parameters: one
+/// parameter.
 pub struct Segment {
     /// First element within the tensor.
     pub start: usize,
     /// Number of elements.
     pub numel: usize,
-    /// What the step computes, and on which of the tensor's planes. With 8-bit states the segment is the whole tensor.
+    /// What the step computes, and on which of the tensor's planes. With 8-bit states the segment
+    /// is the whole tensor.
     pub rule: Rule,
     /// Hyper-parameters of this step.
     pub scalars: StepScalars,
-    /// For each of the rule's planes, whether the parameter has no such state yet. A fresh state begins as zeros, whatever
-    /// the plane holds.
+    /// For each of the rule's planes, whether the parameter has no such state yet. A fresh state
+    /// begins as zeros, whatever the plane holds.
     pub fresh: Vec<bool>,
     /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
     pub host: Option<(Address, Address)>,
@@ -71,7 +74,8 @@ pub struct UpdateTensor {
     pub dtype: Dtype,
     /// Elements, padding included.
     pub numel: usize,
-    /// Where the weights begin in the unit, in bytes: the offset of one of its tensors. Ignored for tensors in host memory.
+    /// Where the weights begin in the unit, in bytes: the offset of one of its tensors. Ignored for
+    /// tensors in host memory.
     pub weight_offset: usize,
     /// The states of all segments' rules; segments whose rules have a plane in common share it.
     pub planes: Vec<UpdatePlane>,

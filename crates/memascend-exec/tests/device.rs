@@ -1,5 +1,6 @@
-//! Copies to and from a device, a simulated one: what comes from there is kept as what comes from host memory, whatever
-//! runs when; memory is given back when no copy uses it; and nobody waits for what fails.
+//! Copies to and from a device, a simulated one: what comes from there is kept as what comes from
+//! host memory, whatever runs when; memory is given back when no copy uses it; and nobody waits for
+//! what fails.
 
 #[path = "../../memascend-mem/tests/fake/mod.rs"]
 mod fake;
@@ -157,7 +158,8 @@ impl Rig {
     }
 }
 
-/// What a device measures of a gradient: the sums of squares of its blocks, and the flag behind them.
+/// What a device measures of a gradient: the sums of squares of its blocks, and the flag behind
+/// them.
 struct Sums {
     bytes: Vec<u8>,
     count: usize,

@@ -1,5 +1,5 @@
-//! An update through the executor gives, bit for bit, what the same update in host memory gives, and errors,
-//! drops and panics leave neither a waiter nor a lease behind.
+//! An update through the executor gives, bit for bit, what the same update in host memory gives,
+//! and errors, drops and panics leave neither a waiter nor a lease behind.
 
 mod support;
 
@@ -18,7 +18,8 @@ use support::{
 
 const BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
 
-/// Both dtypes; several chunks and a tail; exactly one chunk; packs with holes, one across a chunk's end.
+/// Both dtypes; several chunks and a tail; exactly one chunk; packs with holes, one across a
+/// chunk's end.
 fn mixed_shapes() -> Vec<Shape> {
     let (bf16, f32) = (adamw(Weight::Bf16Split), adamw(Weight::F32));
     vec![
@@ -36,7 +37,8 @@ fn mixed_shapes() -> Vec<Shape> {
     ]
 }
 
-/// Slots are for 12 bytes an element, so AMSGrad with fp32 moments and fp16 weights take theirs in pieces.
+/// Slots are for 12 bytes an element, so AMSGrad with fp32 moments and fp16 weights take theirs in
+/// pieces.
 #[test]
 fn every_rule_gives_the_bits_of_the_one_in_memory() {
     let rules = every_rule();
@@ -96,7 +98,8 @@ fn shape() -> impl Strategy<Value = Shape> {
             let rule = rules[rule.index(rules.len())];
             let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(numel + 1)).collect();
             cuts.sort_unstable();
-            // Every second range between cuts is a segment; without any the tensor is trained whole.
+            // Every second range between cuts is a segment; without any the tensor is trained
+            // whole.
             let segments: Vec<_> = cuts
                 .chunks_exact(2)
                 .filter(|pair| pair[0] < pair[1])
@@ -318,7 +321,8 @@ fn a_fetch_sees_the_write_back_of_the_one_before() {
             for step in 1..=20 {
                 unit.capture(step).unwrap();
                 let (updated, again) = (unit.lease(), unit.lease());
-                // The second job is given before the first has ended, on odd steps before it is known to be ready.
+                // The second job is given before the first has ended, on odd steps before it is
+                // known to be ready.
                 let first = unit.fetch(&updated, unit.updates(step));
                 if step % 2 == 0 {
                     first.wait().unwrap();
@@ -351,7 +355,8 @@ fn a_read_error_ends_the_job_with_the_tensors_name() {
             let error = unit.fetch(&lease, updates).wait().unwrap_err();
             assert!(names_a_tensor(&error), "{error}");
             assert!(error.to_string().contains("read of"), "{error}");
-            // An update that failed half-way leaves a unit that nobody may take for whole; a read does no harm.
+            // An update that failed half-way leaves a unit that nobody may take for whole; a read
+            // does no harm.
             assert_eq!(unit.pending.wait().is_err(), with_updates);
             drop(lease);
             assert_eq!(unit.live_bytes(), [0; 3]);
@@ -408,7 +413,8 @@ fn a_panic_on_a_kernel_thread_fails_the_job_and_the_unit() {
             let setup = Setup { compute_threads, ..Setup::plain(Kind::Threads) };
             let unit = Unit::new(&model, setup);
             let lease = unit.lease();
-            // Nothing was captured: a bug of the caller, which panics where the gradient is looked up.
+            // Nothing was captured: a bug of the caller, which panics where the gradient is looked
+            // up.
             let error = unit.fetch(&lease, unit.updates(1)).wait().unwrap_err();
             assert!(matches!(error, ExecError::Abandoned), "{error}");
             assert!(unit.pending.wait().is_err());

@@ -1,5 +1,5 @@
-//! Gradients captured into host chunks, onto the SSD or into packs are the in-memory sums, with the same
-//! statistics, and give their buffers back.
+//! Gradients captured into host chunks, onto the SSD or into packs are the in-memory sums, with the
+//! same statistics, and give their buffers back.
 
 mod support;
 
@@ -72,7 +72,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
 }
 
-/// `sum += addend`: bf16 through fp32, rounded to nearest, ties to even. Written apart from the kernels.
+/// `sum += addend`: bf16 through fp32, rounded to nearest, ties to even. Written apart from the
+/// kernels.
 fn add(dtype: Dtype, sum: &[u8], addend: &[u8]) -> Vec<u8> {
     match dtype {
         Dtype::Bf16 => {

@@ -1,6 +1,7 @@
-//! The power fails at every single operation of some optimizer steps: reads, writes of weights, states and spilled gradients, flushes
-//! and manifests, on simulated disks that reorder and tear. What is there afterwards is a step, whole, to the bit; and from there
-//! the rest of the steps give what they give without the failure.
+//! The power fails at every single operation of some optimizer steps: reads, writes of weights,
+//! states and spilled gradients, flushes and manifests, on simulated disks that reorder and tear.
+//! What is there afterwards is a step, whole, to the bit; and from there the rest of the steps give
+//! what they give without the failure.
 
 mod support;
 
@@ -78,7 +79,8 @@ fn train(unit: &Unit, from: u64, mut committed: impl FnMut(u64)) -> Result<(), S
     Ok(())
 }
 
-/// A tensor in two pieces, a pack, one with other rules, and frozen weights between them; gradients find little room.
+/// A tensor in two pieces, a pack, one with other rules, and frozen weights between them; gradients
+/// find little room.
 fn model() -> Arc<Model> {
     let lion = Rule { algorithm: Algorithm::Lion, moments: Moments::Bf16, weight: Weight::F16Master };
     let pack = Shape {

@@ -1,5 +1,6 @@
-//! A unit trained on simulated disks, seed by seed: either every bit of it is what training in memory gives, or an error
-//! says what failed and the unit is given up. Never is it silently wrong, and nothing hangs or is left behind.
+//! A unit trained on simulated disks, seed by seed: either every bit of it is what training in
+//! memory gives, or an error says what failed and the unit is given up. Never is it silently wrong,
+//! and nothing hangs or is left behind.
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run, `MEMASCEND_SEED` runs one of them alone.
 
@@ -175,7 +176,8 @@ impl Trial {
 
     fn nothing_is_left(&self, unit: Unit) {
         let Unit { executor, gradients, slots, chunks, units, bench, pending, .. } = unit;
-        // Gradients that were captured but never taken go with their owner; jobs and transfers under way end first.
+        // Gradients that were captured but never taken go with their owner; jobs and transfers
+        // under way end first.
         drop((executor, gradients));
         let ended = pending.wait();
         drop(bench);

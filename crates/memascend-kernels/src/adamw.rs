@@ -1,14 +1,14 @@
-//! AdamW on one element, as `torch.optim.AdamW` computes it (`foreach=False`): the order of operations is that of its
-//! `lerp_`, `mul_().addcmul_`, `sqrt / … + eps` and `addcdiv_`. One rounding differs: PyTorch's `sqrt` (MKL) is not
-//! correctly rounded.
+//! AdamW on one element, as `torch.optim.AdamW` computes it (`foreach=False`): the order of
+//! operations is that of its `lerp_`, `mul_().addcmul_`, `sqrt / … + eps` and `addcdiv_`. One
+//! rounding differs: PyTorch's `sqrt` (MKL) is not correctly rounded.
 
 /// The constants of one AdamW step: computed in fp64 and rounded once to fp32, as PyTorch does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct AdamwScalars {
     /// `1 - lr * weight_decay`.
     decay: f32,
-    /// The first moment moves from `exp_avg` (or back from the gradient, when `from_gradient`) by this
-    /// much of their difference: whichever end is nearer, as `torch.lerp` does.
+    /// The first moment moves from `exp_avg` (or back from the gradient, when `from_gradient`) by
+    /// this much of their difference: whichever end is nearer, as `torch.lerp` does.
     lerp: f32,
     from_gradient: bool,
     beta2: f32,
@@ -49,8 +49,9 @@ impl AdamwScalars {
 #[inline(always)]
 pub(super) fn moments(m: f32, v: f32, g: f32, s: &AdamwScalars) -> (f32, f32) {
     let nearer = if s.from_gradient { g } else { m };
-    // Fused where PyTorch's vector code fuses (lerp_ and addcmul_). `mul_add` rounds once everywhere, so every
-    // instruction set gives the same bits; only x86-64 without FMA pays for it.
+    // Fused where PyTorch's vector code fuses (lerp_ and addcmul_). `mul_add` rounds once
+    // everywhere, so every instruction set gives the same bits; only x86-64 without FMA pays for
+    // it.
     let m = s.lerp.mul_add(g - m, nearer);
     let v = (s.one_minus_beta2 * g).mul_add(g, v * s.beta2);
     (m, v)

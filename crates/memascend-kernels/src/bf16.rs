@@ -2,8 +2,8 @@
 
 /// The one NaN that kernels write (as fp32 bits): quiet, positive, no payload.
 ///
-/// Which operand's payload an addition keeps depends on how the compiler ordered the operands, so an
-/// uncanonicalised NaN would differ between instruction sets.
+/// Which operand's payload an addition keeps depends on how the compiler ordered the operands, so
+/// an uncanonicalised NaN would differ between instruction sets.
 pub(super) const NAN_BITS: u32 = 0x7FC0_0000;
 
 /// The fp32 value of a bf16.
@@ -14,8 +14,8 @@ pub const fn widen_bf16(bits: u16) -> f32 {
 
 /// Rounds to the nearest bf16, ties to even; any NaN becomes `0x7FC0`.
 ///
-/// PyTorch's scalar code does the same; its vector code writes the NaN `0xFFFF` instead, so which one
-/// PyTorch returns depends on the element's position. No finite or infinite result differs.
+/// PyTorch's scalar code does the same; its vector code writes the NaN `0xFFFF` instead, so which
+/// one PyTorch returns depends on the element's position. No finite or infinite result differs.
 #[inline(always)]
 pub const fn round_bf16(value: f32) -> u16 {
     let bits = canonical_nan(value).to_bits();
@@ -23,7 +23,8 @@ pub const fn round_bf16(value: f32) -> u16 {
     ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) as u16
 }
 
-/// The value itself, or the canonical NaN. A select on integers, so every path returns the same bits.
+/// The value itself, or the canonical NaN. A select on integers, so every path returns the same
+/// bits.
 #[inline(always)]
 pub(super) const fn canonical_nan(value: f32) -> f32 {
     f32::from_bits(if value.is_nan() { NAN_BITS } else { value.to_bits() })

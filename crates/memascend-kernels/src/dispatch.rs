@@ -33,7 +33,8 @@ impl Isa {
         }
     }
 
-    /// The instruction sets this machine can run, the widest first; [`Isa::Baseline`] is always last.
+    /// The instruction sets this machine can run, the widest first; [`Isa::Baseline`] is always
+    /// last.
     pub fn available() -> Vec<Isa> {
         Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
@@ -45,8 +46,8 @@ impl Isa {
     }
 }
 
-/// Defines a kernel from its `#[inline(always)]` body: `NAME(…)` runs on the widest instruction set,
-/// `WITH(isa, …)` on a chosen one.
+/// Defines a kernel from its `#[inline(always)]` body: `NAME(…)` runs on the widest instruction
+/// set, `WITH(isa, …)` on a chosen one.
 macro_rules! kernel {
     (
         $(#[$doc:meta])*
@@ -118,10 +119,12 @@ macro_rules! half_kernel {
             assert!(isa.is_available(), "this machine cannot run {isa:?} kernels");
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: the assertion above and the condition found every feature the function is compiled for.
+                // SAFETY: the assertion above and the condition found every feature the function is
+                // compiled for.
                 $crate::Isa::Avx512 if is_x86_feature_detected!("f16c") => unsafe { avx512($($arg),+) },
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: the assertion above and the condition found every feature the function is compiled for.
+                // SAFETY: the assertion above and the condition found every feature the function is
+                // compiled for.
                 $crate::Isa::Avx2 if is_x86_feature_detected!("f16c") => unsafe { avx2($($arg),+) },
                 _ => $body($($arg),+),
             }

@@ -15,13 +15,15 @@ pub(super) trait Format {
     fn round(value: f32) -> Self::Element;
     fn magnitude(element: Self::Element) -> Self::Magnitude;
 
-    /// [`Format::widen`] for slices of one length: a plain loop, which LLVM vectorises, or the processor's instruction.
+    /// [`Format::widen`] for slices of one length: a plain loop, which LLVM vectorises, or the
+    /// processor's instruction.
     #[inline(always)]
     fn widen_all(elements: &[Self::Element], values: &mut [f32]) {
         values.iter_mut().zip(elements).for_each(|(value, &element)| *value = Self::widen(element));
     }
 
-    /// [`Format::round`] for slices of one length. None of the values is a NaN but the canonical one.
+    /// [`Format::round`] for slices of one length. None of the values is a NaN but the canonical
+    /// one.
     #[inline(always)]
     fn round_all(values: &[f32], elements: &mut [Self::Element]) {
         elements.iter_mut().zip(values).for_each(|(element, &value)| *element = Self::round(value));
@@ -92,7 +94,8 @@ impl Format for F16 {
     }
 }
 
-/// [`F16`] by the processor's instructions: the same bits. Used by functions compiled for F16C alone.
+/// [`F16`] by the processor's instructions: the same bits. Used by functions compiled for F16C
+/// alone.
 #[cfg(target_arch = "x86_64")]
 pub(super) struct F16c;
 

@@ -12,7 +12,8 @@ const REBIAS: u32 = (127 - 15) << 23;
 pub const fn widen_f16(bits: u16) -> f32 {
     let sign = (bits as u32 & 0x8000) << 16;
     let magnitude = bits as u32 & 0x7FFF;
-    // A product instead of a shift by the number of leading zeros: exact, and free of fp32 denormals.
+    // A product instead of a shift by the number of leading zeros: exact, and free of fp32
+    // denormals.
     let denormal = (magnitude as i32 as f32 * DENORMAL_UNIT).to_bits();
     let normal = (magnitude << 13) + REBIAS;
     let widened = if magnitude < 0x0400 {

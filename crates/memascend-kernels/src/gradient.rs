@@ -1,9 +1,9 @@
 //! Capture of a gradient: copy or accumulate it and measure the result, in one pass.
 //!
 //! The sum of squares has one order. Element `i` of a block of [`GRADIENT_BLOCK`] goes to fp64 lane
-//! `i % LANES`; the lanes are added as a binary tree; the blocks are added one after another. So the
-//! result depends neither on the instruction set nor on how a gradient is cut into chunks, as long as
-//! every chunk but the last is a multiple of [`GRADIENT_BLOCK`].
+//! `i % LANES`; the lanes are added as a binary tree; the blocks are added one after another. So
+//! the result depends neither on the instruction set nor on how a gradient is cut into chunks, as
+//! long as every chunk but the last is a multiple of [`GRADIENT_BLOCK`].
 
 use super::bf16::canonical_nan;
 use super::dispatch::{half_kernel, kernel};
@@ -46,8 +46,8 @@ kernel! {
 }
 
 kernel! {
-    /// Adds a bf16 gradient to `dst`: added in fp32, rounded to the nearest, ties to even, as PyTorch
-    /// accumulates. The statistics are those of the rounded sum.
+    /// Adds a bf16 gradient to `dst`: added in fp32, rounded to the nearest, ties to even, as
+    /// PyTorch accumulates. The statistics are those of the rounded sum.
     ///
     /// # Panics
     /// When the lengths differ.
@@ -136,8 +136,8 @@ impl<M: Copy + Default + Ord> Lanes<M> {
         self.take::<F>(&padded);
     }
 
-    /// Out of line on purpose: inlined, its tree of additions has LLVM cut the accumulators of the hot
-    /// loop into odd pieces, at as little as half the speed.
+    /// Out of line on purpose: inlined, its tree of additions has LLVM cut the accumulators of the
+    /// hot loop into odd pieces, at as little as half the speed.
     #[inline(never)]
     pub(super) fn finish<F: Format<Magnitude = M>>(&mut self, stats: &mut GradientStats) {
         let mut width = LANES / 2;

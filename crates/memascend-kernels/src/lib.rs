@@ -1,16 +1,19 @@
-//! Arithmetic on slices: no I/O and no store. Only [`step_host`] and [`check_overflow`] divide their work among threads.
+//! Arithmetic on slices: no I/O and no store. Only [`step_host`] and [`check_overflow`] divide
+//! their work among threads.
 //!
 //! Every kernel is written once, as a plain body that LLVM vectorises, and compiled once per
-//! instruction set ([`Isa`]). The bodies fuse only by `mul_add`, which rounds once everywhere, give every reduction a fixed order
-//! and write one canonical NaN, so all instruction sets return the same bits and a run may move
-//! between machines.
+//! instruction set ([`Isa`]). The bodies fuse only by `mul_add`, which rounds once everywhere, give
+//! every reduction a fixed order and write one canonical NaN, so all instruction sets return the
+//! same bits and a run may move between machines.
 //!
 //! - [`split()`], [`join`]: fp32 master weight to and from its bf16 weight and the low half;
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
-//! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a gradient, with its
-//!   sum of squares and its overflow check, in one pass;
-//! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or with unscaling;
-//! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host memory.
+//! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a
+//!   gradient, with its sum of squares and its overflow check, in one pass;
+//! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or
+//!   with unscaling;
+//! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host
+//!   memory.
 
 mod adamw;
 mod bf16;

@@ -1,7 +1,9 @@
-//! The overflow check: is there an infinity or a NaN? Alone, with the sum of squares, or while unscaling.
+//! The overflow check: is there an infinity or a NaN? Alone, with the sum of squares, or while
+//! unscaling.
 //!
-//! An element is not finite when all bits of its exponent are set, so the check alone is integer arithmetic. The sum of
-//! squares is that of the gradients' kernels, in their order (`gradient.rs`).
+//! An element is not finite when all bits of its exponent are set, so the check alone is integer
+//! arithmetic. The sum of squares is that of the gradients' kernels, in their order
+//! (`gradient.rs`).
 
 use super::bf16::canonical_nan;
 use super::dispatch::{half_kernel, kernel};
@@ -34,8 +36,8 @@ kernel! {
 }
 
 kernel! {
-    /// Multiplies fp32 elements by `scale`, in place, and sets `found` when one was infinite or NaN before, as PyTorch
-    /// does. A NaN is written as `0x7FC00000`.
+    /// Multiplies fp32 elements by `scale`, in place, and sets `found` when one was infinite or NaN
+    /// before, as PyTorch does. A NaN is written as `0x7FC00000`.
     pub fn unscale_f32 / unscale_f32_with(dst: &mut [f32], scale: f32, found: &mut bool)
         = unscale_body::<F32>;
 }
@@ -53,7 +55,8 @@ half_kernel! {
 }
 
 half_kernel! {
-    /// Measures a bf16 gradient: `stats_bf16`, written out for the instruction sets that have more to give.
+    /// Measures a bf16 gradient: `stats_bf16`, written out for the instruction sets that have more
+    /// to give.
     pub fn sum_bf16 / sum_bf16_with(src: &[u16], stats: &mut GradientStats)
         = x86::sum_wide::<true, Bf16>, x86::sum_narrow::<true, Bf16>, stats_body::<Bf16>;
 }
@@ -79,8 +82,9 @@ mod x86 {
         }
     }
 
-    /// `stats_body` with AVX-512, lane for lane. Fused or not makes no difference: the square is exact in fp64. Nor can
-    /// the sum of squares of finite 16-bit numbers overflow, so that it tells whether all are.
+    /// `stats_body` with AVX-512, lane for lane. Fused or not makes no difference: the square is
+    /// exact in fp64. Nor can the sum of squares of finite 16-bit numbers overflow, so that it
+    /// tells whether all are.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
     pub(super) fn sum_wide<const BRAIN: bool, F: Format<Element = u16, Magnitude = i16>>(
@@ -94,7 +98,8 @@ mod x86 {
                 // SAFETY: 32 elements are read.
                 let elements = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
                 let [one, other] = if BRAIN {
-                    // Elements of even indices, and of odd ones: in place, so that none has to be moved.
+                    // Elements of even indices, and of odd ones: in place, so that none has to be
+                    // moved.
                     let odd = _mm512_and_si512(elements, _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
                     [_mm512_slli_epi32::<16>(elements), odd].map(|bits| _mm512_castsi512_ps(bits))
                 } else {
@@ -172,7 +177,8 @@ mod x86 {
     }
 }
 
-/// `LANES` elements are looked at together. Those of two AVX-512 registers: with more memory is read no faster, but more slowly.
+/// `LANES` elements are looked at together. Those of two AVX-512 registers: with more memory is
+/// read no faster, but more slowly.
 #[inline(always)]
 fn check_body<F: Format, const LANES: usize>(src: &[F::Element], found: &mut bool) {
     let (groups, rest) = src.as_chunks::<LANES>();

@@ -1,8 +1,9 @@
 //! The overflow check over a list of tensors, on several threads.
 //!
-//! The work is cut into blocks of [`GRADIENT_BLOCK`] elements. Threads take blocks in order, some at a time. The sums of the
-//! blocks are added in order too, so that the result does not depend on the number of threads. A sum whose predecessors are
-//! not there yet waits in a ring of fixed size: apart from the threads nothing is allocated.
+//! The work is cut into blocks of [`GRADIENT_BLOCK`] elements. Threads take blocks in order, some
+//! at a time. The sums of the blocks are added in order too, so that the result does not depend on
+//! the number of threads. A sum whose predecessors are not there yet waits in a ring of fixed size:
+//! apart from the threads nothing is allocated.
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,7 +21,8 @@ const RING: usize = 256;
 /// Blocks that make a further thread worth its cost.
 const BLOCKS_PER_THREAD: usize = 4;
 
-/// Blocks that a thread takes at a time while there are many: memory is read faster in long stretches.
+/// Blocks that a thread takes at a time while there are many: memory is read faster in long
+/// stretches.
 const BLOCKS_AT_ONCE: usize = 16;
 
 /// A tensor to be checked, or checked and unscaled.
@@ -32,7 +34,8 @@ pub struct CheckedTensor<'a> {
     tensor: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: it stands for slices, which threads may share; what is written is divided between them by `Blocks`.
+// SAFETY: it stands for slices, which threads may share; what is written is divided between them by
+// `Blocks`.
 unsafe impl Send for CheckedTensor<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for CheckedTensor<'_> {}
@@ -41,8 +44,9 @@ impl CheckedTensor<'_> {
     /// `numel` elements from `address` on.
     ///
     /// # Safety
-    /// The elements are initialised, aligned as their type and live for `'a`; they are not written during a check. If
-    /// they are unscaled, no other code reads them either, and no other tensor of the list overlaps them.
+    /// The elements are initialised, aligned as their type and live for `'a`; they are not written
+    /// during a check. If they are unscaled, no other code reads them either, and no other tensor
+    /// of the list overlaps them.
     pub unsafe fn new(dtype: Dtype, numel: usize, address: *mut u8) -> Self {
         CheckedTensor { dtype, numel, address, tensor: PhantomData }
     }
@@ -78,7 +82,8 @@ impl CheckedTensor<'_> {
     fn run(&self, block: usize, work: CheckedWork, sum: bool) -> GradientStats {
         let mut stats = GradientStats::default();
         let mut found = false;
-        // SAFETY: the type is that of `dtype`. Each block is taken by one thread, which alone unscales it.
+        // SAFETY: the type is that of `dtype`. Each block is taken by one thread, which alone
+        // unscales it.
         unsafe {
             if let CheckedWork::Unscale(scale) = work {
                 match self.dtype {
@@ -109,7 +114,8 @@ impl CheckedTensor<'_> {
 pub enum CheckedWork {
     /// Look, and stop at the first block with an infinity or a NaN.
     Look,
-    /// Multiply by this factor, in place. This goes on to the end even if an element is not finite. Sums are those of the products.
+    /// Multiply by this factor, in place. This goes on to the end even if an element is not finite.
+    /// Sums are those of the products.
     Unscale(f32),
 }
 
@@ -125,7 +131,8 @@ pub struct CheckedOutcome {
 /// Sums of blocks on their way into the sums of their tensors, in order.
 struct Fold<'a> {
     sums: &'a mut [f64],
-    /// The next block to add, its tensor, and the number of blocks of that tensor still to come (`left`).
+    /// The next block to add, its tensor, and the number of blocks of that tensor still to come
+    /// (`left`).
     next: usize,
     tensor: usize,
     left: usize,
@@ -147,8 +154,9 @@ struct Blocks<'a> {
 
 /// Checks a list of tensors on up to `threads` threads.
 ///
-/// `sums` has one value for each tensor, which is overwritten with the tensor's sum of squares, as the gradients' kernels
-/// compute it; it is empty if no sums are wanted. All are NaN if an element is not finite, since the check stops then.
+/// `sums` has one value for each tensor, which is overwritten with the tensor's sum of squares, as
+/// the gradients' kernels compute it; it is empty if no sums are wanted. All are NaN if an element
+/// is not finite, since the check stops then.
 ///
 /// # Panics
 /// When `sums` is neither empty nor as long as `tensors`.

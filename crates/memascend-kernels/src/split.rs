@@ -1,15 +1,17 @@
 //! Split master weights: an fp32 master kept as its bf16 weight and the low half of its bits.
 //!
-//! `high = (bits + 0x8000) >> 16` rounds half up (in magnitude), and `low` is the low half unchanged.
-//! `low >= 0x8000` says whether the rounding carried, so `bits = (high << 16) + sign_extend(low)`
-//! undoes it. All arithmetic is modulo 2^32, and the restore is exact for every bit pattern.
+//! `high = (bits + 0x8000) >> 16` rounds half up (in magnitude), and `low` is the low half
+//! unchanged. `low >= 0x8000` says whether the rounding carried, so `bits = (high << 16) +
+//! sign_extend(low)` undoes it. All arithmetic is modulo 2^32, and the restore is exact for every
+//! bit pattern.
 //!
 //! What the bf16 weight reads as, where rounding leaves the number's own neighbourhood:
-//! - a finite master of `0x7F7F8000` or more in magnitude reads as infinity, as in any bf16 rounding;
+//! - a finite master of `0x7F7F8000` or more in magnitude reads as infinity, as in any bf16
+//!   rounding;
 //! - a NaN whose payload is only in its low bits (`0x7F800001..=0x7F807FFF`) reads as infinity;
 //! - a NaN of `0x7FFF8000` or more reads as a zero: the carry runs through the sign, and from
-//!   `0xFFFF8000` on out of the word. Arithmetic never makes such a NaN, and the AdamW kernels write
-//!   `0x7FC00000`; only a foreign fp32 checkpoint can hold one.
+//!   `0xFFFF8000` on out of the word. Arithmetic never makes such a NaN, and the AdamW kernels
+//!   write `0x7FC00000`; only a foreign fp32 checkpoint can hold one.
 
 use super::dispatch::kernel;
 
@@ -76,8 +78,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// All 2^32 patterns where the build is optimised; in a debug build one in 4099 (a prime, so every
-    /// low half occurs).
+    /// All 2^32 patterns where the build is optimised; in a debug build one in 4099 (a prime, so
+    /// every low half occurs).
     #[test]
     fn restores_every_bit_pattern() {
         const CHUNK: usize = 1 << 15;

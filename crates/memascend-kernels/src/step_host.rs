@@ -14,8 +14,8 @@ pub struct HostTensor<'a> {
     pub gradient: &'a [u8],
 }
 
-/// One optimizer step on a tensor in host memory, on up to `threads` threads: bit for bit what the executor
-/// does to the same tensor on the SSD.
+/// One optimizer step on a tensor in host memory, on up to `threads` threads: bit for bit what the
+/// executor does to the same tensor on the SSD.
 ///
 /// # Panics
 /// As [`step`].

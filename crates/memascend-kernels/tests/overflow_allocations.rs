@@ -1,6 +1,7 @@
 //! What the overflow check allocates: nothing, whatever the size, but the threads it is allowed.
 //!
-//! Counted by the allocator of this test's process, which has this one test: nobody else allocates meanwhile.
+//! Counted by the allocator of this test's process, which has this one test: nobody else allocates
+//! meanwhile.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -64,8 +64,9 @@ impl DeviceLink {
         unsafe { self.0.wait(stream, &event.get().0) }.map_err(|error| exec_error(&error))
     }
 
-    /// Copies `bytes` bytes of `lease` from `offset` to address `target` of the device, after the events `after`. Returns
-    /// the event that is done when they are there; the lease returns to its pool only then.
+    /// Copies `bytes` bytes of `lease` from `offset` to address `target` of the device, after the
+    /// events `after`. Returns the event that is done when they are there; the lease returns to its
+    /// pool only then.
     fn upload(
         &self,
         py: Python<'_>,
@@ -77,15 +78,16 @@ impl DeviceLink {
     ) -> PyResult<CudaEvent> {
         let lease = &lease.get().lease;
         let after: Vec<_> = after.iter().map(|event| event.get().0.clone()).collect();
-        // SAFETY: the Python layer passes the address of as many bytes of device memory, and does not use this buffer for
-        // anything else before the event.
+        // SAFETY: the Python layer passes the address of as many bytes of device memory, and does
+        // not use this buffer for anything else before the event.
         let upload = || unsafe { self.0.upload(lease, offset, bytes, target, &after) };
         py.detach(upload).map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
-    /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`), and how often a thread waited for
-    /// the device (`host_synchronisations`): the caller's thread, for the device or for a thread that copies
-    /// (`waits_python`), or a thread that copies (`waits_worker`).
+    /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`), and how
+    /// often a thread waited for the device (`host_synchronisations`): the caller's thread, for the
+    /// device or for a thread that copies (`waits_python`), or a thread that copies
+    /// (`waits_worker`).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.0.counters();
         let stats = PyDict::new(py);
@@ -106,8 +108,8 @@ pub(crate) struct Capture(pub(crate) memascend_exec::Capture);
 
 #[pymethods]
 impl Capture {
-    /// Waits until the gradient is captured; returns `(sum of squares, any non-finite)`. If the capture failed, raises its
-    /// error; the gradient is lost then.
+    /// Waits until the gradient is captured; returns `(sum of squares, any non-finite)`. If the
+    /// capture failed, raises its error; the gradient is lost then.
     fn wait(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
         let stats = py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))?;
         Ok((stats.sum_squares, stats.non_finite))
@@ -118,7 +120,8 @@ impl Capture {
         self.0.is_done()
     }
 
-    /// Whether the device memory is no longer read: gradient and sums were copied, or the copy failed.
+    /// Whether the device memory is no longer read: gradient and sums were copied, or the copy
+    /// failed.
     fn copied(&self) -> bool {
         self.0.is_done()
     }
@@ -130,7 +133,8 @@ impl Capture {
     }
 }
 
-/// Bytes put aside for a while. Their space is freed when the handle dies and no copy of them is under way.
+/// Bytes put aside for a while. Their space is freed when the handle dies and no copy of them is
+/// under way.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Stash {
     pub(crate) stash: memascend_exec::Stash,
@@ -173,8 +177,8 @@ impl Stash {
         let link = self.link.as_ref();
         let link = link.ok_or_else(|| PyRuntimeError::new_err("the runtime was made without a device"))?;
         let after = &after.get().0;
-        // SAFETY: the Python layer passes a live, contiguous tensor of as many bytes on the device, and holds it until the
-        // restore's event.
+        // SAFETY: the Python layer passes a live, contiguous tensor of as many bytes on the device,
+        // and holds it until the restore's event.
         let restore = py.detach(|| unsafe { link.restore(&self.stash, target, after) });
         restore.map(Restore).map_err(|error| exec_error(&error))
     }
@@ -186,8 +190,8 @@ pub(crate) struct Restore(memascend_exec::Restore);
 
 #[pymethods]
 impl Restore {
-    /// Waits until every copy is enqueued; returns the event that is done when all bytes are there. If that failed, raises
-    /// the error, and nothing is copied any more.
+    /// Waits until every copy is enqueued; returns the event that is done when all bytes are there.
+    /// If that failed, raises the error, and nothing is copied any more.
     fn enqueued(&self, py: Python<'_>) -> PyResult<CudaEvent> {
         py.detach(|| self.0.enqueued()).map(CudaEvent).map_err(|error| exec_error(&error))
     }

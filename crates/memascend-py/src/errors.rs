@@ -9,7 +9,8 @@ use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// Raises `memascend.errors.StoreError` with errno, path and transfer, as far as the error has them.
+/// Raises `memascend.errors.StoreError` with errno, path and transfer, as far as the error has
+/// them.
 pub(crate) fn store_error(error: &StoreError) -> PyErr {
     raise_store(error.errno(), error.to_string(), error.path(), error.io())
 }
@@ -31,8 +32,8 @@ fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: 
     raise("StoreError", (errno, message, path, operation, offset, bytes, hint))
 }
 
-/// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError if the memory may not be locked,
-/// or ValueError for an unknown allocator.
+/// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError if the memory
+/// may not be locked, or ValueError for an unknown allocator.
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
         MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 
 use crate::errors::store_error;
 
-/// A file outside the store from which weights are read where they lie. It must stay as it was when `os.stat` gave
-/// `bytes` bytes and the last change at `modified_ns`.
+/// A file outside the store from which weights are read where they lie. It must stay as it was when
+/// `os.stat` gave `bytes` bytes and the last change at `modified_ns`.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 

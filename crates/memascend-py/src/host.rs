@@ -19,15 +19,17 @@ pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
     }
 }
 
-/// How a tensor is optimized: what a step computes, how its states are kept, and the weight's dtype and master.
+/// How a tensor is optimized: what a step computes, how its states are kept, and the weight's dtype
+/// and master.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Rule(pub memascend_kernels::Rule);
 
 #[pymethods]
 impl Rule {
-    /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd" or "sgd momentum"; `states` "float32", "bfloat16" or
-    /// "8bit"; `dtype` the weight's. Without `master`, bfloat16 weights are rounded stochastically.
+    /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd" or "sgd momentum"; `states`
+    /// "float32", "bfloat16" or "8bit"; `dtype` the weight's. Without `master`, bfloat16 weights
+    /// are rounded stochastically.
     #[new]
     fn new(algorithm: &str, states: &str, dtype: &str, master: bool) -> PyResult<Self> {
         let algorithm = match algorithm {
@@ -106,7 +108,8 @@ impl Plane {
         self.0.name
     }
 
-    /// torch's name of the dtype of its elements; uint8 for 8-bit states, which are bytes in a layout of their own.
+    /// torch's name of the dtype of its elements; uint8 for 8-bit states, which are bytes in a
+    /// layout of their own.
     #[getter]
     fn dtype(&self) -> &'static str {
         match self.0.format {
@@ -125,7 +128,8 @@ impl Plane {
     /// Turns 8-bit states at address `source` into `numel` float32 numbers at `target`.
     fn decode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
         py.detach(|| {
-            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
+            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these
+            // sizes.
             let (source, target) =
                 unsafe { (elements(source, self.0.bytes(numel)), elements_mut(target, numel)) };
             self.0.read(source, 0, target);
@@ -135,7 +139,8 @@ impl Plane {
     /// Turns `numel` float32 numbers at address `source` into 8-bit states at `target`.
     fn encode(&self, py: Python<'_>, numel: usize, source: usize, target: usize) {
         py.detach(|| {
-            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes.
+            // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these
+            // sizes.
             let (source, target) =
                 unsafe { (elements(source, numel), elements_mut(target, self.0.bytes(numel))) };
             self.0.write(target, 0, source);
@@ -240,8 +245,9 @@ pub(crate) unsafe fn elements_mut<'a, T>(address: usize, length: usize) -> &'a m
     unsafe { std::slice::from_raw_parts_mut(address as *mut T, length) }
 }
 
-/// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place. Addresses are `Tensor.data_ptr()`
-/// of contiguous CPU tensors: weight, gradient, and one for each of the rule's planes, of `Plane.bytes(numel)` bytes.
+/// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place.
+/// Addresses are `Tensor.data_ptr()` of contiguous CPU tensors: weight, gradient, and one for each
+/// of the rule's planes, of `Plane.bytes(numel)` bytes.
 #[pyfunction]
 #[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, threads))]
 #[allow(clippy::too_many_arguments)]
@@ -266,8 +272,8 @@ pub(crate) fn step_host(
     }
     py.detach(|| {
         let element = rule.weight.bytes();
-        // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes and holds them
-        // for the duration of the call.
+        // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of these sizes and
+        // holds them for the duration of the call.
         let tensor = unsafe {
             HostTensor {
                 rule,
@@ -285,8 +291,8 @@ pub(crate) fn step_host(
     Ok(())
 }
 
-/// `(sum of squares, any non-finite)` of a contiguous gradient in host memory, in the fixed order that
-/// captures use too.
+/// `(sum of squares, any non-finite)` of a contiguous gradient in host memory, in the fixed order
+/// that captures use too.
 #[pyfunction]
 pub(crate) fn gradient_stats(
     py: Python<'_>,
@@ -297,7 +303,8 @@ pub(crate) fn gradient_stats(
     let dtype = parse_dtype(dtype)?;
     Ok(py.detach(|| {
         let mut stats = GradientStats::default();
-        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements of `dtype`.
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements of
+        // `dtype`.
         unsafe {
             match dtype {
                 Dtype::Bf16 => stats_bf16(elements(gradient, numel), &mut stats),
@@ -309,8 +316,8 @@ pub(crate) fn gradient_stats(
     }))
 }
 
-/// Makes malloc return large freed blocks to the system, in the whole process. Called before a model is built, whose
-/// temporary weights would leave holes in the heap.
+/// Makes malloc return large freed blocks to the system, in the whole process. Called before a
+/// model is built, whose temporary weights would leave holes in the heap.
 #[pyfunction]
 pub(crate) fn return_large_blocks_to_system() {
     memascend_mem::return_large_blocks_to_system();

@@ -10,8 +10,9 @@ use pyo3::prelude::*;
 
 use crate::errors::memory_error;
 
-/// A pool buffer that exports the buffer protocol (writable bytes, page aligned). The buffer returns to the
-/// pool when the last object that refers to it dies: `torch.frombuffer` keeps it alive in its storage.
+/// A pool buffer that exports the buffer protocol (writable bytes, page aligned). The buffer
+/// returns to the pool when the last object that refers to it dies: `torch.frombuffer` keeps it
+/// alive in its storage.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct LeaseBuffer {
     pub(crate) lease: Arc<Lease>,
@@ -31,8 +32,8 @@ impl LeaseBuffer {
         self.lease.address().as_ptr() as usize
     }
 
-    /// Returns the buffer to its pool only when everything enqueued in a CUDA stream so far is done: a copy by the
-    /// device may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
+    /// Returns the buffer to its pool only when everything enqueued in a CUDA stream so far is
+    /// done: a copy by the device may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
     fn return_after(&self, stream: usize) -> PyResult<()> {
         /// Found once: a search for the library takes too long for every copy.
         static CUDART: OnceLock<Arc<Cudart>> = OnceLock::new();
@@ -57,13 +58,14 @@ impl LeaseBuffer {
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let lease = &slf.get().lease;
-        // SAFETY: the memory lives as long as the lease, which lives as long as the exporting object.
+        // SAFETY: the memory lives as long as the lease, which lives as long as the exporting
+        // object.
         unsafe { export(slf.as_any(), lease.address(), lease.capacity(), view, flags) }
     }
 }
 
-/// Host memory outside the arena that exports the buffer protocol (writable bytes, page aligned). It is freed when the
-/// last object that refers to it dies.
+/// Host memory outside the arena that exports the buffer protocol (writable bytes, page aligned).
+/// It is freed when the last object that refers to it dies.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct HostBuffer {
     block: HostBlock,
@@ -96,7 +98,8 @@ impl HostBuffer {
 /// Fills in a writable view of `bytes` bytes at `address`.
 ///
 /// # Safety
-/// `view` comes from the interpreter; the memory lives as long as `owner`, to which the view holds a reference.
+/// `view` comes from the interpreter; the memory lives as long as `owner`, to which the view holds
+/// a reference.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     address: NonNull<u8>,

@@ -5,8 +5,9 @@ use pyo3::prelude::*;
 
 use crate::host::parse_dtype;
 
-/// `(any non-finite, sum of squares of each tensor, blocks read)` of dense tensors in host memory, given as
-/// (dtype, numel, `Tensor.data_ptr()`). `unscale` multiplies them in place. Without `norm` there are no sums.
+/// `(any non-finite, sum of squares of each tensor, blocks read)` of dense tensors in host memory,
+/// given as (dtype, numel, `Tensor.data_ptr()`). `unscale` multiplies them in place. Without `norm`
+/// there are no sums.
 #[pyfunction]
 pub(crate) fn check_overflow(
     py: Python<'_>,
@@ -18,8 +19,8 @@ pub(crate) fn check_overflow(
     let tensors = tensors
         .into_iter()
         .map(|(dtype, numel, address)| {
-            // SAFETY: the Python layer passes live, dense CPU tensors of these sizes and holds them for the duration of
-            // the call. It refuses to unscale tensors that overlap.
+            // SAFETY: the Python layer passes live, dense CPU tensors of these sizes and holds them
+            // for the duration of the call. It refuses to unscale tensors that overlap.
             Ok(unsafe { CheckedTensor::new(parse_dtype(&dtype)?, numel, address as *mut u8) })
         })
         .collect::<PyResult<Vec<_>>>()?;

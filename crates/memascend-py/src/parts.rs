@@ -71,7 +71,8 @@ impl AllocatorChoice {
         let names: &[&str] = match (self.name.as_str(), device) {
             // Without a device, pages locked by the system do what CUDA's do, and cost less.
             ("auto", None) => &["locked", "pageable"],
-            // A device copies from other memory through a buffer of its own, and the caller waits for that copy.
+            // A device copies from other memory through a buffer of its own, and the caller waits
+            // for that copy.
             ("auto", Some(_)) => &["cuda", "registered"],
             (name, _) => &[name],
         };
@@ -152,7 +153,8 @@ fn open_link(device: i32) -> PyResult<DeviceLink> {
     DeviceLink::open(cudart, device).map_err(|error| exec_error(&error))
 }
 
-/// Carves the pools from the first allocator that may lock enough memory. Adds a notice if an allocator before it may not.
+/// Carves the pools from the first allocator that may lock enough memory. Adds a notice if an
+/// allocator before it may not.
 fn carve(
     sources: &[Box<dyn HostAllocator>],
     groups: &[Vec<SizeClass>],

@@ -47,13 +47,14 @@ impl Runtime {
 
 #[pymethods]
 impl Runtime {
-    /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place` keeps one copy of each
-    /// tensor, without a second one for the next generation.
+    /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place`
+    /// keeps one copy of each tensor, without a second one for the next generation.
     ///
-    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients and activations is
-    /// `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are cut into `chunk_elements` elements. There are
-    /// `slot_count` update slots of `slot_bytes` bytes. With `device`, the number of a CUDA device, the arena is memory that
-    /// the device copies from and to directly, unless another `allocator` is named.
+    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients
+    /// and activations is `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are
+    /// cut into `chunk_elements` elements. There are `slot_count` update slots of `slot_bytes`
+    /// bytes. With `device`, the number of a CUDA device, the arena is memory that the device
+    /// copies from and to directly, unless another `allocator` is named.
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
@@ -113,7 +114,8 @@ impl Runtime {
         pending.len() - 1
     }
 
-    /// Makes every fetch of a unit read `parts` too: file, position there, offset in the unit and bytes of each.
+    /// Makes every fetch of a unit read `parts` too: file, position there, offset in the unit and
+    /// bytes of each.
     fn read_from_files(&self, unit: usize, parts: Vec<(Bound<'_, ExternalFile>, u64, usize, usize)>) {
         let part = |(file, position, offset, bytes): &(Bound<'_, ExternalFile>, u64, usize, usize)| {
             FilePart { file: Arc::clone(&file.get().0), position: *position, offset: *offset, bytes: *bytes }
@@ -144,7 +146,8 @@ impl Runtime {
         Ok(self.parts()?.store.current(tensor.get().0).bytes)
     }
 
-    /// Removes a tensor of which nothing is under way. Its extents are freed once no generation holds them.
+    /// Removes a tensor of which nothing is under way. Its extents are freed once no generation
+    /// holds them.
     fn remove_tensor(&self, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
         self.parts()?.store.remove_tensor(tensor.get().0);
         Ok(())
@@ -161,9 +164,9 @@ impl Runtime {
         Ok(self.parts()?.store.spare_bytes(tensor.get().0))
     }
 
-    /// Starts a commit of the current values of all tensors, with `state` (JSON): a thread waits for everything under way,
-    /// flushes the drives and writes the manifest. `tickets` are those of fetches that may not have started yet. Nothing may
-    /// be updated until the commit has ended.
+    /// Starts a commit of the current values of all tensors, with `state` (JSON): a thread waits
+    /// for everything under way, flushes the drives and writes the manifest. `tickets` are those of
+    /// fetches that may not have started yet. Nothing may be updated until the commit has ended.
     fn commit(&self, state: String, tickets: Vec<Bound<'_, Ticket>>) -> PyResult<Commit> {
         let parts = self.parts()?;
         let units = self.pending.locked().clone();
@@ -178,7 +181,8 @@ impl Runtime {
                 generation.store(number, Ordering::Release);
                 Ok(())
             });
-            // Drop the parts before signalling, so that a caller that closes the store then is the last to hold them.
+            // Drop the parts before signalling, so that a caller that closes the store then is the
+            // last to hold them.
             drop(parts);
             under_way.end(committed);
         };
@@ -230,8 +234,9 @@ impl Runtime {
         Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
     }
 
-    /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, and applies `updates` on the way.
-    /// Without `lease` only the updates run, on tensors in host memory.
+    /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, and
+    /// applies `updates` on the way. Without `lease` only the updates run, on tensors in host
+    /// memory.
     #[pyo3(signature = (unit, tensors, lease, updates))]
     fn fetch(
         &self,
@@ -299,7 +304,8 @@ impl Runtime {
             .map_err(|error| exec_error(&error))
     }
 
-    /// Reserves host memory for the gradients of small tensors packed together; returns their number.
+    /// Reserves host memory for the gradients of small tensors packed together; returns their
+    /// number.
     fn create_packed_gradient(&self, dtype: &str, numel: usize) -> PyResult<usize> {
         let (parts, dtype) = (self.parts()?, parse_dtype(dtype)?);
         let bytes = numel * dtype.bytes();
@@ -313,7 +319,8 @@ impl Runtime {
         Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
     }
 
-    /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any non-finite)`.
+    /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any
+    /// non-finite)`.
     fn capture(
         &self,
         py: Python<'_>,
@@ -324,7 +331,8 @@ impl Runtime {
         accumulate: bool,
     ) -> PyResult<(f64, bool)> {
         let parts = self.parts()?;
-        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements and holds it for the call.
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements and
+        // holds it for the call.
         let capture = || unsafe {
             parts.gradients.capture(GradientId(gradient), start, source as *const u8, numel, accumulate)
         };
@@ -332,10 +340,11 @@ impl Runtime {
         Ok((stats.sum_squares, stats.non_finite))
     }
 
-    /// Captures `numel` gradient elements at address `source` of the device, after `ready`. They have to live until the
-    /// capture has ended. `sums` is the address and the number of the sums of squares of the blocks of `GRADIENT_BLOCK`
-    /// elements (float64); behind them lies a flag (int32) that is not 0 if an element is not finite. Only a gradient that is
-    /// not added to another has `sums`. Without them the gradient is measured on the host.
+    /// Captures `numel` gradient elements at address `source` of the device, after `ready`. They
+    /// have to live until the capture has ended. `sums` is the address and the number of the sums
+    /// of squares of the blocks of `GRADIENT_BLOCK` elements (float64); behind them lies a flag
+    /// (int32) that is not 0 if an element is not finite. Only a gradient that is not added to
+    /// another has `sums`. Without them the gradient is measured on the host.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (gradient, start, source, numel, accumulate, ready, sums))]
     fn capture_from_device(
@@ -352,7 +361,8 @@ impl Runtime {
         let (parts, id, ready) = (self.parts()?, GradientId(gradient), ready.get().0.clone());
         let source = DeviceGradient { start, address: source, numel, accumulate, sums, ready };
         let (link, gradients) = (parts.link()?, &parts.gradients);
-        // SAFETY: the Python layer passes live, contiguous tensors on the device and holds them until the capture has ended.
+        // SAFETY: the Python layer passes live, contiguous tensors on the device and holds them
+        // until the capture has ended.
         py.detach(|| unsafe { link.capture(gradients, id, source) })
             .map(Capture)
             .map_err(|error| exec_error(&error))
@@ -376,8 +386,9 @@ impl Runtime {
         .map_err(|error| exec_error(&error))
     }
 
-    /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when no buffer is spare; with
-    /// `spill` all of them on the SSD. Returns the handle that restores them.
+    /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when
+    /// no buffer is spare; with `spill` all of them on the SSD. Returns the handle that restores
+    /// them.
     fn stash(&self, py: Python<'_>, source: usize, bytes: usize, spill: bool) -> PyResult<Stash> {
         let parts = self.parts()?;
         let stash = py.detach(|| {
@@ -388,8 +399,8 @@ impl Runtime {
         Ok(Stash { stash, link: parts.link.clone() })
     }
 
-    /// As `stash`, for `bytes` bytes at address `source` of the device, after `ready`. They have to live until the stash is
-    /// `copied`.
+    /// As `stash`, for `bytes` bytes at address `source` of the device, after `ready`. They have to
+    /// live until the stash is `copied`.
     fn stash_from_device(
         &self,
         py: Python<'_>,
@@ -400,7 +411,8 @@ impl Runtime {
     ) -> PyResult<Stash> {
         let (parts, ready) = (self.parts()?, &ready.get().0);
         let link = parts.link()?;
-        // SAFETY: the Python layer passes a live, contiguous tensor on the device and holds it until it is copied.
+        // SAFETY: the Python layer passes a live, contiguous tensor on the device and holds it
+        // until it is copied.
         let stash = py.detach(|| unsafe { link.stash(&parts.staging, source, bytes, ready, spill) });
         let stash = stash.map_err(|error| exec_error(&error))?;
         Ok(Stash { stash, link: Some(Arc::clone(link)) })
@@ -442,14 +454,16 @@ impl Runtime {
         let (parts, tensor, plane) = (self.parts()?, tensor.get().0, plane.get().0);
         py.detach(|| {
             let extent = parts.store.current(tensor);
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32
+            // elements.
             let target = unsafe { host::elements_mut(target, numel) };
             parts.staging.read_plane(extent, plane, target)
         })
         .map_err(|error| exec_error(&error))
     }
 
-    /// Writes `numel` float32 elements at address `source` as a plane, the whole of it, and waits for the end.
+    /// Writes `numel` float32 elements at address `source` as a plane, the whole of it, and waits
+    /// for the end.
     fn write_plane(
         &self,
         py: Python<'_>,
@@ -462,7 +476,8 @@ impl Runtime {
         py.detach(|| {
             let extent = parts.store.rewrite(tensor)?.target;
             let pending = Arc::new(Pending::default());
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32 elements.
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32
+            // elements.
             let source = unsafe { host::elements(source, numel) };
             parts.staging.write_plane(extent, plane, source, &pending)?;
             pending.wait()
@@ -470,7 +485,8 @@ impl Runtime {
         .map_err(|error| exec_error(&error))
     }
 
-    /// Writes `bytes` bytes at address `source` as a tensor, the whole of it, and waits for the end.
+    /// Writes `bytes` bytes at address `source` as a tensor, the whole of it, and waits for the
+    /// end.
     fn write(
         &self,
         py: Python<'_>,
@@ -507,8 +523,8 @@ impl Runtime {
         self.notices.locked().clone()
     }
 
-    /// Waits for everything under way and closes the files. With `keep` the committed generations stay, otherwise the files
-    /// are removed. Closing twice is fine.
+    /// Waits for everything under way and closes the files. With `keep` the committed generations
+    /// stay, otherwise the files are removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
         let parts = self.parts.locked().take();
         let Some(parts) = parts else { return Ok(()) };

@@ -65,7 +65,8 @@ pub(crate) fn set_counters(report: &Bound<'_, PyDict>, counters: &CountersSnapsh
     report.set_item("bytes_per_busy_second", counters.bytes_per_busy_second())
 }
 
-/// One directory or raw block device with an engine and buffers of its own: what `memascend bench` measures with.
+/// One directory or raw block device with an engine and buffers of its own: what `memascend bench`
+/// measures with.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Volume(Mutex<Option<Arc<Open>>>);
 
@@ -86,8 +87,8 @@ impl Volume {
 
 #[pymethods]
 impl Volume {
-    /// Makes an empty volume of a directory, a formatted device or `UUID=…`, with `buffer_count` buffers of `buffer_bytes`
-    /// bytes for transfers. A directory's file is removed on close.
+    /// Makes an empty volume of a directory, a formatted device or `UUID=…`, with `buffer_count`
+    /// buffers of `buffer_bytes` bytes for transfers. A directory's file is removed on close.
     #[new]
     #[pyo3(signature = (
         path, *, buffer_bytes = 1_048_576, buffer_count = 64, engine = "auto", direct = true, depth = 128,
@@ -132,8 +133,8 @@ impl Volume {
         Ok(lease.map(|lease| LeaseBuffer { lease: Arc::new(lease) }))
     }
 
-    /// Starts one request for each of `offsets`: `bytes` bytes between there and the next `bytes` bytes of `lease`. At most
-    /// `depth` of them are in flight at once, if it is given.
+    /// Starts one request for each of `offsets`: `bytes` bytes between there and the next `bytes`
+    /// bytes of `lease`. At most `depth` of them are in flight at once, if it is given.
     #[pyo3(signature = (operation, offsets, lease, bytes, depth = None))]
     fn start(
         &self,
@@ -173,8 +174,8 @@ impl Volume {
         Ok(Transfers(batch))
     }
 
-    /// Keeps `depth` requests in flight for `seconds` and returns bytes_read, bytes_written, requests, seconds, latency_p50,
-    /// latency_p99 and latency_max (seconds).
+    /// Keeps `depth` requests in flight for `seconds` and returns bytes_read, bytes_written,
+    /// requests, seconds, latency_p50, latency_p99 and latency_max (seconds).
     #[pyo3(signature = (*, read_percent, random, request_bytes, depth, span_bytes, seconds))]
     #[allow(clippy::too_many_arguments)]
     fn measure<'py>(
@@ -404,8 +405,9 @@ impl KeptStore {
         })
     }
 
-    /// Reads all generations, calling `progress(done, total)` in bytes. Returns the damage: `(tensor, offset, bytes,
-    /// [(path, position)])` for bytes that differ from those written, or cannot be read.
+    /// Reads all generations, calling `progress(done, total)` in bytes. Returns the damage:
+    /// `(tensor, offset, bytes, [(path, position)])` for bytes that differ from those written, or
+    /// cannot be read.
     fn verify(&self, py: Python<'_>, progress: Py<PyAny>) -> PyResult<Vec<Damaged>> {
         let store = self.store()?;
         let mut raised = None;
@@ -485,7 +487,8 @@ impl KeptStore {
 /// Damaged bytes: tensor, offset and length, and where they lie: paths and positions.
 type Damaged = (String, u64, u64, Vec<(PathBuf, u64)>);
 
-/// The UUID of a formatted block device; None for a device that is not formatted, or a path that is no device.
+/// The UUID of a formatted block device; None for a device that is not formatted, or a path that is
+/// no device.
 #[pyfunction]
 pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
     let found =
@@ -493,8 +496,9 @@ pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<Stri
     Ok(found.map(|id| id.to_string()))
 }
 
-/// Writes memascend's superblock to a block device. Returns the device's UUID, its bytes for data, and a description of what
-/// was on it before. Existing content is destroyed only if `destroy` names the same device.
+/// Writes memascend's superblock to a block device. Returns the device's UUID, its bytes for data,
+/// and a description of what was on it before. Existing content is destroyed only if `destroy`
+/// names the same device.
 #[pyfunction]
 #[pyo3(signature = (path, destroy = None))]
 pub(crate) fn format_device(

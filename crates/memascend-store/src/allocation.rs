@@ -1,4 +1,5 @@
-//! Allocation: extents for tensors, spare extents for their next values, and the space that each volume lacks.
+//! Allocation: extents for tensors, spare extents for their next values, and the space that each
+//! volume lacks.
 
 use std::sync::Arc;
 
@@ -9,8 +10,9 @@ use crate::table::{Bytes, Table};
 use crate::{Extent, Result, Rewrite, Store, StoreError, TensorId};
 
 impl Store {
-    /// Allocates `bytes` bytes that belong to no generation. The space is preallocated on every volume, or on none if the
-    /// engine moves no bytes. Fragmentation costs no space: the allocation may consist of several ranges.
+    /// Allocates `bytes` bytes that belong to no generation. The space is preallocated on every
+    /// volume, or on none if the engine moves no bytes. Fragmentation costs no space: the
+    /// allocation may consist of several ranges.
     ///
     /// # Errors
     /// If the free space and what the volumes can grow by are less than `bytes` together.
@@ -47,7 +49,8 @@ impl Store {
         Ok(ranges)
     }
 
-    /// Creates a tensor whose values belong to generations. Its first value lies in [`Store::current`]. Names are unique.
+    /// Creates a tensor whose values belong to generations. Its first value lies in
+    /// [`Store::current`]. Names are unique.
     pub fn create_tensor(&self, name: &str, bytes: u64) -> Result<TensorId> {
         let mut table = self.table();
         if table.find_tensor(name).is_some() {
@@ -66,8 +69,8 @@ impl Store {
         Ok(table.insert(Bytes::new(Arc::clone(&current.name), ranges, None), false).offset)
     }
 
-    /// Allocates the extent of a tensor's next value now, so that no step runs out of space. Does nothing if the tensor has
-    /// such a spare already, or if tensors are overwritten in place.
+    /// Allocates the extent of a tensor's next value now, so that no step runs out of space. Does
+    /// nothing if the tensor has such a spare already, or if tensors are overwritten in place.
     ///
     /// # Panics
     /// If the tensor was removed.
@@ -93,8 +96,9 @@ impl Store {
         table.current(id).extent().bytes * lacking as u64
     }
 
-    /// Removes a tensor. An extent that no generation holds is free at once; the others are free when their last generation
-    /// is superseded by a commit or removed by [`Store::delete_snapshot`].
+    /// Removes a tensor. An extent that no generation holds is free at once; the others are free
+    /// when their last generation is superseded by a commit or removed by
+    /// [`Store::delete_snapshot`].
     ///
     /// # Panics
     /// If it was removed before.
@@ -115,9 +119,9 @@ impl Store {
         self.table().current(id).extent()
     }
 
-    /// Gives a tensor a new value: the content of [`Rewrite::target`], which the caller writes completely before the next
-    /// commit. The target is never an extent of a generation or a snapshot; with `in_place` the durable generation is
-    /// given up instead.
+    /// Gives a tensor a new value: the content of [`Rewrite::target`], which the caller writes
+    /// completely before the next commit. The target is never an extent of a generation or a
+    /// snapshot; with `in_place` the durable generation is given up instead.
     ///
     /// # Panics
     /// If the tensor was removed.
@@ -145,7 +149,8 @@ impl Store {
         }
     }
 
-    /// Fails if `bytes` more bytes could not be allocated now, and names the volume that lacks the space.
+    /// Fails if `bytes` more bytes could not be allocated now, and names the volume that lacks the
+    /// space.
     pub fn check_room(&self, bytes: u64) -> Result<()> {
         let room = self.room()?;
         self.no_room(&self.table(), bytes, &room).map_or(Ok(()), |error| Err(error.into()))
@@ -156,7 +161,8 @@ impl Store {
         let end = table.allocator.end().saturating_add(bytes.saturating_sub(table.allocator.free_bytes()));
         self.members.iter().zip(room).enumerate().find_map(|(index, (member, room))| {
             let used_bytes = self.map.layout.share_bytes(index, table.allocator.end());
-            // If a volume has become smaller than the data on it, the address space cannot grow at all.
+            // If a volume has become smaller than the data on it, the address space cannot grow at
+            // all.
             let lost_bytes = if end > table.allocator.end() { used_bytes.saturating_sub(*room) } else { 0 };
             let needed_bytes = self.map.layout.share_bytes(index, end) - used_bytes + lost_bytes;
             let free_bytes = room.saturating_sub(used_bytes);

@@ -13,7 +13,8 @@ static PAIRS: [[u8; 2]; 4096] = {
     pairs
 };
 
-/// Words in base 64, little-endian, padded to whole groups with `=`. Each commit writes a hundred thousand.
+/// Words in base 64, little-endian, padded to whole groups with `=`. Each commit writes a hundred
+/// thousand.
 pub(crate) fn encode_words(mut words: impl ExactSizeIterator<Item = u32>) -> String {
     let mut digits = Vec::with_capacity((words.len() * 4).div_ceil(3) * 4);
     let group = |digits: &mut Vec<u8>, bits: u32| {

@@ -1,7 +1,8 @@
 //! Checksums of the bytes of an extent: a CRC-32C for each MiB that was written.
 //!
-//! Transfers may begin and end at any block. A written part has a checksum of its own until parts cover a whole MiB: then
-//! their checksums are combined. Parts that are read are collected in the same way until they cover what was written.
+//! Transfers may begin and end at any block. A written part has a checksum of its own until parts
+//! cover a whole MiB: then their checksums are combined. Parts that are read are collected in the
+//! same way until they cover what was written.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,7 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base64::{decode_words, encode_words};
 
-/// Bytes that one checksum covers, counted from the start of an extent; the last one covers the rest.
+/// Bytes that one checksum covers, counted from the start of an extent; the last one covers the
+/// rest.
 pub(crate) const SUM_BYTES: u64 = 1 << 20;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -68,7 +70,8 @@ fn whole(parts: &[Part], begin: u32, end: u32) -> Option<u32> {
 #[derive(Debug)]
 struct Pending {
     written: Part,
-    /// The parts read so far, in order and without overlap; true for one that was overwritten since, which cannot be read again.
+    /// The parts read so far, in order and without overlap; true for one that was overwritten
+    /// since, which cannot be read again.
     seen: Vec<(Part, bool)>,
 }
 
@@ -99,7 +102,8 @@ pub(crate) struct Summed {
 /// Checksums in a manifest.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Encoded {
-    /// One for each MiB, in base 64: 0 for a MiB whose checksum is unknown. Empty if all are unknown.
+    /// One for each MiB, in base 64: 0 for a MiB whose checksum is unknown. Empty if all are
+    /// unknown.
     known: String,
     /// First MiB and number of MiBs whose checksum is unknown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -194,7 +198,8 @@ impl Checksums {
         let mixed = self.mixed.entry(mib).or_default();
         mixed.written.retain(|written| !written.overlaps(&range));
         mixed.pending.retain_mut(|pending| {
-            // A part that was read before it was overwritten still counts towards the check of what was written with it.
+            // A part that was read before it was overwritten still counts towards the check of what
+            // was written with it.
             let missing = unseen(pending, &range).next().is_some();
             let overlapped = |(part, gone): &mut (Part, bool)| *gone |= part.overlaps(&range);
             pending.seen.iter_mut().for_each(overlapped);
@@ -216,8 +221,8 @@ impl Checksums {
         }
     }
 
-    /// Cuts the bytes read at `offset` so that each piece belongs to one written part: MiB, its blocks, and bytes of the
-    /// transfer. Bytes without a checksum are left out.
+    /// Cuts the bytes read at `offset` so that each piece belongs to one written part: MiB, its
+    /// blocks, and bytes of the transfer. Bytes without a checksum are left out.
     pub(crate) fn cut(&self, offset: u64, bytes: u64) -> Vec<(u32, Range<u32>, Range<usize>)> {
         let mut pieces = Vec::new();
         for (mib, range, place) in cuts(offset, bytes) {
@@ -241,8 +246,8 @@ impl Checksums {
         pieces
     }
 
-    /// Records the checksums of pieces of [`cut`](Self::cut) that were read. Returns offset and length of a part that these
-    /// pieces complete and that differs from what was written.
+    /// Records the checksums of pieces of [`cut`](Self::cut) that were read. Returns offset and
+    /// length of a part that these pieces complete and that differs from what was written.
     pub(crate) fn read(&mut self, parts: &[Summed]) -> Option<(u64, u64)> {
         let mut damage = None;
         for Summed { mib, part } in parts {
@@ -278,7 +283,8 @@ impl Checksums {
             if part.begin < begin || end < part.end {
                 return true;
             }
-            // An overwritten part has other bytes by now. If a part is read again, the last read counts.
+            // An overwritten part has other bytes by now. If a part is read again, the last read
+            // counts.
             if pending.seen.iter().any(|(seen, gone)| *gone && seen.overlaps(&range)) {
                 return true;
             }
@@ -390,7 +396,8 @@ fn unseen(pending: &Pending, range: &Range<u32>) -> impl Iterator<Item = Range<u
     missing.into_iter()
 }
 
-/// The MiBs that `bytes` bytes at `offset` touch: the MiB, its blocks, and the bytes of the transfer.
+/// The MiBs that `bytes` bytes at `offset` touch: the MiB, its blocks, and the bytes of the
+/// transfer.
 fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<u32>, Range<usize>)> {
     let end = offset + bytes;
     (offset / SUM_BYTES..end.div_ceil(SUM_BYTES)).map(move |mib| {

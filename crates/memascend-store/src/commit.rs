@@ -45,11 +45,13 @@ struct NotWritten {
 }
 
 impl Store {
-    /// Makes the current values of all tensors the durable generation, and returns its number: 1 for the first. `state` is the
-    /// caller's, and [`Store::state`] returns it. Every write that belongs to the generation must have ended.
+    /// Makes the current values of all tensors the durable generation, and returns its number: 1
+    /// for the first. `state` is the caller's, and [`Store::state`] returns it. Every write that
+    /// belongs to the generation must have ended.
     ///
-    /// When this returns, the generation is on all volumes. A commit that fails leaves the generation before it durable;
-    /// nothing of either generation is overwritten, and the commit may be tried again.
+    /// When this returns, the generation is on all volumes. A commit that fails leaves the
+    /// generation before it durable; nothing of either generation is overwritten, and the commit
+    /// may be tried again.
     pub fn commit(&self, state: &str) -> Result<u64> {
         let _alone = self.writer();
         let generation = {
@@ -85,7 +87,8 @@ impl Store {
                 Ok(())
             }
             Err(NotWritten { error, begun }) => {
-                // The first manifest has to be on all volumes or on none: part of a store cannot be opened, and blocks a new one.
+                // The first manifest has to be on all volumes or on none: part of a store cannot be
+                // opened, and blocks a new one.
                 let cleared = table.is_clean()
                     && self.members[..begun].iter().all(|member| member.clear_note().is_ok());
                 if cleared {
@@ -148,7 +151,8 @@ impl Store {
         };
         Body {
             store: self.id.to_string(),
-            // Every attempt has its own number, so that parts of two manifests are never taken for one.
+            // Every attempt has its own number, so that parts of two manifests are never taken for
+            // one.
             sequence: self.sequence.fetch_add(1, Ordering::Relaxed) + 1,
             volumes: self.members.iter().map(|member| member.volume.identity()).collect(),
             stripes: self.map.layout.counts().to_vec(),
@@ -186,8 +190,9 @@ impl Store {
         table.durable.iter().flat_map(|durable| durable.tensors.iter()).map(report).collect()
     }
 
-    /// Keeps the durable generation under a name. Nothing is copied, but every tensor that has a spare gets one more, since
-    /// the extent of this value stays in use. If there is no space for the spares, nothing has changed.
+    /// Keeps the durable generation under a name. Nothing is copied, but every tensor that has a
+    /// spare gets one more, since the extent of this value stays in use. If there is no space for
+    /// the spares, nothing has changed.
     pub fn snapshot(&self, tag: &str) -> Result<()> {
         if !is_tag(tag) {
             return Err(StoreError::SnapshotName { tag: tag.to_owned() });
@@ -262,9 +267,9 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot stays. Tensors that are not
-    /// in the snapshot are removed, those that only the snapshot has are created, and what was not committed is lost. No
-    /// transfer may be under way.
+    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot
+    /// stays. Tensors that are not in the snapshot are removed, those that only the snapshot has
+    /// are created, and what was not committed is lost. No transfer may be under way.
     pub fn restore_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let generation = {
@@ -285,7 +290,8 @@ impl Store {
         })
     }
 
-    /// Removes the manifests: no generation and no snapshot is left, and dropping the store removes its files.
+    /// Removes the manifests: no generation and no snapshot is left, and dropping the store removes
+    /// its files.
     pub fn forget(&self) -> Result<()> {
         let _alone = self.writer();
         self.take_back()?;
@@ -302,7 +308,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes the durable generation from the manifests, since it is about to be overwritten in place. Snapshots stay.
+    /// Removes the durable generation from the manifests, since it is about to be overwritten in
+    /// place. Snapshots stay.
     pub(crate) fn withdraw(&self) -> Result<()> {
         let _alone = self.writer();
         let (has_current, snapshots) = {

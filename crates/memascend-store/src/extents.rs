@@ -30,11 +30,12 @@ impl Extent {
     }
 }
 
-/// Allocator of ranges of an address space that grows and shrinks at its end. A tensor lies in one range if one is large
-/// enough, else in several: no space is lost to fragmentation.
+/// Allocator of ranges of an address space that grows and shrinks at its end. A tensor lies in one
+/// range if one is large enough, else in several: no space is lost to fragmentation.
 ///
 /// Free neighbours are merged, and a free range at the end is given up, so the last block below
-/// [`ExtentAllocator::end`] is always in use, and the allocator is empty after everything was freed.
+/// [`ExtentAllocator::end`] is always in use, and the allocator is empty after everything was
+/// freed.
 #[derive(Debug, Default)]
 pub struct ExtentAllocator {
     end: u64,
@@ -42,12 +43,13 @@ pub struct ExtentAllocator {
 }
 
 impl ExtentAllocator {
-    /// Where `bytes` bytes (rounded up to a block, one at least) would lie, without taking it, when the address
-    /// space may end at `limit` or before: in the first free range that holds them, else behind the end, else in
-    /// the largest free ranges and then behind the end. None only if all of that together is too small.
+    /// Where `bytes` bytes (rounded up to a block, one at least) would lie, without taking it, when
+    /// the address space may end at `limit` or before: in the first free range that holds them,
+    /// else behind the end, else in the largest free ranges and then behind the end. None only if
+    /// all of that together is too small.
     ///
-    /// The extents are in ascending order, which is the order of the tensor's bytes, and no two of them touch.
-    /// A limit below the end forbids growth and nothing else.
+    /// The extents are in ascending order, which is the order of the tensor's bytes, and no two of
+    /// them touch. A limit below the end forbids growth and nothing else.
     pub fn find(&self, bytes: u64, limit: u64) -> Option<Vec<Extent>> {
         let bytes = bytes.max(1).checked_next_multiple_of(BLOCK)?;
         if let Some(offset) = self.free.first_fit(bytes) {
@@ -77,8 +79,8 @@ impl ExtentAllocator {
         Some(extents)
     }
 
-    /// Marks extents as in use: those that [`ExtentAllocator::find`] returned, or those of a manifest, in any order. Blocks
-    /// that are skipped at the end become free.
+    /// Marks extents as in use: those that [`ExtentAllocator::find`] returned, or those of a
+    /// manifest, in any order. Blocks that are skipped at the end become free.
     ///
     /// # Panics
     /// If any of it is in use.
@@ -148,14 +150,16 @@ impl ExtentAllocator {
 /// Bits of an address that one level of [`FreeRanges`] leaves to the next.
 const LEVEL_BITS: u32 = 6;
 
-/// Levels enough for every block of 64 bits of address to be below one of at most 64 keys of the topmost.
+/// Levels enough for every block of 64 bits of address to be below one of at most 64 keys of the
+/// topmost.
 const LEVELS: usize = (u64::BITS - BLOCK.ilog2()).div_ceil(LEVEL_BITS) as usize;
 
 /// Free ranges, found by address, by size, or by being the first that is large enough.
 #[derive(Debug, Default)]
 struct FreeRanges {
-    /// Level 0 has the length of each range by its first block. In each level above, a key stands for 64 of
-    /// the level below, and has the longest length there: first fit goes down instead of along all ranges.
+    /// Level 0 has the length of each range by its first block. In each level above, a key stands
+    /// for 64 of the level below, and has the longest length there: first fit goes down instead of
+    /// along all ranges.
     levels: [BTreeMap<u64, u64>; LEVELS],
     by_size: BTreeSet<(u64, Reverse<u64>)>,
     bytes: u64,
@@ -400,7 +404,8 @@ mod tests {
         }
     }
 
-    /// Fragmentation far apart in the address space: what first fit skips lies below other keys at every level.
+    /// Fragmentation far apart in the address space: what first fit skips lies below other keys at
+    /// every level.
     #[test]
     fn first_fit_finds_its_range_however_far_apart_the_ranges_are() {
         let mut allocator = ExtentAllocator::default();
@@ -414,7 +419,8 @@ mod tests {
             }
             allocator.take(&[Extent { offset: *offset, bytes: BLOCK }]);
         }
-        // The hole before the block at bit `n` is the first of more than `n` blocks, once it is that far away.
+        // The hole before the block at bit `n` is the first of more than `n` blocks, once it is
+        // that far away.
         for bit in 8..51 {
             let (blocks, offset) = (bit + 1, BLOCK << bit);
             let found = allocator.find(blocks * BLOCK, 0).unwrap();
@@ -482,7 +488,8 @@ mod tests {
         with_a_hole().free(&[Extent { offset: 0, bytes: BLOCK / 2 }]);
     }
 
-    /// As in the pool of host memory: well-mixed numbers (SplitMix64) from a seed, so that a failure repeats.
+    /// As in the pool of host memory: well-mixed numbers (SplitMix64) from a seed, so that a
+    /// failure repeats.
     struct Mix(u64);
 
     impl Mix {
@@ -514,8 +521,8 @@ mod tests {
         std::iter::once(unit).chain(states)
     }
 
-    /// A model is offloaded again and again, each time with other layers frozen, into little more room than
-    /// it takes.
+    /// A model is offloaded again and again, each time with other layers frozen, into little more
+    /// room than it takes.
     #[test]
     fn offloading_again_and_again_leaves_tensors_in_few_ranges() {
         const LAYERS: usize = 28;

@@ -11,8 +11,9 @@ use memascend_nvme::{BLOCK_BYTES, IoError, Operation};
 
 use crate::{Result, StoreError};
 
-/// A file outside the store from which tensors are read where they lie, at any offset. The file is never written, and has
-/// to stay as it is: every read compares its size and the time of its last change, since there are no checksums.
+/// A file outside the store from which tensors are read where they lie, at any offset. The file is
+/// never written, and has to stay as it is: every read compares its size and the time of its last
+/// change, since there are no checksums.
 #[derive(Debug)]
 pub struct ExternalFile {
     path: PathBuf,
@@ -25,8 +26,9 @@ pub struct ExternalFile {
 }
 
 impl ExternalFile {
-    /// Opens `path`, which had `bytes` bytes and was last changed at `modified_ns` (since 1970) when its header was read.
-    /// With `direct`, reads bypass the page cache where the filesystem allows it.
+    /// Opens `path`, which had `bytes` bytes and was last changed at `modified_ns` (since 1970)
+    /// when its header was read. With `direct`, reads bypass the page cache where the filesystem
+    /// allows it.
     ///
     /// # Errors
     /// If it cannot be opened, or has changed since.
@@ -60,8 +62,8 @@ impl ExternalFile {
         self.read_bytes.load(Ordering::Relaxed)
     }
 
-    /// Fills `target` with the bytes at `offset`. Direct reads go through `window`, which is aligned to blocks in memory and
-    /// holds at least one block.
+    /// Fills `target` with the bytes at `offset`. Direct reads go through `window`, which is
+    /// aligned to blocks in memory and holds at least one block.
     ///
     /// # Errors
     /// If a read fails, or the file has changed.
@@ -146,7 +148,8 @@ impl ExternalFile {
     }
 }
 
-/// Whether the first block can be read without the page cache: some filesystems refuse it only then.
+/// Whether the first block can be read without the page cache: some filesystems refuse it only
+/// then.
 fn reads_directly(file: &File) -> bool {
     #[repr(align(4096))]
     struct Block([u8; BLOCK_BYTES]);

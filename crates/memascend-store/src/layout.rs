@@ -5,8 +5,8 @@ use memascend_nvme::BLOCK_BYTES;
 /// Consecutive bytes of the address space that lie on one volume before the next takes over.
 pub const STRIPE_BYTES: u64 = 1 << 20;
 
-/// Stripes of the longest pattern, unless there are more volumes. With rates within 1:20 it leaves at
-/// most 3 % of their sum unused on four volumes and 5 % on six.
+/// Stripes of the longest pattern, unless there are more volumes. With rates within 1:20 it leaves
+/// at most 3 % of their sum unused on four volumes and 5 % on six.
 const PATTERN_STRIPES_MAX: usize = 64;
 
 /// Part of the best pattern's throughput given up for a shorter pattern.
@@ -27,8 +27,9 @@ pub struct Piece {
 
 /// Where each byte of the store's address space lies: RAID 0 with shares that may be unequal.
 ///
-/// Stripes of [`STRIPE_BYTES`] go to the volumes in a pattern that repeats. Volume `i` has `counts()[i]`
-/// stripes of every pattern, spread evenly over it, and keeps its stripes one after another in its file.
+/// Stripes of [`STRIPE_BYTES`] go to the volumes in a pattern that repeats. Volume `i` has
+/// `counts()[i]` stripes of every pattern, spread evenly over it, and keeps its stripes one after
+/// another in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     counts: Vec<u32>,
@@ -52,13 +53,15 @@ impl Layout {
         Self::from_counts(&vec![1; volumes]).expect("a layout needs a volume")
     }
 
-    /// Shares with which volumes of these rates (bytes per second) end together, as nearly as a pattern of at most 64
-    /// stripes allows: the total throughput is the pattern's length divided by the time of the slowest volume. The shortest
-    /// of the patterns within half a percent of the best.
+    /// Shares with which volumes of these rates (bytes per second) end together, as nearly as a
+    /// pattern of at most 64 stripes allows: the total throughput is the pattern's length divided
+    /// by the time of the slowest volume. The shortest of the patterns within half a percent of the
+    /// best.
     ///
-    /// A volume with less than 1/64 of the rates' sum gets no stripe, since one stripe of every pattern would make
-    /// the others wait for it; every other volume gets at least one. (With more than 64 volumes, their number
-    /// takes the place of 64.) A rate that is not a positive number counts as zero; if all are, shares are equal.
+    /// A volume with less than 1/64 of the rates' sum gets no stripe, since one stripe of every
+    /// pattern would make the others wait for it; every other volume gets at least one. (With more
+    /// than 64 volumes, their number takes the place of 64.) A rate that is not a positive number
+    /// counts as zero; if all are, shares are equal.
     ///
     /// # Panics
     /// If there is no volume.
@@ -85,15 +88,15 @@ impl Layout {
         Self::from_counts(&chosen.counts).expect("the pattern is not too long")
     }
 
-    /// The layout with these [`Layout::counts`], or none if there is no such layout: if there is no stripe at all, or more
-    /// than 64 of them (or than the number of volumes, if that is larger).
+    /// The layout with these [`Layout::counts`], or none if there is no such layout: if there is no
+    /// stripe at all, or more than 64 of them (or than the number of volumes, if that is larger).
     pub fn from_counts(counts: &[u32]) -> Option<Self> {
         let stripes: u64 = counts.iter().map(|count| u64::from(*count)).sum();
         if stripes == 0 || stripes > PATTERN_STRIPES_MAX.max(counts.len()) as u64 {
             return None;
         }
-        // Smooth weighted round robin: every volume earns its count with each stripe, and the one that is owed
-        // most gets the stripe and pays for the whole pattern.
+        // Smooth weighted round robin: every volume earns its count with each stripe, and the one
+        // that is owed most gets the stripe and pays for the whole pattern.
         let mut owed = vec![0_i64; counts.len()];
         let mut ranks = vec![0; counts.len()];
         let mut pattern = Vec::new();
@@ -113,10 +116,11 @@ impl Layout {
         &self.counts
     }
 
-    /// The volume ranges behind `bytes` bytes at `address`, in the order of the addresses. Stripes that follow
-    /// one another on the same volume are one piece.
+    /// The volume ranges behind `bytes` bytes at `address`, in the order of the addresses. Stripes
+    /// that follow one another on the same volume are one piece.
     pub fn pieces(&self, address: u64, bytes: u64) -> Vec<Piece> {
-        // A single volume holds the whole address space in order, so that a range is one piece of any length.
+        // A single volume holds the whole address space in order, so that a range is one piece of
+        // any length.
         if let Some(volume) = self.only_volume() {
             return vec![Piece { volume, offset: address, start: 0, bytes: bytes as usize }];
         }
@@ -151,8 +155,9 @@ impl Layout {
         stripes * STRIPE_BYTES + if next.volume == volume { rest } else { 0 }
     }
 
-    /// The largest address space, in whole blocks, of which every volume can hold its share: `room[i]` bytes are
-    /// what volume `i` can hold, or `u64::MAX` if that is unknown. `u64::MAX` if nothing limits it.
+    /// The largest address space, in whole blocks, of which every volume can hold its share:
+    /// `room[i]` bytes are what volume `i` can hold, or `u64::MAX` if that is unknown. `u64::MAX`
+    /// if nothing limits it.
     ///
     /// # Panics
     /// If `room` does not have one number for each volume.
@@ -162,8 +167,8 @@ impl Layout {
         limited.map(|volume| self.end_of(volume, room[volume])).min().unwrap_or(u64::MAX)
     }
 
-    /// Where the address space ends when `volume` has used `room` bytes, less what is not a block, and is asked
-    /// for more.
+    /// Where the address space ends when `volume` has used `room` bytes, less what is not a block,
+    /// and is asked for more.
     fn end_of(&self, volume: usize, room: u64) -> u64 {
         let room = room / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         let (own_stripe, inside) = (room / STRIPE_BYTES, room % STRIPE_BYTES);
@@ -176,7 +181,8 @@ impl Layout {
         end.try_into().unwrap_or(u64::MAX)
     }
 
-    /// How many patterns lie before a stripe of the address space, and which stripe of its pattern it is.
+    /// How many patterns lie before a stripe of the address space, and which stripe of its pattern
+    /// it is.
     fn slot(&self, stripe: u64) -> (u64, Slot) {
         let stripes = self.pattern.len() as u64;
         (stripe / stripes, self.pattern[(stripe % stripes) as usize])
@@ -197,9 +203,10 @@ struct Pattern {
     throughput: f64,
 }
 
-/// Patterns that include the best one, for rates of which the smallest nonzero one is at least 1/`longest` of the sum. If
-/// a pattern takes the time `t`, its slowest volume has `t * rate` stripes, a whole number, and every other volume may have
-/// as many as it can move in `t`. It is therefore enough to try whole numbers for each volume.
+/// Patterns that include the best one, for rates of which the smallest nonzero one is at least
+/// 1/`longest` of the sum. If a pattern takes the time `t`, its slowest volume has `t * rate`
+/// stripes, a whole number, and every other volume may have as many as it can move in `t`. It is
+/// therefore enough to try whole numbers for each volume.
 fn good_patterns(rates: &[f64], longest: usize) -> Vec<Pattern> {
     let mut patterns = Vec::new();
     for slowest in rates.iter().filter(|rate| **rate > 0.0) {
@@ -256,8 +263,8 @@ mod tests {
     }
 
     proptest! {
-        /// Pieces cover the address space in order, and each volume's from its first byte on without a gap: so
-        /// every byte has one place, and no place has two.
+        /// Pieces cover the address space in order, and each volume's from its first byte on
+        /// without a gap: so every byte has one place, and no place has two.
         #[test]
         fn every_byte_of_the_address_space_has_one_place(layout in layouts(), end in addresses()) {
             let pieces = layout.pieces(0, end.max(BLOCK));
@@ -305,7 +312,8 @@ mod tests {
             prop_assert_eq!(bytes, counted);
         }
 
-        /// However many stripes a transfer has, and wherever it begins, no volume is two stripes off its share.
+        /// However many stripes a transfer has, and wherever it begins, no volume is two stripes
+        /// off its share.
         #[test]
         fn stripes_are_spread_over_the_pattern(layout in layouts(), first in 0_u64..64, count in 1_u64..64) {
             let stripes: u32 = layout.counts().iter().sum();
@@ -335,8 +343,8 @@ mod tests {
             }
         }
 
-        /// Bounds with slack: the worst rates that a search by hill climbing found use 0.971 of the sum on up to
-        /// four volumes, and 0.957 on up to six.
+        /// Bounds with slack: the worst rates that a search by hill climbing found use 0.971 of the
+        /// sum on up to four volumes, and 0.957 on up to six.
         #[test]
         fn shares_by_rates_use_nearly_all_of_them(rates in prop::collection::vec(1.0_f64..20.0, 2..7)) {
             let layout = Layout::by_rates(&rates);

@@ -1,16 +1,19 @@
 //! What is on the SSD: the named tensors of one training run, spread over one or more volumes.
 //!
-//! The volumes form one address space, striped by the rate of each volume ([`Layout`]). A tensor lies in one range of the
-//! address space, or in several if no single range is large enough ([`ExtentAllocator`]).
+//! The volumes form one address space, striped by the rate of each volume ([`Layout`]). A tensor
+//! lies in one range of the address space, or in several if no single range is large enough
+//! ([`ExtentAllocator`]).
 //!
-//! A tensor that belongs to generations ([`TensorId`]) is not overwritten: [`Store::rewrite`] gives its next value another
-//! extent, and [`Store::commit`] makes the current values of all tensors the durable generation. A commit flushes every
-//! volume, then writes the manifest to one volume after another. The manifest names the extents of each generation and their
-//! checksums. The newest whole manifest counts, so a crash leaves the last generation or the new one, never a mixture. The
+//! A tensor that belongs to generations ([`TensorId`]) is not overwritten: [`Store::rewrite`] gives
+//! its next value another extent, and [`Store::commit`] makes the current values of all tensors the
+//! durable generation. A commit flushes every volume, then writes the manifest to one volume after
+//! another. The manifest names the extents of each generation and their checksums. The newest whole
+//! manifest counts, so a crash leaves the last generation or the new one, never a mixture. The
 //! extents of the superseded generation hold the next one. A snapshot is a generation that stays.
 //!
-//! A checksum of each MiB is computed before the MiB is written, and compared when it is read: [`StoreError::Damaged`] names
-//! the bytes that differ. A store that was never committed leaves nothing behind.
+//! A checksum of each MiB is computed before the MiB is written, and compared when it is read:
+//! [`StoreError::Damaged`] names the bytes that differ. A store that was never committed leaves
+//! nothing behind.
 
 mod allocation;
 mod base64;

@@ -7,7 +7,8 @@
 //! {"volume": 0, ...
 //! ```
 //!
-//! Apart from `volume` it is the same on every volume. The manifest with the highest sequence number counts.
+//! Apart from `volume` it is the same on every volume. The manifest with the highest sequence
+//! number counts.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -226,7 +227,8 @@ fn check_ranges(versions: &[Version]) -> Option<()> {
     versions.iter().all(|version| !version.ranges.is_empty()).then_some(())
 }
 
-/// Whether every version belongs to one tensor, no generation has a tensor twice, and no two have the same tag.
+/// Whether every version belongs to one tensor, no generation has a tensor twice, and no two have
+/// the same tag.
 fn check_generations(body: &Body) -> Option<()> {
     let mut names: BTreeMap<usize, &str> = BTreeMap::new();
     let mut tags = HashSet::new();

@@ -12,7 +12,8 @@ pub(crate) type OpenEngine<'a> = &'a dyn Fn(&Arc<VolumeFile>) -> memascend_nvme:
 
 /// A volume of the store with its engine.
 pub(crate) struct Member {
-    // Declared first, so that it is dropped first: the engine drains before the volume closes and its lock is released.
+    // Declared first, so that it is dropped first: the engine drains before the volume closes and
+    // its lock is released.
     pub engine: Arc<dyn Engine>,
     pub volume: Volume,
     /// What keeps its notes, if not the volume.

@@ -47,7 +47,8 @@ impl Candidate {
 }
 
 impl Store {
-    /// Opens a committed store. `paths` names at least one of its volumes; the manifest names the others.
+    /// Opens a committed store. `paths` names at least one of its volumes; the manifest names the
+    /// others.
     pub fn open(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::open_with(paths, options, &|file| open_engine(file, options.engine))
     }
@@ -71,7 +72,8 @@ impl Store {
             })?;
             candidates.push(volume);
         }
-        // A volume that is not in `paths` may hold a newer manifest; but all manifests name the same volumes.
+        // A volume that is not in `paths` may hold a newer manifest; but all manifests name the
+        // same volumes.
         loop {
             let newest = newest(&candidates)?;
             let body = &newest.body;
@@ -230,7 +232,8 @@ fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
     Ok(newest)
 }
 
-/// The index of a volume in its store: from its own manifest, or from the newest one, which names the volume.
+/// The index of a volume in its store: from its own manifest, or from the newest one, which names
+/// the volume.
 fn place(volume: &Candidate, newest: &Manifest) -> Option<usize> {
     match volume.whole() {
         Some(manifest) => (manifest.body.store == newest.body.store).then_some(manifest.volume),

@@ -20,11 +20,13 @@ pub struct StoreOptions {
     pub engine: EngineOptions,
     /// Bypass the page cache where the filesystem allows it.
     pub direct: bool,
-    /// Bytes per second of each volume, which decide on its share of every tensor; empty for equal shares.
+    /// Bytes per second of each volume, which decide on its share of every tensor; empty for equal
+    /// shares.
     pub rates: Vec<f64>,
     /// Compare what is read with what was written.
     pub checksums: bool,
-    /// Overwrite tensors where they are: half the room, but a generation is gone with the first rewrite after it.
+    /// Overwrite tensors where they are: half the room, but a generation is gone with the first
+    /// rewrite after it.
     pub in_place: bool,
 }
 
@@ -40,7 +42,8 @@ impl Default for StoreOptions {
     }
 }
 
-/// The tensors of one run on one or more volumes. Files are removed on drop unless something was committed.
+/// The tensors of one run on one or more volumes. Files are removed on drop unless something was
+/// committed.
 pub struct Store {
     pub(crate) members: Vec<Member>,
     pub(crate) map: Arc<Map>,
@@ -79,8 +82,8 @@ pub struct VolumeReport {
 }
 
 impl Store {
-    /// Creates an empty store on `paths`: directories, which are made if missing, and formatted devices. The remains of a
-    /// killed run are overwritten; a store with a commit is refused.
+    /// Creates an empty store on `paths`: directories, which are made if missing, and formatted
+    /// devices. The remains of a killed run are overwritten; a store with a commit is refused.
     pub fn create(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::create_with(paths, options, &|file| open_engine(file, options.engine))
     }
@@ -136,7 +139,8 @@ impl Store {
         let notice = |member: &Member| member.volume.notice().map(str::to_owned);
         let notices = members.iter().filter_map(notice).chain(more_notices).collect();
         let files = members.iter().map(|member| Arc::clone(member.volume.file())).collect();
-        // An engine that moves no bytes reads other bytes than were written: there is nothing to compare.
+        // An engine that moves no bytes reads other bytes than were written: there is nothing to
+        // compare.
         let moves = members.iter().all(|member| member.engine.moves_bytes());
         Ok(Self {
             members,
@@ -161,7 +165,8 @@ impl Store {
         self.members.iter().try_for_each(|member| member.engine.flush().map_err(StoreError::from))
     }
 
-    /// Names and extents of the current values of all tensors and of all other allocations, in the order of their offsets.
+    /// Names and extents of the current values of all tensors and of all other allocations, in the
+    /// order of their offsets.
     pub fn tensors(&self) -> Vec<(String, Extent)> {
         self.table().values()
     }

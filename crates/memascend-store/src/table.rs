@@ -1,4 +1,5 @@
-//! The extents in use, and the tensors, generations and snapshots that hold them. Nothing here moves a byte.
+//! The extents in use, and the tensors, generations and snapshots that hold them. Nothing here
+//! moves a byte.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -48,7 +49,8 @@ impl Bytes {
 /// An extent in use.
 struct Entry {
     bytes: Arc<Bytes>,
-    /// Number of generations that hold it, snapshots included: while there is one, the extent is not written.
+    /// Number of generations that hold it, snapshots included: while there is one, the extent is
+    /// not written.
     pins: u32,
     snapshots: u32,
     /// Allocated by [`Store::allocate`](crate::Store::allocate); it belongs to no generation.
@@ -194,8 +196,8 @@ impl Table {
         self.tensors.get_mut(&id).expect("the tensor was not removed").current = key;
     }
 
-    /// How many spares a tensor needs so that no rewrite has to allocate, neither this one nor those after commits. Two if a
-    /// snapshot holds the extent of the current value.
+    /// How many spares a tensor needs so that no rewrite has to allocate, neither this one nor
+    /// those after commits. Two if a snapshot holds the extent of the current value.
     fn spares_needed(&self, tensor: &Tensor, durable: Option<u64>) -> usize {
         match durable {
             Some(key) if key == tensor.current => 1 + usize::from(self.entries[&key].snapshots > 0),
@@ -216,8 +218,8 @@ impl Table {
         needed.saturating_sub(tensor.spares.len())
     }
 
-    /// The tensors that need one more spare when the durable generation becomes a snapshot: those that have two slots, and
-    /// whose durable value no snapshot holds yet.
+    /// The tensors that need one more spare when the durable generation becomes a snapshot: those
+    /// that have two slots, and whose durable value no snapshot holds yet.
     pub(crate) fn spares_for_snapshot(&self) -> Vec<TensorId> {
         let needs = |(name, key): &(Arc<str>, u64)| {
             let id = self.find_tensor(name)?;
@@ -320,8 +322,8 @@ impl Table {
         self.reclaim_keys(&superseded, two_slots);
     }
 
-    /// Reclaims extents of generations that nothing holds any more: they become spares where spares are needed, and are freed
-    /// otherwise. Spares that are not needed any more are freed too.
+    /// Reclaims extents of generations that nothing holds any more: they become spares where spares
+    /// are needed, and are freed otherwise. Spares that are not needed any more are freed too.
     fn reclaim(&mut self, generations: &[Generation], two_slots: bool) {
         for generation in generations {
             self.reclaim_keys(&generation.tensors, two_slots);
@@ -352,7 +354,8 @@ impl Table {
     fn trim(&mut self, id: TensorId, two_slots: bool) {
         let tensor = self.tensor(id);
         let needed = match two_slots {
-            // While a manifest may name a failed commit, it is unknown what the next commit supersedes.
+            // While a manifest may name a failed commit, it is unknown what the next commit
+            // supersedes.
             true if !self.doubtful.is_empty() => usize::MAX,
             true => self.spares_needed(tensor, self.durable_key(&tensor.name)),
             false => 0,
@@ -366,7 +369,8 @@ impl Table {
         unneeded.into_iter().for_each(|key| self.free(key));
     }
 
-    /// Number and total length of the extents in use for each tensor name: its value, its spares, and those of generations.
+    /// Number and total length of the extents in use for each tensor name: its value, its spares,
+    /// and those of generations.
     pub(crate) fn held(&self) -> HashMap<Arc<str>, (usize, u64)> {
         let mut held: HashMap<Arc<str>, (usize, u64)> = HashMap::new();
         for entry in self.entries.values().filter(|entry| !entry.plain) {

@@ -15,11 +15,12 @@ use crate::{Extent, Result, Store, StoreError};
 pub type Transferred = Box<dyn FnOnce(Result<()>) + Send>;
 
 impl Store {
-    /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls `done` on an engine
-    /// thread. Nothing may be read or written while it is being written.
+    /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls
+    /// `done` on an engine thread. Nothing may be read or written while it is being written.
     ///
-    /// Reads are compared with the checksums of what was written: one for each MiB, counted from the extent's start, or for
-    /// less if less was written at once. The read that completes such a part compares it, and fails if the bytes differ.
+    /// Reads are compared with the checksums of what was written: one for each MiB, counted from
+    /// the extent's start, or for less if less was written at once. The read that completes such a
+    /// part compares it, and fails if the bytes differ.
     ///
     /// # Panics
     /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
@@ -78,7 +79,8 @@ impl Store {
             outcome: Mutex::new((None, Some((after, done)))),
             of,
         });
-        // Cut the slices before the first is submitted: from then on only the requests hold the buffer.
+        // Cut the slices before the first is submitted: from then on only the requests hold the
+        // buffer.
         let slices: Vec<_> = pieces.iter().map(|piece| buffer.narrow(piece.start, piece.bytes)).collect();
         drop(buffer);
         for (piece, slice) in pieces.into_iter().zip(slices) {
@@ -131,7 +133,8 @@ impl After {
             Self::Written { offset, bytes } if !moved => of.sums().forget(offset, bytes),
             Self::Compare { offset, buffer, map } if moved => {
                 let pieces = of.sums().cut(offset, buffer.bytes() as u64);
-                // SAFETY: the transfer has moved its bytes, and no other code uses them before `done` is called.
+                // SAFETY: the transfer has moved its bytes, and no other code uses them before
+                // `done` is called.
                 let sums = sum_pieces(pieces, unsafe { buffer.as_slice() });
                 let damage = of.sums().read(&sums);
                 if let Some((offset, bytes)) = damage {

@@ -41,7 +41,8 @@ fn holds(store: &Store, name: &str, value: u64) -> Result<bool, StoreError> {
     Ok(bytes.iter().enumerate().all(|(index, byte)| *byte == pattern(index, value)))
 }
 
-/// Three generations of two tensors, of which a snapshot has the first; and what is not of any generation.
+/// Three generations of two tensors, of which a snapshot has the first; and what is not of any
+/// generation.
 fn train(store: &Store) {
     let ids = [("large", (1 << 20) + 12_288), ("small", 20_480)]
         .map(|(name, bytes)| store.create_tensor(name, bytes).unwrap());
@@ -182,7 +183,8 @@ fn a_bit_of_the_manifest_is_noticed() {
     }
 }
 
-/// On a device, of which the two slots are simulated: the generation before is taken, and it is said.
+/// On a device, of which the two slots are simulated: the generation before is taken, and it is
+/// said.
 #[test]
 fn a_bit_of_a_devices_manifest_is_noticed_or_nobodys() {
     const SLOTS: [u64; 2] = [1 << 40, (1 << 40) + (1 << 19)];

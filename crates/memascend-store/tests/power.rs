@@ -1,8 +1,10 @@
-//! Power cuts at every single operation of a few steps, on simulated disks: what is there afterwards is the last generation
-//! that was committed or the one that was being committed, whole, to the byte. Disks that lie about flushes and misplace
-//! writes may take more, but what they took is named.
+//! Power cuts at every single operation of a few steps, on simulated disks: what is there
+//! afterwards is the last generation that was committed or the one that was being committed, whole,
+//! to the byte. Disks that lie about flushes and misplace writes may take more, but what they took
+//! is named.
 //!
-//! `MEMASCEND_SEEDS` is how many seeds are run for each kind of store, `MEMASCEND_SEED` runs one of them alone.
+//! `MEMASCEND_SEEDS` is how many seeds are run for each kind of store, `MEMASCEND_SEED` runs one of
+//! them alone.
 
 mod seeds;
 
@@ -383,7 +385,8 @@ fn operations(kind: Kind, root: &Path, seed: u64) -> u64 {
 }
 
 fn root() -> tempfile::TempDir {
-    // In memory where that is possible: the volumes' files stay empty, but making and removing them takes a disk long.
+    // In memory where that is possible: the volumes' files stay empty, but making and removing them
+    // takes a disk long.
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 

@@ -1,5 +1,6 @@
-//! A store on simulated disks, seed by seed, against a model in memory: whatever the disks do, a transfer that says all
-//! is well has moved the right bytes, one that fails says whose and why, and no buffer is lost.
+//! A store on simulated disks, seed by seed, against a model in memory: whatever the disks do, a
+//! transfer that says all is well has moved the right bytes, one that fails says whose and why, and
+//! no buffer is lost.
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run, `MEMASCEND_SEED` runs one of them alone.
 
@@ -103,7 +104,8 @@ struct Transfer {
 
 type Ends = Arc<Mutex<Vec<(usize, Result<(), StoreError>)>>>;
 
-/// The words of a block of a tensor as a certain write left it: others at every place and after every write.
+/// The words of a block of a tensor as a certain write left it: others at every place and after
+/// every write.
 fn words(tensor: usize, version: u64, block: u64) -> impl Iterator<Item = u64> {
     let base = (tensor as u64) << 48 ^ version << 24 ^ block << 12;
     (base..base + BLOCK / 8).map(|word| word.wrapping_mul(0x9E37_79B9_7F4A_7C15))
@@ -158,7 +160,8 @@ struct Trial<'a> {
     under_way: Vec<usize>,
     ends: Ends,
     versions: u64,
-    /// Errors that the disks gave, and transfers that failed, up to the last time that nothing was under way.
+    /// Errors that the disks gave, and transfers that failed, up to the last time that nothing was
+    /// under way.
     accounted: (u64, u64),
     tried: &'a mut Tried,
 }
@@ -444,7 +447,8 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// The power fails. What was synced is there afterwards, and of what was written since, each block is old or new.
+    /// The power fails. What was synced is there afterwards, and of what was written since, each
+    /// block is old or new.
     fn crash(&mut self) {
         self.settle();
         self.disks.iter().for_each(|disk| disk.crash());
@@ -534,7 +538,8 @@ impl<'a> Trial<'a> {
             }
             self.tried.dropped_in_flight += self.under_way.len() as u64;
         }
-        // Whoever is told of a transfer's end may be the last to know the store: it then goes from the engine's thread.
+        // Whoever is told of a transfer's end may be the last to know the store: it then goes from
+        // the engine's thread.
         if self.running && self.random.one_in(2) {
             self.make(BLOCK);
             let extent = self.tensors[&(self.made - 1)].extent;
@@ -564,7 +569,8 @@ impl<'a> Trial<'a> {
 
 #[test]
 fn a_store_moves_the_right_bytes_or_says_what_failed() {
-    // In memory where that is possible: the volumes' files stay empty, but making and removing them takes a disk long.
+    // In memory where that is possible: the volumes' files stay empty, but making and removing them
+    // takes a disk long.
     let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let mut tried = Tried::default();
     for_each_seed(SEEDS, |seed| Trial::new(seed, root.path(), &mut tried).run());

@@ -10,12 +10,14 @@ use memascend_kernels::GradientStats;
 pub struct Capture(pub(super) Arc<Outcome<GradientStats>>);
 
 impl Capture {
-    /// Waits until the gradient is captured, and returns its statistics. Spills to the SSD may still be under way.
+    /// Waits until the gradient is captured, and returns its statistics. Spills to the SSD may
+    /// still be under way.
     pub fn wait(&self) -> Result<GradientStats> {
         self.0.wait()
     }
 
-    /// Whether the capture has ended, with or without an error: the device memory is no longer read.
+    /// Whether the capture has ended, with or without an error: the device memory is no longer
+    /// read.
     pub fn is_done(&self) -> bool {
         self.0.is_done()
     }
@@ -32,14 +34,16 @@ pub struct DeviceGradient {
     pub numel: usize,
     /// Whether to add it to the gradient so far.
     pub accumulate: bool,
-    /// Device address and number of the sums of squares of its blocks (f64). Behind them lies a flag (u32), which is not
-    /// zero if an element is not finite. With the sums the host never reads the elements.
+    /// Device address and number of the sums of squares of its blocks (f64). Behind them lies a
+    /// flag (u32), which is not zero if an element is not finite. With the sums the host never
+    /// reads the elements.
     pub sums: Option<(usize, usize)>,
     /// The event after which the elements may be read.
     pub ready: DeviceEvent,
 }
 
-/// The capture as a job for a thread of the device. The gradient counts as being captured from now on.
+/// The capture as a job for a thread of the device. The gradient counts as being captured from now
+/// on.
 pub(super) fn job(
     copies: Arc<Copies>,
     gradients: Arc<Gradients>,
@@ -49,9 +53,11 @@ pub(super) fn job(
 ) -> impl FnOnce() + Send {
     let arriving = gradients.begin_capture(id, &source);
     move || {
-        // SAFETY: the caller of `DeviceLink::capture` vouches for the source until the capture has ended.
+        // SAFETY: the caller of `DeviceLink::capture` vouches for the source until the capture has
+        // ended.
         let captured = copies.enter().and_then(|()| unsafe { gradients.capture_from(&copies, id, &source) });
-        // Drop the gradients before signalling, so that a caller that closes the store then is the last to hold it.
+        // Drop the gradients before signalling, so that a caller that closes the store then is the
+        // last to hold it.
         drop((copies, gradients));
         arriving.end(Ok(()));
         promise.keep(captured);

@@ -10,8 +10,8 @@ use memascend_mem::{CudaError, CudaEvent, CudaStream, Cudart, Fence, Lease, Leas
 use crate::{ExecError, Result, Staging};
 use memascend_kernels::GradientStats;
 
-/// Pieces on their way from the device at once: one arriving, one queued behind it, one being processed, and one more for
-/// a thread that wakes up late.
+/// Pieces on their way from the device at once: one arriving, one queued behind it, one being
+/// processed, and one more for a thread that wakes up late.
 const IN_FLIGHT: usize = 4;
 /// Bytes of a block's sum.
 const SUM_BYTES: usize = size_of::<f64>();
@@ -29,7 +29,8 @@ pub struct DeviceCounters {
     pub h2d_copies: u64,
     /// Copies from the device.
     pub d2h_copies: u64,
-    /// Times that the caller of this module waited for the device or for one of the module's threads.
+    /// Times that the caller of this module waited for the device or for one of the module's
+    /// threads.
     pub waits_caller: u64,
     /// Times that a thread of this module waited for the device.
     pub waits_worker: u64,
@@ -139,12 +140,12 @@ impl Copies {
         wait(&stream.record().map_err(device_error)?, &self.counters.waits_worker)
     }
 
-    /// Enqueues a copy of a range of `lease` to device address `target` in one of the streams. Returns the event that marks
-    /// its end; the lease returns to its pool only after that event.
+    /// Enqueues a copy of a range of `lease` to device address `target` in one of the streams.
+    /// Returns the event that marks its end; the lease returns to its pool only after that event.
     ///
     /// # Safety
-    /// `target` is the address of as many bytes of device memory, which live until the event is done. The range is not
-    /// written until then.
+    /// `target` is the address of as many bytes of device memory, which live until the event is
+    /// done. The range is not written until then.
     pub(super) unsafe fn copy_to_device(
         &self,
         stream: &CudaStream,
@@ -163,13 +164,15 @@ impl Copies {
         Ok(event)
     }
 
-    /// Copies from device address `source` into chunks of `staging`, `piece_bytes` bytes to each, and calls
-    /// `consume(index, chunk, stays, bytes)` for each piece in `range` (of `bytes` bytes in all, counted from piece 0) in
-    /// order, once its bytes have arrived. With `keep` a chunk may stay in host memory if enough are free (`stays`). When this
-    /// returns, with or without an error, no copy reads the source any more.
+    /// Copies from device address `source` into chunks of `staging`, `piece_bytes` bytes to each,
+    /// and calls `consume(index, chunk, stays, bytes)` for each piece in `range` (of `bytes` bytes
+    /// in all, counted from piece 0) in order, once its bytes have arrived. With `keep` a chunk may
+    /// stay in host memory if enough are free (`stays`). When this returns, with or without an
+    /// error, no copy reads the source any more.
     ///
     /// # Safety
-    /// `source` is the address of `bytes` bytes of device memory, which live and are not written during the call.
+    /// `source` is the address of `bytes` bytes of device memory, which live and are not written
+    /// during the call.
     #[allow(clippy::too_many_arguments)]
     pub(crate) unsafe fn download(
         &self,
@@ -190,13 +193,15 @@ impl Copies {
                 }
                 match arriving.pop_front() {
                     Some(first) => first.settle(&mut consume)?,
-                    // Wait only without holding a chunk: two threads that hold chunks and wait could deadlock.
+                    // Wait only without holding a chunk: two threads that hold chunks and wait
+                    // could deadlock.
                     None => break staging.chunk_for(keep)?,
                 }
             };
             let length = piece_bytes.min(bytes - index * piece_bytes);
             let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
-            // SAFETY: the chunk is fresh, and is dropped only after the copy; the source is the caller's promise.
+            // SAFETY: the chunk is fresh, and is dropped only after the copy; the source is the
+            // caller's promise.
             unsafe { self.download.copy_to_host(target.address(), source + index * piece_bytes, length) }
                 .map_err(device_error)?;
             drop(target);
@@ -208,8 +213,8 @@ impl Copies {
         arriving.into_iter().try_for_each(|piece| piece.settle(&mut consume))
     }
 
-    /// Copies `count` sums of squares of blocks from device address `source`, and the flag behind them that says whether an
-    /// element is not finite, and adds them up as the kernels do.
+    /// Copies `count` sums of squares of blocks from device address `source`, and the flag behind
+    /// them that says whether an element is not finite, and adds them up as the kernels do.
     ///
     /// # Safety
     /// As [`Copies::download`]; the flag is a `u32`.
@@ -225,7 +230,8 @@ impl Copies {
             let piece = LeaseSlice::new(chunk, 0, length);
             // SAFETY: the copy has ended and the chunk is ours alone.
             let (words, flag) = unsafe { piece.as_slice() }.as_chunks::<SUM_BYTES>();
-            // Chunks are whole pages and hold whole sums: the flag, which is shorter than a sum, is the remainder of the last chunk.
+            // Chunks are whole pages and hold whole sums: the flag, which is shorter than a sum, is
+            // the remainder of the last chunk.
             words.iter().for_each(|word| stats.add_block(f64::from_ne_bytes(*word)));
             stats.non_finite |= flag.iter().any(|byte| *byte != 0);
             Ok(())
@@ -243,7 +249,8 @@ fn end_of_copy(stream: &CudaStream, lease: &Lease) -> memascend_mem::Result<Arc<
     stream.record().map(Arc::new).inspect_err(|_| lease.return_after(Arc::new(Never)))
 }
 
-/// Never returns a buffer to its pool: the end of the copy is unknown, and the device may use the buffer at any time.
+/// Never returns a buffer to its pool: the end of the copy is unknown, and the device may use the
+/// buffer at any time.
 struct Never;
 
 impl Fence for Never {
@@ -299,7 +306,8 @@ mod tests {
     use super::fake::Fake;
     use super::*;
 
-    /// 16,384 sums fill the smallest chunk of bf16 gradients: those of a tensor of 2 GiB. Here chunks are a page.
+    /// 16,384 sums fill the smallest chunk of bf16 gradients: those of a tensor of 2 GiB. Here
+    /// chunks are a page.
     #[test]
     fn sums_that_fill_more_than_a_chunk_are_added_in_order() {
         let fake = Fake::new(&[]);
@@ -311,7 +319,8 @@ mod tests {
             let pool = Pool::new(&CudaAllocator::with(Arc::clone(&cudart)), &[class]).unwrap();
             let staging = Staging::new(Arc::new(store), pool, PAGE_BYTES);
             let copies = Copies::open(cudart, 0, Arc::default()).unwrap();
-            // The flag is behind the last sum, and where the sums fill their chunks, in one of its own.
+            // The flag is behind the last sum, and where the sums fill their chunks, in one of its
+            // own.
             for (count, non_finite) in [(1, false), (1500, true), (1024, true), (1024, false)] {
                 let sums: Vec<f64> = (0..count).map(|index| 1.0 / f64::from(index + 1)).collect();
                 let mut source: Vec<u8> = sums.iter().flat_map(|sum| sum.to_ne_bytes()).collect();

@@ -10,11 +10,12 @@ use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
 use super::{Capture, Outcome, Restore, capture, restore};
 use crate::{DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
 
-/// One CUDA device: a stream for weights to the device, one for activations back to it, and one for everything that leaves
-/// it. Threads wait for staging buffers and the SSD, in the order of the calls; the caller never does.
+/// One CUDA device: a stream for weights to the device, one for activations back to it, and one for
+/// everything that leaves it. Threads wait for staging buffers and the SSD, in the order of the
+/// calls; the caller never does.
 ///
-/// Device addresses are numbers: the code that passes one vouches for the memory until the event, capture, stash or restore
-/// that the call returns is done.
+/// Device addresses are numbers: the code that passes one vouches for the memory until the event,
+/// capture, stash or restore that the call returns is done.
 pub struct DeviceLink {
     index: i32,
     open: Mutex<Option<Open>>,
@@ -47,7 +48,8 @@ impl Worker {
         Self { jobs, thread: thread.expect("the system can start a thread") }
     }
 
-    /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome with an error.
+    /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome
+    /// with an error.
     fn send(&self, job: impl FnOnce() + Send + 'static) {
         let _ = self.jobs.send(Box::new(job));
     }
@@ -63,7 +65,8 @@ impl DeviceLink {
     /// Opens device number `index` of those that the process may see.
     ///
     /// # Errors
-    /// [`ExecError::Device`] if there is no device of that number, or no device memory for a context.
+    /// [`ExecError::Device`] if there is no device of that number, or no device memory for a
+    /// context.
     pub fn open(cudart: Arc<Cudart>, index: i32) -> Result<Self> {
         let counters = Arc::default();
         let copies = Arc::new(Copies::open(cudart, index, Arc::clone(&counters))?);
@@ -93,7 +96,8 @@ impl DeviceLink {
     /// Records an event behind the work enqueued in `stream` so far.
     ///
     /// # Safety
-    /// `stream` is 0, the device's default stream, or the handle of a live `cudaStream_t` of the device.
+    /// `stream` is 0, the device's default stream, or the handle of a live `cudaStream_t` of the
+    /// device.
     pub unsafe fn record(&self, stream: usize) -> Result<DeviceEvent> {
         let copies = self.copies()?;
         // SAFETY: the caller's promise.
@@ -110,12 +114,13 @@ impl DeviceLink {
         self.copies()?.on_device(|_| unsafe { event.event.precede(stream as *mut _) })
     }
 
-    /// Copies `bytes` bytes of `lease` from `offset` to device address `target`, after the events. Returns the event that
-    /// marks the end of the copy; the lease returns to its pool only after that event.
+    /// Copies `bytes` bytes of `lease` from `offset` to device address `target`, after the events.
+    /// Returns the event that marks the end of the copy; the lease returns to its pool only after
+    /// that event.
     ///
     /// # Safety
-    /// `target` is the address of `bytes` bytes of device memory, which are used only before `after` and after the returned
-    /// event. The range of the lease is not written until then.
+    /// `target` is the address of `bytes` bytes of device memory, which are used only before
+    /// `after` and after the returned event. The range of the lease is not written until then.
     pub unsafe fn upload(
         &self,
         lease: &Arc<Lease>,
@@ -133,15 +138,17 @@ impl DeviceLink {
         Ok(copies.event(event))
     }
 
-    /// Captures a gradient in device memory, as [`Gradients::capture`] does from host memory. Later uses of the gradient wait
-    /// for the capture.
+    /// Captures a gradient in device memory, as [`Gradients::capture`] does from host memory. Later
+    /// uses of the gradient wait for the capture.
     ///
     /// # Safety
-    /// The addresses in `source` are those of device memory that holds `numel` elements of the gradient's dtype, and the sums
-    /// with their flag. Both live and are not written from `ready` until the capture has ended.
+    /// The addresses in `source` are those of device memory that holds `numel` elements of the
+    /// gradient's dtype, and the sums with their flag. Both live and are not written from `ready`
+    /// until the capture has ended.
     ///
     /// # Panics
-    /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a gradient that is added up.
+    /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a
+    /// gradient that is added up.
     pub unsafe fn capture(
         &self,
         gradients: &Arc<Gradients>,
@@ -155,11 +162,12 @@ impl DeviceLink {
         Ok(Capture(outcome))
     }
 
-    /// Puts `bytes` bytes at device address `source` aside, after `ready`, as [`Stash::new`] does from host memory.
+    /// Puts `bytes` bytes at device address `source` aside, after `ready`, as [`Stash::new`] does
+    /// from host memory.
     ///
     /// # Safety
-    /// `source` is the address of device memory that lives and is not written from `ready` until the stash has the bytes
-    /// ([`Stash::is_copied`]).
+    /// `source` is the address of device memory that lives and is not written from `ready` until
+    /// the stash has the bytes ([`Stash::is_copied`]).
     pub unsafe fn stash(
         &self,
         staging: &Arc<Staging>,
@@ -178,11 +186,12 @@ impl DeviceLink {
         Ok(stash)
     }
 
-    /// Copies the bytes of a stash to device address `target`, after `after`. May be called any number of times.
+    /// Copies the bytes of a stash to device address `target`, after `after`. May be called any
+    /// number of times.
     ///
     /// # Safety
-    /// `target` is the address of as many bytes of device memory, which are not used from `after` until the event of
-    /// [`Restore::enqueued`].
+    /// `target` is the address of as many bytes of device memory, which are not used from `after`
+    /// until the event of [`Restore::enqueued`].
     pub unsafe fn restore(&self, stash: &Stash, target: usize, after: &DeviceEvent) -> Result<Restore> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();

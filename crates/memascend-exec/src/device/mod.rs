@@ -1,5 +1,5 @@
-//! One CUDA device: copies to and from it in streams of their own, and the results of those copies. A caller never waits
-//! for a copy: threads of this module wait for staging buffers and the SSD.
+//! One CUDA device: copies to and from it in streams of their own, and the results of those copies.
+//! A caller never waits for a copy: threads of this module wait for staging buffers and the SSD.
 
 mod capture;
 mod copies;

@@ -15,7 +15,8 @@ pub(crate) struct Outcome<T> {
     counters: Arc<Counters>,
 }
 
-/// The obligation to set a result. Dropping it without one sets an error, so that no waiter is left behind.
+/// The obligation to set a result. Dropping it without one sets an error, so that no waiter is left
+/// behind.
 #[derive(Debug)]
 pub(crate) struct Promise<T>(Arc<Outcome<T>>);
 

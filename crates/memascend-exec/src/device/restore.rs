@@ -11,8 +11,8 @@ use crate::stash::Stashed;
 pub struct Restore(pub(super) Arc<Outcome<DeviceEvent>>);
 
 impl Restore {
-    /// Waits until every copy is enqueued, and returns the event that is done when all bytes are there. After an error
-    /// nothing is copied any more.
+    /// Waits until every copy is enqueued, and returns the event that is done when all bytes are
+    /// there. After an error nothing is copied any more.
     pub fn enqueued(&self) -> Result<DeviceEvent> {
         self.0.wait()
     }
@@ -29,7 +29,8 @@ pub(super) fn stash_job(
 ) -> impl FnOnce() + Send {
     move || {
         let copied = copies.enter().and_then(|()| copies.download_after(&ready)).and_then(|()| {
-            // SAFETY: the caller of `DeviceLink::stash` vouches for the source until the stash has the bytes.
+            // SAFETY: the caller of `DeviceLink::stash` vouches for the source until the stash has
+            // the bytes.
             unsafe { stashed.download(&copies, source, spill) }
         });
         let copied = copied.inspect_err(|error| stashed.fail(error));
@@ -38,8 +39,8 @@ pub(super) fn stash_job(
     }
 }
 
-/// A job that copies the bytes of a stash back to the device. It runs on the same thread as the stash's own copy, and
-/// therefore after that.
+/// A job that copies the bytes of a stash back to the device. It runs on the same thread as the
+/// stash's own copy, and therefore after that.
 pub(super) fn job(
     copies: Arc<Copies>,
     stashed: Arc<Stashed>,
@@ -58,7 +59,8 @@ pub(super) fn job(
 }
 
 /// # Safety
-/// `target` is the address of as many bytes of device memory, which are not used from `after` until the event is done.
+/// `target` is the address of as many bytes of device memory, which are not used from `after` until
+/// the event is done.
 unsafe fn upload(
     copies: &Copies,
     stashed: &Stashed,

@@ -36,7 +36,8 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
     // From here on only the writes hold the buffers.
     drop((gradient, gradient_chunk));
     for (extent, offset, buffer) in writes {
-        // Begun before the ticket is ready, so that a caller that sees the weights also sees their write-back pending.
+        // Begun before the ticket is ready, so that a caller that sees the weights also sees their
+        // write-back pending.
         let write = pending.begin();
         let done =
             Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(ExecError::from)));
@@ -47,17 +48,18 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
     ready.end(Ok(()));
 }
 
-/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the piece.
+/// Updates the elements `start .. start + numel` of the tensor, which lie in `segment` and in the
+/// piece.
 fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     let tensor = &work.tensor;
     let local = start - work.first;
     let bytes = numel * tensor.dtype.bytes();
     let weight = weight_address(work, segment, start, numel);
     let gradient = gradient_address(work, segment, start, numel);
-    // SAFETY: here and below, the piece's reads have ended, and until its writes are submitted only this thread uses
-    // the slot's areas and the piece's weights; segments do not overlap. Captures wait for this update, and a gradient's
-    // chunk was handed over by its record. The code that made the segment vouches for addresses of host memory until
-    // the ticket is ready.
+    // SAFETY: here and below, the piece's reads have ended, and until its writes are submitted only
+    // this thread uses the slot's areas and the piece's weights; segments do not overlap. Captures
+    // wait for this update, and a gradient's chunk was handed over by its record. The code that
+    // made the segment vouches for addresses of host memory until the ticket is ready.
     let weight = unsafe { std::slice::from_raw_parts_mut(weight, bytes) };
     // SAFETY: see above.
     let gradient = unsafe { std::slice::from_raw_parts(gradient, bytes) };
@@ -83,7 +85,8 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
 }
 
-/// Where the weights of elements `start .. start + numel` lie, of which there are as many in memory.
+/// Where the weights of elements `start .. start + numel` lie, of which there are as many in
+/// memory.
 fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *mut u8 {
     let element = work.tensor.dtype.bytes();
     match (&segment.host, &work.weights) {
@@ -95,7 +98,8 @@ fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) ->
     }
 }
 
-/// Where the gradient of elements `start .. start + numel` lies, of which there are as many in memory.
+/// Where the gradient of elements `start .. start + numel` lies, of which there are as many in
+/// memory.
 fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *const u8 {
     let element = work.tensor.dtype.bytes();
     let bytes = numel * element;

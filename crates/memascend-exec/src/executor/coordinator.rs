@@ -82,10 +82,12 @@ impl Coordinator {
     /// Starts the update of a tensor, piece by piece.
     fn start_tensor(&self, job: &Started<'_>, mut tensor: UpdateTensor) -> Result<()> {
         let places = self.places(job.weights, &tensor).inspect_err(|error| {
-            // Other tensors of the unit may be updated already: record the error, so that no later job reads the unit.
+            // Other tensors of the unit may be updated already: record the error, so that no later
+            // job reads the unit.
             job.pending.begin().end(Err(error.clone()));
         })?;
-        // Each chunk of the gradient goes with its last piece, and returns to the pool as soon as it is consumed.
+        // Each chunk of the gradient goes with its last piece, and returns to the pool as soon as
+        // it is consumed.
         let mut gradient_chunks = match &mut tensor.gradient.place {
             SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
             SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
@@ -151,13 +153,15 @@ impl Coordinator {
         slot.map(Arc::new).ok_or(ExecError::Stalled { seconds: PATIENCE_SECONDS })
     }
 
-    /// Starts the reads of a piece; the last of them to end passes the piece on to the kernel threads.
+    /// Starts the reads of a piece; the last of them to end passes the piece on to the kernel
+    /// threads.
     fn start_piece(&self, piece: NewPiece<'_>) -> Result<()> {
         let update = piece.job.pending.begin();
         let slot = match self.slot() {
             Ok(slot) => slot,
             Err(error) => {
-                // Other pieces may be updated already: record the error, so that no later job reads the unit.
+                // Other pieces may be updated already: record the error, so that no later job reads
+                // the unit.
                 update.end(Err(error.clone()));
                 return Err(error);
             }
@@ -196,7 +200,8 @@ impl Coordinator {
 
     /// Submits the reads of `work`: extent, offset in it and buffer of each.
     fn submit_reads(&self, reads: Vec<(Extent, usize, LeaseSlice)>, work: Work) {
-        // One more than there are reads, so that the piece is not passed on before all of them are submitted.
+        // One more than there are reads, so that the piece is not passed on before all of them are
+        // submitted.
         let join = Arc::new(Reads {
             left: AtomicUsize::new(reads.len() + 1),
             outcome: Mutex::new((None, Some(work))),

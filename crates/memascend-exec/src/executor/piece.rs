@@ -29,7 +29,8 @@ pub(super) struct Work {
     pub(super) ready: Underway,
 }
 
-/// Where a tensor's new values go: to other extents than the old ones while a generation holds those.
+/// Where a tensor's new values go: to other extents than the old ones while a generation holds
+/// those.
 pub(super) struct Targets {
     pub(super) weights: Option<Extent>,
     /// In the order of the tensor's planes.
@@ -75,7 +76,8 @@ impl Reads {
 }
 
 impl Work {
-    /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces may have been updated.
+    /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces
+    /// may have been updated.
     fn fail(self, error: ExecError) {
         let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
         drop((tensor, areas, weights, gradient_chunk));

@@ -22,7 +22,8 @@ use memascend_store::{Store, StoreOptions, TensorId};
 /// How long anything in a test may take before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Bytes of an update slot for each element of a chunk: enough for AdamW with fp32 moments on bf16 or fp32 weights.
+/// Bytes of an update slot for each element of a chunk: enough for AdamW with fp32 moments on bf16
+/// or fp32 weights.
 pub const SLOT_BYTES_PER_ELEMENT: usize = 12;
 
 /// AdamW with fp32 moments and whole masters.
@@ -211,8 +212,8 @@ pub struct Shape {
     pub numel: usize,
     /// Pages of frozen weights before it in the unit.
     pub gap_pages: usize,
-    /// `(start, numel)` of each segment. One that spans the tensor makes it a tensor of its own; otherwise it is
-    /// a pack.
+    /// `(start, numel)` of each segment. One that spans the tensor makes it a tensor of its own;
+    /// otherwise it is a pack.
     pub segments: Vec<(usize, usize)>,
 }
 
@@ -275,7 +276,8 @@ impl State {
     }
 }
 
-/// A unit's tensors with their initial weights, and the gradients and hyper-parameters of every step, from a seed.
+/// A unit's tensors with their initial weights, and the gradients and hyper-parameters of every
+/// step, from a seed.
 pub struct Model {
     pub shapes: Vec<Shape>,
     pub offsets: Vec<usize>,
@@ -589,8 +591,8 @@ fn update_planes(planes: &[(Plane, TensorId)], step: u64) -> Vec<UpdatePlane> {
     planes.iter().map(|&(plane, tensor)| UpdatePlane { plane, tensor, written: step > 1 }).collect()
 }
 
-/// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address. Parts are `(start, weight,
-/// gradient)`.
+/// A tensor in host memory with its states on a store, as an [`UpdateTensor`] by address. Parts are
+/// `(start, weight, gradient)`.
 pub fn by_address(
     rule: Rule,
     numel: usize,

@@ -56,8 +56,8 @@ fn one_step_is_the_textbook_step_to_two_ulp() {
     }
 }
 
-/// Steps of `torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, foreach=False)` 2.13 on
-/// weight 1.0 with gradients 0.5, -0.25, 2.0, 1e-3.
+/// Steps of `torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, foreach=False)` 2.13
+/// on weight 1.0 with gradients 0.5, -0.25, 2.0, 1e-3.
 #[test]
 fn follows_torch_from_the_first_step() {
     let expected = TORCH_WEIGHTS;

@@ -87,7 +87,8 @@ fn an_addition_that_overflows_is_reported() {
     assert!(dst.iter().all(|&d| d == 0x7F80));
 }
 
-/// Sums of fp16 numbers: a tie to the even one, the largest one and what overflows, NaN in one spelling.
+/// Sums of fp16 numbers: a tie to the even one, the largest one and what overflows, NaN in one
+/// spelling.
 #[test]
 fn fp16_sums_are_rounded_to_nearest_even() {
     let cases = [

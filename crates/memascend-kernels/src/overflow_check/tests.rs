@@ -86,7 +86,8 @@ fn an_early_infinity_ends_the_check_early() {
 
 #[test]
 fn a_thread_that_runs_ahead_waits_for_the_sum_before_it() {
-    // One slow tensor after another: many more blocks than the ring holds, taken by more threads than processors.
+    // One slow tensor after another: many more blocks than the ring holds, taken by more threads
+    // than processors.
     let mut values = numbers(3 * GRADIENT_BLOCK, 3);
     let expected: f64 = {
         let mut stats = GradientStats::default();

@@ -1,19 +1,21 @@
-//! 8-bit moments: blocks of 256 elements, each a code of bitsandbytes' dynamic map (Dettmers et al. 2022,
-//! arXiv 2110.02861) times the block's scale.
+//! 8-bit moments: blocks of 256 elements, each a code of bitsandbytes' dynamic map (Dettmers et al.
+//! 2022, arXiv 2110.02861) times the block's scale.
 //!
-//! The map has seven decades, 1e-6 to 1: decade `i` has `2^i` evenly spaced magnitudes, twice as many where no sign is
-//! needed, and 0 and 1 complete the 256. Codes ascend with their values. An element goes to the nearest, with one
-//! exception: a second moment above zero never becomes zero, because the step is divided by it.
+//! The map has seven decades, 1e-6 to 1: decade `i` has `2^i` evenly spaced magnitudes, twice as
+//! many where no sign is needed, and 0 and 1 complete the 256. Codes ascend with their values. An
+//! element goes to the nearest, with one exception: a second moment above zero never becomes zero,
+//! because the step is divided by it.
 //!
-//! The signed map has 1, but no -1. The scale is therefore the element of the largest magnitude with its sign (the
-//! positive one of two), where bitsandbytes takes the magnitude: the largest element is always code 255, and kept
-//! exactly. So a block that was read and is written again does not change, as when a state is saved in fp32 and loaded.
-//! The price is paid by a negative twin of the largest element, which loses 0.7 %, as every negative peak
-//! does in bitsandbytes.
+//! The signed map has 1, but no -1. The scale is therefore the element of the largest magnitude
+//! with its sign (the positive one of two), where bitsandbytes takes the magnitude: the largest
+//! element is always code 255, and kept exactly. So a block that was read and is written again does
+//! not change, as when a state is saved in fp32 and loaded. The price is paid by a negative twin of
+//! the largest element, which loses 0.7 %, as every negative peak does in bitsandbytes.
 //!
-//! Codes are computed, not looked up: a table of boundaries would take all of the first-level cache, and gathering from
-//! it more time than all the rest. A number as near to the middle between two codes as a few units of the last place of
-//! its decade's end may go to either; which one is the same everywhere.
+//! Codes are computed, not looked up: a table of boundaries would take all of the first-level
+//! cache, and gathering from it more time than all the rest. A number as near to the middle between
+//! two codes as a few units of the last place of its decade's end may go to either; which one is
+//! the same everywhere.
 
 use super::super::bf16::NAN_BITS;
 use super::{BLOCK, Block};
@@ -23,15 +25,18 @@ mod x86;
 
 /// Elements of a record: a chunk of an update is a multiple of this.
 pub(super) const RECORD: usize = super::super::GRADIENT_BLOCK;
-/// The scales of a record, one fp32 for each of its blocks, lie in front of its codes in a page of their own.
+/// The scales of a record, one fp32 for each of its blocks, lie in front of its codes in a page of
+/// their own.
 pub(super) const SCALES_BYTES: usize = super::formats::PAGE;
 
 /// One of the two maps.
 pub(super) struct Map {
     values: [f32; 256],
-    /// Greatest number below each decade. The first is below all numbers but zero, the last below 1.
+    /// Greatest number below each decade. The first is below all numbers but zero, the last below
+    /// 1.
     below: [f32; DECADES],
-    /// Pieces of each decade, or twice as many where the sign takes no code: also the number of its first magnitude.
+    /// Pieces of each decade, or twice as many where the sign takes no code: also the number of its
+    /// first magnitude.
     pieces: [f32; DECADES],
     /// Code of zero.
     zero: u8,
@@ -49,7 +54,8 @@ pub(super) static UNSIGNED: Map = Map::new(false);
 
 const TWO_TO_64: f32 = (1u128 << 64) as f32;
 
-/// A number of decade `i` times this, plus [`BASE`], is between 1 and 2: evenly, from the decade's beginning to its end.
+/// A number of decade `i` times this, plus [`BASE`], is between 1 and 2: evenly, from the decade's
+/// beginning to its end.
 const SLOPES: [f32; DECADES] =
     [1e6 / 0.9, 1e5 / 0.9, 1e4 / 0.9, 1e3 / 0.9, 1e2 / 0.9, 1e1 / 0.9, 1.0 / 0.9, 0.1125];
 const BASE: f32 = 8.0 / 9.0;
@@ -84,8 +90,8 @@ impl Map {
         }
     }
 
-    /// The values of a block's codes. None is a negative zero, whatever the sign of the scale. `WIDE` code runs only where
-    /// there is AVX-512 F, BW and VL.
+    /// The values of a block's codes. None is a negative zero, whatever the sign of the scale.
+    /// `WIDE` code runs only where there is AVX-512 F, BW and VL.
     #[inline(always)]
     pub(super) fn decode<const WIDE: bool>(&self, codes: &[u8; BLOCK], scale: f32, block: &mut Block) {
         #[cfg(target_arch = "x86_64")]
@@ -98,8 +104,8 @@ impl Map {
         }
     }
 
-    /// The block's codes and its scale. Where a number is infinite or NaN the scale is NaN, and so is then
-    /// the whole block.
+    /// The block's codes and its scale. Where a number is infinite or NaN the scale is NaN, and so
+    /// is then the whole block.
     #[inline(always)]
     pub(super) fn encode<const SIGNED: bool, const WIDE: bool>(
         &self,
@@ -114,7 +120,8 @@ impl Map {
             return if magnitude == 0 { 0.0 } else { f32::from_bits(NAN_BITS) };
         }
         let scale = f32::from_bits(if SIGNED { (peak ^ 1).rotate_right(1) } else { magnitude });
-        // The reciprocal of a small denormal would be infinite, and that of a huge number a denormal.
+        // The reciprocal of a small denormal would be infinite, and that of a huge number a
+        // denormal.
         let raise = match magnitude {
             ..0x0D80_0000 => TWO_TO_64,
             0x6000_0000.. => 1.0 / TWO_TO_64,
@@ -165,13 +172,14 @@ impl Map {
     }
 }
 
-/// Instead of [`Map::pieces`], for what is below the first decade: times [`BASE`] it is below the first magnitude's number.
+/// Instead of [`Map::pieces`], for what is below the first decade: times [`BASE`] it is below the
+/// first magnitude's number.
 const fn pieces_of_zero(signed: bool) -> f32 {
     if signed { 0.0 } else { 1.25 }
 }
 
-/// The map's magnitudes, ascending: 129 of a signed map, 256 of an unsigned one. The fp32 arithmetic is that of
-/// bitsandbytes (`torch.linspace`, means, a power of ten), for the same bits.
+/// The map's magnitudes, ascending: 129 of a signed map, 256 of an unsigned one. The fp32
+/// arithmetic is that of bitsandbytes (`torch.linspace`, means, a power of ten), for the same bits.
 const fn magnitudes(signed: bool) -> [f32; 256] {
     const TENS: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut magnitudes = [0.0; 256];
@@ -192,7 +200,8 @@ const fn magnitudes(signed: bool) -> [f32; 256] {
     magnitudes
 }
 
-/// Where piece number `piece` of `0.1..1` begins, as `torch.linspace` computes it: from the nearer end, fused.
+/// Where piece number `piece` of `0.1..1` begins, as `torch.linspace` computes it: from the nearer
+/// end, fused.
 const fn boundary(piece: usize, pieces: usize) -> f32 {
     let step = (1.0 - 0.1f32) / pieces as f32;
     // Exact in fp64 but for the last rounding.

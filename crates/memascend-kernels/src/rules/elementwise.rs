@@ -1,6 +1,6 @@
-//! The algorithms, on an element in fp32: gradient in, weight and moments out. Sums of products are fused where
-//! PyTorch's vector code fuses them (`add` with `alpha`, `lerp`, `addcmul`), and nowhere else.
-//! A NaN has any payload here: storing gives it one.
+//! The algorithms, on an element in fp32: gradient in, weight and moments out. Sums of products are
+//! fused where PyTorch's vector code fuses them (`add` with `alpha`, `lerp`, `addcmul`), and
+//! nowhere else. A NaN has any payload here: storing gives it one.
 
 use super::super::adamw::{self, AdamwScalars};
 use super::STATES_MAX;

@@ -18,8 +18,9 @@ pub enum PlaneFormat {
     Bf16,
     /// The low half of a split master, 2 bytes.
     Low,
-    /// Codes of the signed dynamic map, in records of 65,536 elements: a page of 4,096 bytes that begins with one fp32 scale
-    /// per block of 256 elements, then the codes. The last record ends after its codes, at a multiple of 4,096.
+    /// Codes of the signed dynamic map, in records of 65,536 elements: a page of 4,096 bytes that
+    /// begins with one fp32 scale per block of 256 elements, then the codes. The last record ends
+    /// after its codes, at a multiple of 4,096.
     Block8Signed,
     /// The same for second moments: codes of the unsigned map.
     Block8Unsigned,
@@ -51,8 +52,9 @@ impl Plane {
         self.span(0, elements).end
     }
 
-    /// The bytes of a plane that a step on `elements` from `first` on needs. In 8 bits they begin with the record of `first`,
-    /// whose scales are needed, so spans of steps in the same record overlap.
+    /// The bytes of a plane that a step on `elements` from `first` on needs. In 8 bits they begin
+    /// with the record of `first`, whose scales are needed, so spans of steps in the same record
+    /// overlap.
     pub fn span(&self, first: usize, elements: usize) -> Range<usize> {
         if let Some(bytes) = self.format.element_bytes() {
             return first * bytes..(first + elements) * bytes;
@@ -76,7 +78,8 @@ impl Plane {
         self.span((first % RECORD as u64) as usize, elements).len()
     }
 
-    /// Whether it is kept in records of [`GRADIENT_BLOCK`](super::super::GRADIENT_BLOCK) elements, which are read and written whole.
+    /// Whether it is kept in records of [`GRADIENT_BLOCK`](super::super::GRADIENT_BLOCK) elements,
+    /// which are read and written whole.
     pub fn has_records(&self) -> bool {
         self.format.element_bytes().is_none()
     }
@@ -99,7 +102,8 @@ impl Plane {
         }
     }
 
-    /// Writes the elements `first ..`, rounded to the nearest; `bytes` are those of [`Plane::span`].
+    /// Writes the elements `first ..`, rounded to the nearest; `bytes` are those of
+    /// [`Plane::span`].
     ///
     /// # Panics
     /// As [`Plane::read`].

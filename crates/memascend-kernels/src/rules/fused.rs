@@ -1,5 +1,6 @@
-//! One loop for each algorithm, format of the states and kind of weight: an element is read, updated and written again
-//! without a detour through memory, and LLVM vectorises each loop for each instruction set.
+//! One loop for each algorithm, format of the states and kind of weight: an element is read,
+//! updated and written again without a detour through memory, and LLVM vectorises each loop for
+//! each instruction set.
 
 use super::super::bf16::{canonical_nan, widen_bf16};
 use super::super::split::{join, split};
@@ -8,8 +9,8 @@ use super::scalars::{Constants, StepScalars};
 use super::stochastic::{Keys, round_stochastic};
 use super::{Algorithm, Moments, Rule, STATES_MAX, Weight};
 
-/// Consecutive elements of a tensor: the bytes of weight, low half of its master (if it is split), gradient and states (as
-/// many as there are).
+/// Consecutive elements of a tensor: the bytes of weight, low half of its master (if it is split),
+/// gradient and states (as many as there are).
 pub(super) struct Elements<'a> {
     pub weight: &'a mut [u8],
     pub low: &'a mut [u8],
@@ -20,7 +21,8 @@ pub(super) struct Elements<'a> {
     pub keys: Keys,
 }
 
-/// One step. Lengths are checked; states of 8 bits are given in fp32, and of an fp16 weight its master and its gradient in fp32.
+/// One step. Lengths are checked; states of 8 bits are given in fp32, and of an fp16 weight its
+/// master and its gradient in fp32.
 #[inline(always)]
 pub(super) fn step(rule: Rule, elements: Elements<'_>, scalars: &StepScalars) {
     match (rule.algorithm, scalars.constants) {
@@ -77,7 +79,8 @@ fn by_weight<U: Update, S: Number>(rule: Rule, elements: Elements<'_>, update: &
     }
 }
 
-/// The loop. The slices are parameters of their own, because only so LLVM knows that they do not overlap.
+/// The loop. The slices are parameters of their own, because only so LLVM knows that they do not
+/// overlap.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn run<U: Update, S: Number, W: Kept>(
@@ -117,7 +120,8 @@ fn run<U: Update, S: Number, W: Kept>(
         let g = prepare(w, W::gradient(gradient[i]), scalars);
         let (w, states) = update.step(w, g, states);
 
-        // Four numbers, for the most values that can be rounded. The compiler drops those that are not used.
+        // Four numbers, for the most values that can be rounded. The compiler drops those that are
+        // not used.
         let random = keys.numbers(index.wrapping_add(i as u32));
         weight[i] = W::store(w, random[3]);
         if W::HAS_LOW {

@@ -1,17 +1,19 @@
 //! One fused optimizer step for every algorithm, format of the moments and kind of weight.
 //!
-//! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees one pass. There is one
-//! loop for each algorithm, format of the states and kind of weight, made of small parts. 8-bit states and what is
-//! fp16 are staged, in blocks of 256 elements in the first-level cache: their loop is that of fp32.
+//! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees
+//! one pass. There is one loop for each algorithm, format of the states and kind of weight, made of
+//! small parts. 8-bit states and what is fp16 are staged, in blocks of 256 elements in the
+//! first-level cache: their loop is that of fp32.
 //!
 //! - `fused.rs`: the loop, and what its parts are for each format and kind of weight;
-//! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works element by
-//!   element is a variant of [`Algorithm`], an `Update` there, and an arm in `fused.rs`;
+//! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works
+//!   element by element is a variant of [`Algorithm`], an `Update` there, and an arm in `fused.rs`;
 //! - `stochastic.rs`, `block8.rs`: stochastic rounding, 8-bit states;
 //! - `formats.rs`: where what lies in a plane, and whole planes to and from fp32.
 //!
-//! An algorithm that needs a whole matrix at once gets a file of its own beside `elementwise.rs`: it walks the gradient and
-//! its states with [`Plane::read`] and [`Plane::write`] as it likes, and ends with a [`step`] whose scale it has found.
+//! An algorithm that needs a whole matrix at once gets a file of its own beside `elementwise.rs`:
+//! it walks the gradient and its states with [`Plane::read`] and [`Plane::write`] as it likes, and
+//! ends with a [`step`] whose scale it has found.
 
 mod block8;
 mod elementwise;
@@ -39,8 +41,8 @@ const PLANES_MAX: usize = STATES_MAX + 1;
 /// A block in fp32.
 type Block = [f32; BLOCK];
 
-/// What a step computes. L2 or decoupled weight decay, Nesterov's momentum, dampening and the direction are
-/// [`StepScalars`].
+/// What a step computes. L2 or decoupled weight decay, Nesterov's momentum, dampening and the
+/// direction are [`StepScalars`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
     /// Adam and AdamW.
@@ -64,18 +66,21 @@ pub enum Moments {
     F32,
     /// bf16, rounded stochastically.
     Bf16,
-    /// 8 bits in blocks of 256, by bitsandbytes' dynamic map and a scale that has the sign of the largest element.
+    /// 8 bits in blocks of 256, by bitsandbytes' dynamic map and a scale that has the sign of the
+    /// largest element.
     Block8,
 }
 
 /// Element type of the weight and of its gradient, and how the master is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Weight {
-    /// bf16, the high half of an fp32 master whose low half is a plane (see [`split`](super::split())).
+    /// bf16, the high half of an fp32 master whose low half is a plane (see
+    /// [`split`](super::split())).
     Bf16Split,
     /// bf16 without a master, rounded stochastically.
     Bf16,
-    /// fp16 beside an fp32 master, which is the weight wherever the weight is not the master rounded.
+    /// fp16 beside an fp32 master, which is the weight wherever the weight is not the master
+    /// rounded.
     F16Master,
     /// fp32, its own master.
     F32,
@@ -103,8 +108,9 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// The arrays beside weight and gradient: the states, then the master. The names are those of PyTorch's
-    /// `state_dict`, and `master`, or `master_low` for the low half of a split one. All begin as bytes of zero.
+    /// The arrays beside weight and gradient: the states, then the master. The names are those of
+    /// PyTorch's `state_dict`, and `master`, or `master_low` for the low half of a split one. All
+    /// begin as bytes of zero.
     pub fn planes(self) -> Vec<Plane> {
         self.layout().into_iter().flatten().collect()
     }
@@ -155,15 +161,16 @@ impl Rule {
 }
 
 half_kernel! {
-    /// One step of `rule` on the elements `first_element ..` of a tensor, as many as `gradient` holds. `planes` are those
-    /// of [`Rule::planes`], each the bytes of its [`Plane::span`].
+    /// One step of `rule` on the elements `first_element ..` of a tensor, as many as `gradient`
+    /// holds. `planes` are those of [`Rule::planes`], each the bytes of its [`Plane::span`].
     ///
-    /// The bits do not depend on how a tensor is cut into steps, as long as every cut is a multiple of 256 where moments
-    /// have 8 bits. A NaN or an infinity spoils its element, and in 8-bit moments its block.
+    /// The bits do not depend on how a tensor is cut into steps, as long as every cut is a multiple
+    /// of 256 where moments have 8 bits. A NaN or an infinity spoils its element, and in 8-bit
+    /// moments its block.
     ///
     /// # Panics
-    /// When the number of planes or a length is wrong, when `first_element` is no multiple of 256 and moments have 8 bits, and
-    /// when the scalars are those of another algorithm.
+    /// When the number of planes or a length is wrong, when `first_element` is no multiple of 256
+    /// and moments have 8 bits, and when the scalars are those of another algorithm.
     pub fn step / step_with(
         rule: Rule,
         weight: &mut [u8],
@@ -280,7 +287,8 @@ fn round_block<H: Format<Element = u16>>(masters: &[u8], weights: &mut [u8]) {
     }
 }
 
-/// Makes a master of a weight that is not its rounded master: before the first step, and where the weight was assigned.
+/// Makes a master of a weight that is not its rounded master: before the first step, and where the
+/// weight was assigned.
 #[inline(always)]
 fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
     let mut rounded = [0; BLOCK * 2];
@@ -300,7 +308,8 @@ fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
 /// The numbers as the loops take them.
 #[inline(always)]
 fn bytes_of(block: &mut Block) -> &mut [u8] {
-    // SAFETY: all bytes of fp32 numbers are initialised, any bytes are numbers, and the borrow is passed on.
+    // SAFETY: all bytes of fp32 numbers are initialised, any bytes are numbers, and the borrow is
+    // passed on.
     unsafe { std::slice::from_raw_parts_mut(block.as_mut_ptr().cast(), size_of::<Block>()) }
 }
 

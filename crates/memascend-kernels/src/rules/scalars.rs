@@ -2,7 +2,8 @@
 
 use super::super::adamw::AdamwScalars;
 
-/// The constants of one step of a parameter: computed in fp64 and rounded once to fp32, as PyTorch does.
+/// The constants of one step of a parameter: computed in fp64 and rounded once to fp32, as PyTorch
+/// does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepScalars {
     /// Multiplies the gradient first.
@@ -49,7 +50,8 @@ impl StepScalars {
         Self::new(Constants::Adamw(constants), 0.0, step)
     }
 
-    /// Step number `step` (the first is 1) of `torch.optim.Adam`: weight decay is part of the gradient.
+    /// Step number `step` (the first is 1) of `torch.optim.Adam`: weight decay is part of the
+    /// gradient.
     ///
     /// # Panics
     /// When `step` is 0.
@@ -58,7 +60,8 @@ impl StepScalars {
         Self::new(Constants::Adamw(constants), weight_decay, step)
     }
 
-    /// Step number `step` of Lion (Chen et al. 2023, arXiv 2302.06675), with decoupled weight decay.
+    /// Step number `step` of Lion (Chen et al. 2023, arXiv 2302.06675), with decoupled weight
+    /// decay.
     pub fn lion(lr: f64, betas: (f64, f64), weight_decay: f64, step: u64) -> Self {
         let constants = Constants::Lion {
             beta1: betas.0 as f32,
@@ -71,8 +74,9 @@ impl StepScalars {
         Self::new(constants, 0.0, step)
     }
 
-    /// Step number `step` of `torch.optim.SGD`; at step 1 the momentum buffer becomes the gradient. `momentum`,
-    /// `dampening` and `nesterov` mean nothing to [`Algorithm::Sgd`](super::Algorithm::Sgd) without momentum.
+    /// Step number `step` of `torch.optim.SGD`; at step 1 the momentum buffer becomes the gradient.
+    /// `momentum`, `dampening` and `nesterov` mean nothing to
+    /// [`Algorithm::Sgd`](super::Algorithm::Sgd) without momentum.
     pub fn sgd(lr: f64, momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool, step: u64) -> Self {
         let constants = Constants::Sgd {
             momentum: momentum as f32,
@@ -88,7 +92,8 @@ impl StepScalars {
         Self { grad_scale: 1.0, maximize: false, l2, has_l2: l2 != 0.0, seed: 0, step, constants }
     }
 
-    /// Multiplies the gradient by `scale` first: the clipping coefficient, and one over a loss scale. 1 changes nothing.
+    /// Multiplies the gradient by `scale` first: the clipping coefficient, and one over a loss
+    /// scale. 1 changes nothing.
     #[must_use]
     pub fn with_grad_scale(self, scale: f32) -> Self {
         Self { grad_scale: scale, ..self }
@@ -100,13 +105,14 @@ impl StepScalars {
         Self { maximize: true, ..self }
     }
 
-    /// What the gradient is multiplied by. A change of sign is exact, so it may come with the scale.
+    /// What the gradient is multiplied by. A change of sign is exact, so it may come with the
+    /// scale.
     pub(super) fn signed_scale(&self) -> f32 {
         if self.maximize { -self.grad_scale } else { self.grad_scale }
     }
 
-    /// Seeds stochastic rounding: a number of the run and of the tensor, the same in every step. Two tensors with the
-    /// same seed round by the same random numbers.
+    /// Seeds stochastic rounding: a number of the run and of the tensor, the same in every step.
+    /// Two tensors with the same seed round by the same random numbers.
     #[must_use]
     pub fn with_seed(self, seed: u64) -> Self {
         Self { seed, ..self }

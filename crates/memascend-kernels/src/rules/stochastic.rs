@@ -4,8 +4,9 @@ use super::super::bf16::canonical_nan;
 
 /// The random numbers of one step.
 ///
-/// Each is a hash of the seed, the step, the element's index and what of the element is rounded, so that neither the
-/// number of threads, nor the cut into chunks, nor the instruction set changes a bit.
+/// Each is a hash of the seed, the step, the element's index and what of the element is rounded, so
+/// that neither the number of threads, nor the cut into chunks, nor the instruction set changes a
+/// bit.
 #[derive(Clone, Copy)]
 pub(super) struct Randomness(u64);
 
@@ -27,11 +28,13 @@ impl Randomness {
 }
 
 impl Keys {
-    /// 16 random bits for each of the states and, last, for the weight of the element with this lower half of the index.
+    /// 16 random bits for each of the states and, last, for the weight of the element with this
+    /// lower half of the index.
     ///
-    /// Two rounds of a 32-bit mixer (multipliers by C. Wellons), each with a key, give the first two numbers, and one more
-    /// product the others: 32-bit products are what every instruction set can do, and hashing is a fifth of a step in bf16.
-    /// Any two of the numbers are independent; all four have 32 bits of randomness between them.
+    /// Two rounds of a 32-bit mixer (multipliers by C. Wellons), each with a key, give the first
+    /// two numbers, and one more product the others: 32-bit products are what every instruction set
+    /// can do, and hashing is a fifth of a step in bf16. Any two of the numbers are independent;
+    /// all four have 32 bits of randomness between them.
     #[inline(always)]
     pub(super) fn numbers(self, index: u32) -> [u32; 4] {
         let x = index.wrapping_add(self.0);
@@ -51,8 +54,9 @@ const fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// One of the two bf16 next to `value`, the nearer one with the greater probability, so that the mean is
-/// `value`; `random` is below 2^16. What is a bf16 already stays, infinities too, and a NaN becomes `0x7FC0`.
+/// One of the two bf16 next to `value`, the nearer one with the greater probability, so that the
+/// mean is `value`; `random` is below 2^16. What is a bf16 already stays, infinities too, and a NaN
+/// becomes `0x7FC0`.
 #[inline(always)]
 pub(super) fn round_stochastic(value: f32, random: u32) -> u16 {
     // A finite value can carry into infinity only from above the largest finite bf16.
@@ -85,7 +89,8 @@ mod tests {
         Randomness::new(seed, step).keys(element).numbers(element as u32)[which]
     }
 
-    /// The mean over many steps, and over many elements, is the value, within four standard deviations of the mean.
+    /// The mean over many steps, and over many elements, is the value, within four standard
+    /// deviations of the mean.
     #[test]
     fn rounding_is_unbiased() {
         const DRAWS: u64 = 100_000;
@@ -114,8 +119,8 @@ mod tests {
         }
     }
 
-    /// Neighbours, steps, seeds and what is rounded of an element are independent: every bit of the difference is
-    /// set half the time.
+    /// Neighbours, steps, seeds and what is rounded of an element are independent: every bit of the
+    /// difference is set half the time.
     #[test]
     fn random_bits_depend_on_all_of_seed_step_index_and_what_is_rounded() {
         const DRAWS: u32 = 100_000;

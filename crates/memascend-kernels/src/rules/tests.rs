@@ -137,7 +137,8 @@ impl Tensor {
     }
 }
 
-// ---- what does not matter --------------------------------------------------------------------------------
+// ---- what does not matter
+// --------------------------------------------------------------------------------
 
 /// One tensor in one step, against pieces of it on every instruction set, and on two threads.
 #[test]
@@ -212,7 +213,8 @@ fn a_float16_weight_that_is_not_its_master_rounded_becomes_the_master() {
     assert_eq!(tensor.weight, encode(rule.weight, &expected));
 }
 
-/// Nor on where the bytes lie in memory: here at odd addresses, and begun within a block where that is allowed.
+/// Nor on where the bytes lie in memory: here at odd addresses, and begun within a block where that
+/// is allowed.
 #[test]
 fn bits_do_not_depend_on_addresses() {
     const ELEMENTS: usize = 3 * BLOCK + 77;
@@ -237,7 +239,8 @@ fn bits_do_not_depend_on_addresses() {
 }
 
 proptest! {
-    /// Awkward numbers in every rule: every instruction set gives the same bits, and a NaN stays one.
+    /// Awkward numbers in every rule: every instruction set gives the same bits, and a NaN stays
+    /// one.
     #[test]
     fn awkward_numbers_give_the_same_bits_everywhere(
         weight in any_bits(300),
@@ -268,7 +271,8 @@ proptest! {
     }
 }
 
-// ---- the algorithms ----------------------------------------------------------------------------------------
+// ---- the algorithms
+// ----------------------------------------------------------------------------------------
 
 /// Hyper-parameters of the plain reference.
 #[derive(Clone, Copy)]
@@ -428,7 +432,8 @@ fn formats_only_round() {
     }
 }
 
-/// Steps far below the last place of a bf16 add up without a master, as they could not if rounded to the nearest.
+/// Steps far below the last place of a bf16 add up without a master, as they could not if rounded
+/// to the nearest.
 #[test]
 fn small_steps_add_up_without_a_master() {
     const ELEMENTS: usize = 4096;
@@ -448,7 +453,8 @@ fn small_steps_add_up_without_a_master() {
     assert!((mean - 1.45).abs() <= 4.0 * sigma, "{mean}, sigma {sigma}");
 }
 
-/// A quadratic with curvatures from 0.1 to 10, whose least loss is 1: every variant comes within 1 % of fp32 AdamW.
+/// A quadratic with curvatures from 0.1 to 10, whose least loss is 1: every variant comes within 1
+/// % of fp32 AdamW.
 #[test]
 fn every_variant_solves_a_quadratic() {
     const ELEMENTS: usize = 600;
@@ -494,7 +500,8 @@ fn every_variant_solves_a_quadratic() {
     }
 }
 
-// ---- planes ------------------------------------------------------------------------------------------------
+// ---- planes
+// ------------------------------------------------------------------------------------------------
 
 #[test]
 fn planes_have_the_names_of_a_state_dictionary() {

@@ -82,9 +82,8 @@ fn codes(signed: bool, values: &[f32]) -> Vec<u8> {
     all
 }
 
-/// All boundaries and what is around them, every code, and numbers from everywhere: to the nearest code, where the middle
-/// between two is wide by a few units of the last place of the
-/// decade's end.
+/// All boundaries and what is around them, every code, and numbers from everywhere: to the nearest
+/// code, where the middle between two is wide by a few units of the last place of the decade's end.
 #[test]
 fn every_number_goes_to_the_nearest_code() {
     for (map, signed) in [(&SIGNED, true), (&UNSIGNED, false)] {
@@ -180,7 +179,8 @@ fn assert_stays(signed: bool, codes: &[u8; BLOCK], scale: f32) {
     assert_eq!(restored.map(f32::to_bits), block.map(f32::to_bits), "signed: {signed}, scale {scale:e}");
 }
 
-/// Every scale of few units of the least denormal, where many codes have one value; every power of two, and around it.
+/// Every scale of few units of the least denormal, where many codes have one value; every power of
+/// two, and around it.
 #[test]
 fn what_was_read_is_written_as_it_was() {
     let every: [u8; BLOCK] = std::array::from_fn(|code| code as u8);
@@ -194,7 +194,8 @@ fn what_was_read_is_written_as_it_was() {
     }
 }
 
-/// bitsandbytes' rule, plainly: the largest magnitude, and the nearest code. What the block becomes.
+/// bitsandbytes' rule, plainly: the largest magnitude, and the nearest code. What the block
+/// becomes.
 fn plain(block: &Block) -> Block {
     let peak = block.iter().fold(0.0f32, |peak, value| value.abs().max(peak));
     block.map(|value| {
@@ -203,7 +204,8 @@ fn plain(block: &Block) -> Block {
     })
 }
 
-/// No worse than bitsandbytes' rule: the same where the largest element is positive, and better on the whole.
+/// No worse than bitsandbytes' rule: the same where the largest element is positive, and better on
+/// the whole.
 #[test]
 fn the_sign_of_the_scale_costs_nothing() {
     let mut state = 1u64;

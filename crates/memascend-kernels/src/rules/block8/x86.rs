@@ -1,4 +1,5 @@
-//! The same codes and values with AVX-512, whose permutations look up what other instruction sets compute or gather.
+//! The same codes and values with AVX-512, whose permutations look up what other instruction sets
+//! compute or gather.
 
 use std::arch::x86_64::*;
 
@@ -11,7 +12,8 @@ const LEAST: f32 = f32::from_bits((127 - 30) << 23);
 pub(super) struct Tables {
     /// Bytes of the map's values: the lowest of each, and so on.
     bytes: [[[u8; 64]; 4]; 4],
-    /// By the lower bits of a number's exponent: the one boundary between decades that lies there, or infinity.
+    /// By the lower bits of a number's exponent: the one boundary between decades that lies there,
+    /// or infinity.
     boundaries: [[f32; 16]; 2],
     /// As many decades begin below that.
     decades: [[u32; 16]; 2],
@@ -75,7 +77,8 @@ impl Tables {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
 pub(super) fn decode(map: &Map, codes: &[u8; BLOCK], scale: f32, block: &mut Block) {
     let bytes = &map.tables.bytes;
-    // The four bytes of a value come together by unpacking within quarters of a register: these are dealt out first.
+    // The four bytes of a value come together by unpacking within quarters of a register: these are
+    // dealt out first.
     let deal = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let scale = _mm512_set1_ps(scale);
     for (codes, values) in codes.as_chunks::<64>().0.iter().zip(block.as_chunks_mut::<64>().0) {
