@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use memascend_mem::{Lease, LeaseSlice, LockExt};
 use memascend_store::Extent;
 
-use crate::device::{Copies, DeviceGradient};
+use crate::device::{Copies, DeviceGradient, Download};
 use crate::{Pending, Result, Staging, Underway};
 use memascend_kernels::{
     Dtype, GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
@@ -274,10 +274,11 @@ impl Gradients {
                     }
                     Ok(())
                 };
-                let pieces = 0..bytes.div_ceil(piece_bytes);
+                let (source, pieces) = (source.address, 0..bytes.div_ceil(piece_bytes));
+                let download = Download { source, pieces, piece_bytes, bytes, keep: false };
                 // SAFETY: the caller's promise.
                 unsafe {
-                    copies.download(&self.staging, source.address, pieces, piece_bytes, bytes, false, add)?;
+                    copies.download(&self.staging, download, add)?;
                 }
             }
             Place::Chunks { extent, chunks } => {
@@ -347,8 +348,9 @@ impl Gradients {
                 }
                 Ok(())
             };
+            let download = Download { source: address, pieces: range, piece_bytes, bytes, keep: true };
             // SAFETY: the caller's promise.
-            unsafe { copies.download(&self.staging, address, range, piece_bytes, bytes, true, take)? };
+            unsafe { copies.download(&self.staging, download, take)? };
         }
         Ok(())
     }
@@ -377,10 +379,11 @@ impl Gradients {
                 merge(dtype, target, part, true, stats);
                 Ok(())
             };
-            let piece = index..index + 1;
+            let (source, pieces) = (source.address, index..index + 1);
+            let download = Download { source, pieces, piece_bytes, bytes, keep: false };
             // SAFETY: the caller's promise.
             unsafe {
-                copies.download(&self.staging, source.address, piece, piece_bytes, bytes, false, add)?;
+                copies.download(&self.staging, download, add)?;
             }
             drop(target);
             self.staging.write_chunk(extent, index * piece_bytes, chunk, length, &record.pending);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use memascend_mem::{Lease, LeaseSlice, LockExt, Origin};
 use memascend_store::Extent;
 
-use crate::device::{Copies, Outcome};
+use crate::device::{Copies, Download, Outcome};
 use crate::{ExecError, Pending, Result, Staging};
 
 /// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare.
@@ -127,11 +127,12 @@ impl Stashed {
     /// As [`Copies::download`].
     pub(crate) unsafe fn download(&self, copies: &Copies, source: usize, spill: bool) -> Result<()> {
         let staging = self.staging.upgrade().ok_or(ExecError::Closed)?;
-        let chunk_bytes = staging.chunk_bytes();
-        let pieces = 0..self.bytes.div_ceil(chunk_bytes);
+        let (piece_bytes, bytes) = (staging.chunk_bytes(), self.bytes);
+        let pieces = 0..bytes.div_ceil(piece_bytes);
+        let download = Download { source, pieces, piece_bytes, bytes, keep: !spill };
         let add = |_, chunk, stays, bytes| self.add(&staging, chunk, stays, bytes);
         // SAFETY: the caller's promise.
-        unsafe { copies.download(&staging, source, pieces, chunk_bytes, self.bytes, !spill, add) }
+        unsafe { copies.download(&staging, download, add) }
     }
 
     /// Makes every later restore fail with `error`.

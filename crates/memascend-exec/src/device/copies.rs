@@ -91,6 +91,20 @@ fn wait(event: &CudaEvent, waits: &AtomicU64) -> Result<()> {
     Ok(())
 }
 
+/// What to copy from the device, and how to cut it.
+pub(crate) struct Download {
+    /// Device address of the first piece.
+    pub(crate) source: usize,
+    /// Indices of the pieces to copy.
+    pub(crate) pieces: Range<usize>,
+    /// Bytes of a piece: at most those of a chunk.
+    pub(crate) piece_bytes: usize,
+    /// Bytes of all pieces together, counted from piece 0.
+    pub(crate) bytes: usize,
+    /// Whether chunks may stay in host memory if enough are free.
+    pub(crate) keep: bool,
+}
+
 /// The streams of copies to and from a device.
 #[derive(Debug)]
 pub(crate) struct Copies {
@@ -164,28 +178,23 @@ impl Copies {
         Ok(event)
     }
 
-    /// Copies from device address `source` into chunks of `staging`, `piece_bytes` bytes to each,
-    /// and calls `consume(index, chunk, stays, bytes)` for each piece in `range` (of `bytes` bytes
-    /// in all, counted from piece 0) in order, once its bytes have arrived. With `keep` a chunk may
-    /// stay in host memory if enough are free (`stays`). When this returns, with or without an
+    /// Copies bytes of the device into chunks of `staging`, and calls
+    /// `consume(index, chunk, stays, bytes)` for each piece in order, once its bytes have arrived;
+    /// `stays` says whether the chunk may stay in host memory. When this returns, with or without an
     /// error, no copy reads the source any more.
     ///
     /// # Safety
-    /// `source` is the address of `bytes` bytes of device memory, which live and are not written
-    /// during the call.
-    #[allow(clippy::too_many_arguments)]
+    /// [`Download::source`] is the address of [`Download::bytes`] bytes of device memory, which live
+    /// and are not written during the call.
     pub(crate) unsafe fn download(
         &self,
         staging: &Staging,
-        source: usize,
-        range: Range<usize>,
-        piece_bytes: usize,
-        bytes: usize,
-        keep: bool,
+        download: Download,
         mut consume: impl FnMut(usize, Arc<Lease>, bool, usize) -> Result<()>,
     ) -> Result<()> {
+        let Download { source, pieces, piece_bytes, bytes, keep } = download;
         let mut arriving: VecDeque<Arriving> = VecDeque::new();
-        for index in range {
+        for index in pieces {
             let (chunk, stays) = loop {
                 let room = arriving.len() < IN_FLIGHT;
                 if let Some(chunk) = if room { staging.try_chunk_for(keep)? } else { None } {
@@ -238,7 +247,8 @@ impl Copies {
         };
         // SAFETY: the caller's promise.
         unsafe {
-            self.download(staging, source, 0..bytes.div_ceil(piece_bytes), piece_bytes, bytes, false, add)?;
+            let pieces = 0..bytes.div_ceil(piece_bytes);
+            self.download(staging, Download { source, pieces, piece_bytes, bytes, keep: false }, add)?;
         }
         Ok(stats)
     }

@@ -12,5 +12,5 @@ pub use copies::{DeviceCounters, DeviceEvent};
 pub use link::DeviceLink;
 pub use restore::Restore;
 
-pub(crate) use copies::Copies;
+pub(crate) use copies::{Copies, Download};
 pub(crate) use outcome::{Outcome, Promise};

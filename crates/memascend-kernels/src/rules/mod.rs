@@ -216,25 +216,12 @@ fn step_body<H: Format<Element = u16>, const WIDE: bool>(
             _ => &mut [],
         };
         if in_blocks {
-            for ((bytes, plane), block) in states.iter().zip(layout).zip(&mut staged) {
-                formats::load_plane::<WIDE>(
-                    plane.expect("a plane of each state").format,
-                    bytes,
-                    place,
-                    block,
-                );
-            }
+            load_states::<WIDE>(states, layout, place, &mut staged);
         }
-        let mut views: [&mut [u8]; STATES_MAX] = Default::default();
-        if in_blocks {
-            for (view, block) in views.iter_mut().zip(&mut staged) {
-                *view = &mut bytes_of(block)[..count * 4];
-            }
-        } else {
-            for ((view, bytes), plane) in views.iter_mut().zip(states.iter_mut()).zip(layout) {
-                *view = &mut bytes[place.range(plane.expect("a plane of each state").format)];
-            }
-        }
+        let views = match in_blocks {
+            true => staged.each_mut().map(|block| &mut bytes_of(block)[..count * 4]),
+            false => views_of(states, layout, place),
+        };
         let (index, keys) = (at as u32, randomness.keys(at));
         let (weight, gradient) = (&mut weight[flat.clone()], &gradient[flat]);
         if halves {
@@ -250,16 +237,54 @@ fn step_body<H: Format<Element = u16>, const WIDE: bool>(
             fused::step(rule, elements, scalars);
         }
         if in_blocks {
-            for ((bytes, plane), block) in states.iter_mut().zip(layout).zip(&staged) {
-                formats::store_plane::<WIDE>(
-                    plane.expect("a plane of each state").format,
-                    bytes,
-                    place,
-                    block,
-                );
-            }
+            store_states::<WIDE>(states, layout, place, &staged);
         }
         done += count;
+    }
+}
+
+/// The planes that a rule may have.
+type PlaneLayout = [Option<Plane>; PLANES_MAX];
+
+/// The elements of the states in their planes.
+#[inline(always)]
+fn views_of<'a>(
+    states: &'a mut [&mut [u8]],
+    layout: PlaneLayout,
+    place: PlaneBlock,
+) -> [&'a mut [u8]; STATES_MAX] {
+    let mut views: [&mut [u8]; STATES_MAX] = Default::default();
+    for ((view, bytes), plane) in views.iter_mut().zip(states.iter_mut()).zip(layout) {
+        *view = &mut bytes[place.range(plane.expect("a plane of each state").format)];
+    }
+    views
+}
+
+/// Reads a block of each 8-bit state into fp32.
+#[inline(always)]
+fn load_states<const WIDE: bool>(
+    states: &[&mut [u8]],
+    layout: PlaneLayout,
+    place: PlaneBlock,
+    staged: &mut [Block; STATES_MAX],
+) {
+    for ((bytes, plane), block) in states.iter().zip(layout).zip(staged) {
+        let format = plane.expect("a plane of each state").format;
+        formats::load_plane::<WIDE>(format, bytes, place, block);
+    }
+}
+
+/// Writes a block of each 8-bit state back.
+#[inline(always)]
+fn store_states<const WIDE: bool>(
+    states: &mut [&mut [u8]],
+    layout: PlaneLayout,
+    place: PlaneBlock,
+    staged: &[Block; STATES_MAX],
+) {
+    for ((bytes, plane), block) in states.iter_mut().zip(layout).zip(staged) {
+        let format = plane.expect("a plane of each state").format;
+        formats::store_plane::<WIDE>(format, bytes, place, block);
     }
 }
 
