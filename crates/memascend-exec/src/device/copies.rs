@@ -178,14 +178,14 @@ impl Copies {
         Ok(event)
     }
 
-    /// Copies bytes of the device into chunks of `staging`, and calls
-    /// `consume(index, chunk, stays, bytes)` for each piece in order, once its bytes have arrived;
-    /// `stays` says whether the chunk may stay in host memory. When this returns, with or without an
-    /// error, no copy reads the source any more.
+    /// Copies bytes of the device into chunks of `staging`, and calls `consume(index, chunk, stays,
+    /// bytes)` for each piece in order, once its bytes have arrived; `stays` says whether the chunk
+    /// may stay in host memory. When this returns, with or without an error, no copy reads the
+    /// source any more.
     ///
     /// # Safety
-    /// [`Download::source`] is the address of [`Download::bytes`] bytes of device memory, which live
-    /// and are not written during the call.
+    /// [`Download::source`] is the address of [`Download::bytes`] bytes of device memory, which
+    /// live and are not written during the call.
     pub(crate) unsafe fn download(
         &self,
         staging: &Staging,

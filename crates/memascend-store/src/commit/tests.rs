@@ -13,8 +13,9 @@ use crate::checksums::{Checksums, sum_writes};
 use crate::manifest::Manifest;
 use crate::{Extent, StoreOptions};
 
-/// The manifest of a model of 7 billion parameters: 300 tensors with a weight and three states each, 100 GB, and a
-/// snapshot of as many again. It takes little more than its checksums, and it is read as it was written.
+/// The manifest of a model of 7 billion parameters: 300 tensors with a weight and three states
+/// each, 100 GB, and a snapshot of as many again. It takes little more than its checksums, and it
+/// is read as it was written.
 #[test]
 fn the_manifest_of_a_large_model_is_little_more_than_its_checksums() {
     const TENSORS: u64 = 1200;
