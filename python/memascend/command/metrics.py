@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import memascend
 from memascend.common.outputs import writing
 from memascend.errors import OutputError
 
@@ -49,8 +50,6 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    from memascend import __version__
-
     return {
         "platform": platform.platform(),
         "processors": os.cpu_count(),
@@ -58,7 +57,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "memascend": __version__,
+        "memascend": memascend.__version__,
     }
 
 

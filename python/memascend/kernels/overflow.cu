@@ -82,16 +82,16 @@ struct F16 {
     }
 };
 
-// What a thread has found in a chunk.
-struct Found {
+// The partial result of a thread in a chunk.
+struct Partial {
     u32 bad;
     double sums[4];
 };
 
 template <class F, bool NORM, bool UNSCALE>
-static __device__ __forceinline__ u32 take(u32 word, u32 number, float factor, Found &found) {
+static __device__ __forceinline__ u32 take(u32 word, u32 number, float factor, Partial &partial) {
     constexpr u32 PER_WORD = 4 / sizeof(typename F::Element);
-    found.bad |= (word & F::EXPONENT) + F::STEP;
+    partial.bad |= (word & F::EXPONENT) + F::STEP;
     u32 written = 0;
 #pragma unroll
     for (u32 i = 0; i < PER_WORD; ++i) {
@@ -102,31 +102,31 @@ static __device__ __forceinline__ u32 take(u32 word, u32 number, float factor, F
         }
         if (NORM) {
             const double value = F::value(bits);
-            found.sums[number] += value * value; // the product is exact: 24 bits squared fit in 53
+            partial.sums[number] += value * value; // the product is exact: 24 bits squared fit in 53
         }
     }
     return written;
 }
 
 template <class F, bool NORM, bool UNSCALE>
-static __device__ __forceinline__ uint4 take_vector(uint4 words, float factor, Found &found) {
+static __device__ __forceinline__ uint4 take_vector(uint4 words, float factor, Partial &partial) {
     uint4 written;
-    written.x = take<F, NORM, UNSCALE>(words.x, 0, factor, found);
-    written.y = take<F, NORM, UNSCALE>(words.y, 1, factor, found);
-    written.z = take<F, NORM, UNSCALE>(words.z, 2, factor, found);
-    written.w = take<F, NORM, UNSCALE>(words.w, 3, factor, found);
+    written.x = take<F, NORM, UNSCALE>(words.x, 0, factor, partial);
+    written.y = take<F, NORM, UNSCALE>(words.y, 1, factor, partial);
+    written.z = take<F, NORM, UNSCALE>(words.z, 2, factor, partial);
+    written.w = take<F, NORM, UNSCALE>(words.w, 3, factor, partial);
     return written;
 }
 
 // One vector, element by element, or the first `count` elements of one: zeros in the other places change nothing.
 template <class F, bool NORM, bool UNSCALE>
-static __device__ void take_elements(typename F::Element *elements, u32 count, float factor, Found &found) {
+static __device__ void take_elements(typename F::Element *elements, u32 count, float factor, Partial &partial) {
     constexpr u32 PER_WORD = 4 / sizeof(typename F::Element);
     for (u32 word = 0; word < 4; ++word) {
         u32 bits = 0;
         for (u32 i = 0; i < PER_WORD; ++i)
             if (word * PER_WORD + i < count) bits |= u32(elements[word * PER_WORD + i]) << (16 * i);
-        const u32 written = take<F, NORM, UNSCALE>(bits, word, factor, found);
+        const u32 written = take<F, NORM, UNSCALE>(bits, word, factor, partial);
         if (UNSCALE)
             for (u32 i = 0; i < PER_WORD; ++i)
                 if (word * PER_WORD + i < count)
@@ -135,7 +135,7 @@ static __device__ void take_elements(typename F::Element *elements, u32 count, f
 }
 
 template <class F, bool NORM, bool UNSCALE>
-static __device__ void take_chunk(u64 address, u64 start, u64 numel, float factor, Found &found) {
+static __device__ void take_chunk(u64 address, u64 start, u64 numel, float factor, Partial &partial) {
     typedef typename F::Element Element;
     constexpr u32 PER_VECTOR = 16 / sizeof(Element);
     Element *elements = reinterpret_cast<Element *>(address) + start;
@@ -150,21 +150,21 @@ static __device__ void take_chunk(u64 address, u64 start, u64 numel, float facto
             for (u32 i = 0; i < AHEAD; ++i) read[i] = words[at + i * THREADS];
 #pragma unroll
             for (u32 i = 0; i < AHEAD; ++i) {
-                const uint4 written = take_vector<F, NORM, UNSCALE>(read[i], factor, found);
+                const uint4 written = take_vector<F, NORM, UNSCALE>(read[i], factor, partial);
                 if (UNSCALE) words[at + i * THREADS] = written;
             }
         }
         for (; at < vectors; at += THREADS) {
-            const uint4 written = take_vector<F, NORM, UNSCALE>(words[at], factor, found);
+            const uint4 written = take_vector<F, NORM, UNSCALE>(words[at], factor, partial);
             if (UNSCALE) words[at] = written;
         }
     } else {
         for (; at < vectors; at += THREADS)
-            take_elements<F, NORM, UNSCALE>(elements + at * PER_VECTOR, PER_VECTOR, factor, found);
+            take_elements<F, NORM, UNSCALE>(elements + at * PER_VECTOR, PER_VECTOR, factor, partial);
     }
     // The last elements are fewer than a vector: the next thread's.
     if (at == vectors && length % PER_VECTOR != 0)
-        take_elements<F, NORM, UNSCALE>(elements + vectors * PER_VECTOR, length % PER_VECTOR, factor, found);
+        take_elements<F, NORM, UNSCALE>(elements + vectors * PER_VECTOR, length % PER_VECTOR, factor, partial);
 }
 
 // The sum over a block's COUNT threads, as a binary tree; the first thread's return value is it.
@@ -202,27 +202,27 @@ static __device__ void check_chunks(const Row *rows, u64 row_count, u64 chunk_co
         }
         const u64 address = rows[row].address, numel = rows[row].numel, dtype = rows[row].dtype;
         const u64 start = (chunk - rows[row].first_chunk) * CHUNK;
-        Found found = {0, {0, 0, 0, 0}};
+        Partial partial = {0, {0, 0, 0, 0}};
         u32 sign;
         if (dtype == 0) {
-            take_chunk<F32, NORM, UNSCALE>(address, start, numel, factor, found);
+            take_chunk<F32, NORM, UNSCALE>(address, start, numel, factor, partial);
             sign = F32::SIGN;
         } else if (dtype == 1) {
-            take_chunk<F16, NORM, UNSCALE>(address, start, numel, factor, found);
+            take_chunk<F16, NORM, UNSCALE>(address, start, numel, factor, partial);
             sign = F16::SIGN;
         } else {
-            take_chunk<Bf16, NORM, UNSCALE>(address, start, numel, factor, found);
+            take_chunk<Bf16, NORM, UNSCALE>(address, start, numel, factor, partial);
             sign = Bf16::SIGN;
         }
-        if (found.bad & sign) bad = 1;
+        if (partial.bad & sign) bad = 1;
         if (NORM) {
             const double sum =
-                add_threads<THREADS>((found.sums[0] + found.sums[1]) + (found.sums[2] + found.sums[3]), sums);
+                add_threads<THREADS>((partial.sums[0] + partial.sums[1]) + (partial.sums[2] + partial.sums[3]), sums);
             if (threadIdx.x == 0) slots[chunk] = sum;
         } else {
             __syncthreads();
         }
-        // add_threads synchronises, so all have said by now what they found.
+        // add_threads synchronises, so every thread has set its flag by now.
         if (threadIdx.x == 0 && bad) atomicOr(flag, FOUND);
     }
 }
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(256) overflow_unscale_sum(const Row
     check_chunks<true, true>(rows, row_count, chunk_count, flag, slots, unscale);
 }
 
-// Adds the slots, in one block. NaN when something was found: not all slots may have been written then.
+// Adds the slots, in one block. NaN when an element is not finite: some slots may then be unwritten.
 extern "C" __global__ void __launch_bounds__(256)
     overflow_total(const double *slots, u64 count, const u32 *flag, double *total) {
     __shared__ double sums[THREADS];
