@@ -44,3 +44,13 @@ def test_the_names_of_the_package_can_be_imported() -> None:
     assert len(names) > 30
     for name in sorted(names):
         pkgutil.resolve_name(name)
+
+
+def test_the_targets_of_make_are_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    named = set(
+        re.findall(r"^(?:make|\| `make) ([a-z-]+)", "\n".join(page.read_text() for page in pages), re.MULTILINE)
+    )
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "docs"} <= named
+    assert named - targets == set()
