@@ -6,6 +6,9 @@ import pkgutil
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGE, CRATES = ROOT / "python" / "memascend", ROOT / "crates"

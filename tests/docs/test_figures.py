@@ -5,6 +5,9 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[2]
 PLOT = runpy.run_path(str(ROOT / "benches" / "plot_peak_memory.py"))
 
