@@ -52,8 +52,9 @@ def wait_for_generation(model: nn.Module, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("architecture", VARIANTS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.core) if name == "llama" else name for name in VARIANTS]
+)
 def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(tmp_path: Path, architecture: str) -> None:
     """What is on the drive at some moment is what a killed process leaves."""
     options = VARIANTS[architecture]

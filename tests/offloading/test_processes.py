@@ -219,7 +219,6 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
     assert torch.equal(kept, weight)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(3)", "raise ValueError('mine')"])
 def test_a_process_that_ends_without_close(store: Path, ending: str) -> None:
     # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files.
