@@ -98,7 +98,8 @@ orders = [order(seed) for seed in range(20)]
 assert orders == [order(seed) for seed in range(20)], "the seed does not decide"
 assert len(set(orders)) > 2, orders
 
-# The computing stream's events are late too, as are those of streams that run at once; not for who knows already.
+# The computing stream's events are late too, as are those of streams that run at once.
+# They are not late for a stream that has waited for them already.
 fake.set("lazy", 0)
 stream, to = Stream(), memory(b"-")
 stream.copy(to, source)

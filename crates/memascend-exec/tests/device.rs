@@ -1,5 +1,5 @@
 //! Copies to and from a device, a simulated one: what comes from there is kept as what comes from
-//! host memory, whatever runs when; memory is given back when no copy uses it; and nobody waits for
+//! host memory, whatever runs when; memory is given back when no copy uses it; and no thread waits for
 //! what fails.
 
 #[path = "../../memascend-mem/tests/fake/mod.rs"]
@@ -194,7 +194,7 @@ fn assert_same(found: GradientStats, expected: GradientStats, what: &str) {
     assert_eq!(found.non_finite, expected.non_finite, "{what}: whether all are finite");
 }
 
-/// Fills a lease that nobody else uses.
+/// Fills a lease that only this test uses.
 fn fill(lease: &Arc<Lease>, value: u8) {
     let all = LeaseSlice::new(Arc::clone(lease), 0, lease.capacity());
     // SAFETY: the caller's promise.
@@ -239,7 +239,7 @@ impl Reference {
 
     fn capture(&self, dtype: Dtype, source: &[u8], accumulate: bool) -> GradientStats {
         let numel = source.len() / dtype.bytes();
-        // SAFETY: the source outlives the call, which nobody writes meanwhile.
+        // SAFETY: the source outlives the call, and is not written meanwhile.
         unsafe { self.gradients.capture(self.id, 0, source.as_ptr(), numel, accumulate) }.unwrap()
     }
 }
@@ -367,7 +367,7 @@ fn whatever_is_done_with_a_gradient_comes_after_its_capture() {
             |gradients, id, _| gradients.clear(id),
             |gradients, id, _| drop(gradients.take(id)),
             |gradients, id, part| {
-                // SAFETY: the source outlives the call, which nobody writes meanwhile.
+                // SAFETY: the source outlives the call, and is not written meanwhile.
                 unsafe { gradients.capture(id, 0, part.as_ptr(), part.len() / 2, false) }.unwrap();
                 gradients.clear(id);
             },
@@ -461,7 +461,7 @@ fn what_is_put_aside_comes_back_as_often_as_wanted() {
                         assert!(target == expected, "{what}: {bytes} bytes in host memory");
                     }
                     let at_most = if spill { 0 } else { staging_chunks.saturating_sub(RESERVE) };
-                    // Chunks that were copied from are free once somebody asks for them.
+                    // Chunks that were copied from are free once they are asked for.
                     assert!(rig.chunks_live() <= at_most, "{what}: {} chunks kept", rig.chunks_live());
                 }
                 assert_eq!(rig.bench.store.used_bytes(), used, "{what}: the room on the SSD is given back");

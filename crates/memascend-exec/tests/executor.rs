@@ -260,7 +260,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
             dtype: dtype_of(rules[0]),
             numel,
             weight_offset: 0,
-            // What was written before the first step is no state of anybody's.
+            // What was written before the first step is no optimizer's state.
             planes: planes
                 .iter()
                 .map(|&(plane, tensor)| UpdatePlane { plane, tensor, written: true })
@@ -355,7 +355,7 @@ fn a_read_error_ends_the_job_with_the_tensors_name() {
             let error = unit.fetch(&lease, updates).wait().unwrap_err();
             assert!(names_a_tensor(&error), "{error}");
             assert!(error.to_string().contains("read of"), "{error}");
-            // An update that failed half-way leaves a unit that nobody may take for whole; a read
+            // An update that failed half-way leaves a unit that must not be taken for whole; a read
             // does no harm.
             assert_eq!(unit.pending.wait().is_err(), with_updates);
             drop(lease);

@@ -47,7 +47,7 @@ impl Captures {
         source: &[u8],
         accumulate: bool,
     ) -> Result<GradientStats> {
-        // SAFETY: the source outlives the call, which nobody writes meanwhile.
+        // SAFETY: the source outlives the call, and is not written meanwhile.
         unsafe {
             self.gradients.capture(id, start, source.as_ptr(), source.len() / dtype.bytes(), accumulate)
         }

@@ -1,6 +1,6 @@
 //! What the overflow check allocates: nothing, whatever the size, but the threads it is allowed.
 //!
-//! Counted by the allocator of this test's process, which has this one test: nobody else allocates
+//! Counted by the allocator of this test's process, which has this one test: nothing else allocates
 //! meanwhile.
 
 use std::alloc::{GlobalAlloc, Layout, System};

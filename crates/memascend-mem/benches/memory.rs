@@ -53,7 +53,7 @@ fn allocations(criterion: &mut Criterion) {
                 let block = source.allocate(BYTES).unwrap();
                 if name == "pageable" {
                     for page in (0..BYTES).step_by(4096) {
-                        // SAFETY: the page is within the block, which nobody else knows.
+                        // SAFETY: the page is within the block, which only this benchmark knows.
                         unsafe { block.address().add(page).write_volatile(1) };
                     }
                 }

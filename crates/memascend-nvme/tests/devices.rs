@@ -57,7 +57,7 @@ struct Loop {
     path: PathBuf,
     image: PathBuf,
     undo: Vec<Vec<String>>,
-    /// None where the image belongs to somebody else.
+    /// None where the image belongs to another owner.
     _directory: Option<tempfile::TempDir>,
 }
 
@@ -355,7 +355,7 @@ fn partitions_are_refused_and_forgotten_when_destroyed() {
     run("umount", &[directory.path().to_str().unwrap()]);
     device.undo.clear();
 
-    // Open, though not claimed by anybody.
+    // Open, though not claimed.
     let reader = File::open(&partition).unwrap();
     let error = device.refused(|| device.destroy());
     assert!(matches!(error, BlockDeviceError::Busy { .. }), "{error}");

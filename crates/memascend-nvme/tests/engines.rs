@@ -124,7 +124,7 @@ fn what_was_written_is_read_back_at_every_size() {
                 let target = LeaseSlice::new(lease(&pool, bytes), 0, bytes);
                 let read = wait(&setup.start(Operation::Read, offset, target));
                 read.result.unwrap();
-                // SAFETY: both transfers have completed; nobody writes.
+                // SAFETY: both transfers have completed, so that nothing writes.
                 let same = unsafe { read.buffer.as_slice() == written.buffer.as_slice() };
                 assert!(same, "{} {bytes}", setup.engine().name());
                 offset += bytes;

@@ -405,7 +405,7 @@ impl Table {
             assert_eq!((entry.pins, entry.snapshots), (all, snapshots), "pins of {key}");
             let users = used.remove(key).unwrap_or(0);
             assert!(users <= 1, "{key} is in two places");
-            assert!(entry.plain || users > 0 || all > 0, "{key} is nobody's");
+            assert!(entry.plain || users > 0 || all > 0, "{key} has no user");
         }
         assert!(pins.is_empty() && used.is_empty(), "not in use: {pins:?} {used:?}");
         let total: u64 = self.entries.values().map(|entry| entry.bytes.extent().bytes).sum();

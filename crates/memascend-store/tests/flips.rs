@@ -1,4 +1,4 @@
-//! Single bits that flip on the drive: each is noticed, or it is in bytes that nobody uses.
+//! Single bits that flip on the drive: each is noticed, or it is in bytes without a use.
 //!
 //! `MEMASCEND_FLIPS` is how many places are tried in each test, or `all`.
 
@@ -119,7 +119,7 @@ fn a_bit_of_the_data_is_noticed_or_nobodys() {
         let is_used = used.iter().any(|(begin, bytes)| (*begin..begin + bytes).contains(&place.0));
         match damages.as_slice() {
             [] => {
-                assert!(!is_used, "byte {} is used, and nobody has noticed", place.0);
+                assert!(!is_used, "byte {} is used, and the flip went unnoticed", place.0);
                 assert!(holds(&store, "large", 3).unwrap() && holds(&store, "small", 3).unwrap());
                 unused += 1;
             }

@@ -196,7 +196,7 @@ impl Lab {
             }
         })?;
         // Only once all of it was read is it known that every checksum was right.
-        assert_eq!(wrong, None, "{tensor} is not value {value}, and nobody says so");
+        assert_eq!(wrong, None, "{tensor} is not value {value}, and no error says so");
         Ok(())
     }
 

@@ -70,7 +70,7 @@ struct Tried {
 
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// Which write it holds; none where nobody knows.
+    /// Which write it holds; none where it cannot be known.
     now: Option<u64>,
     /// Which write it held at the last sync, if that is known.
     synced: Option<u64>,
@@ -538,7 +538,7 @@ impl<'a> Trial<'a> {
             }
             self.tried.dropped_in_flight += self.under_way.len() as u64;
         }
-        // Whoever is told of a transfer's end may be the last to know the store: it then goes from
+        // The thread that is told of a transfer's end may be the last to know the store: it then goes from
         // the engine's thread.
         if self.running && self.random.one_in(2) {
             self.make(BLOCK);

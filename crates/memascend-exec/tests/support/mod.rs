@@ -483,7 +483,7 @@ impl Unit {
             for (start, numel) in &shape.segments {
                 let source = &gradient[start * shape.dtype().bytes()..];
                 let id = self.tensors[tensor].gradient;
-                // SAFETY: the gradient outlives the call, which nobody writes meanwhile.
+                // SAFETY: the gradient outlives the call, and is not written meanwhile.
                 unsafe { self.gradients.capture(id, *start, source.as_ptr(), *numel, false)? };
             }
         }
