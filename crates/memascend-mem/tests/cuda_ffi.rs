@@ -342,9 +342,9 @@ fn a_refused_registration_says_why_and_leaves_nothing_behind() {
 fn memory_that_somebody_registered_already_is_told_from_other_errors() {
     let fake = Fake::new(&[]);
     let backend = RegisteredAllocator { cudart: fake.open().unwrap(), huge_pages: false, threads: 1 };
-    // Another library unmaps memory without unregistering it, and the next mapping comes to lie there.
-    // Registering the whole address space stands for it. SAFETY: the function has this signature,
-    // and the fake reads nothing of a range that it refuses or that is not mapped.
+    // Another library unmaps memory without unregistering it, and the next mapping comes to lie
+    // there. Registering the whole address space stands for it. SAFETY: the function has this
+    // signature, and the fake reads nothing of a range that it refuses or that is not mapped.
     let rc = unsafe {
         mem::transmute::<*mut c_void, extern "C" fn(*mut c_void, usize, u32) -> c_int>(
             fake.symbol(c"cudaHostRegister"),

@@ -538,8 +538,8 @@ impl<'a> Trial<'a> {
             }
             self.tried.dropped_in_flight += self.under_way.len() as u64;
         }
-        // The thread that is told of a transfer's end may be the last to know the store: it then goes from
-        // the engine's thread.
+        // The thread that is told of a transfer's end may be the last to know the store: it then
+        // goes from the engine's thread.
         if self.running && self.random.one_in(2) {
             self.make(BLOCK);
             let extent = self.tensors[&(self.made - 1)].extent;

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from memascend._memascend import Commit
     from memascend.durable.protocols import Optimizer, Session
 
-#: The tracked object whose state is taken at once when a step is taken. The states of the others are taken when the
-#: next pass begins, after schedulers and scalers have followed the step.
+#: The tracked object whose state is taken at once when a step is taken. The states of the others
+#: are taken when the next pass begins, after schedulers and scalers have followed the step.
 _TAKEN_WITH_THE_STEP = "data"
 
 
@@ -50,8 +50,8 @@ class Generations:
         Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
-        #: Steps between generations; 0 for none; None until it is known whether the volumes have room for a second
-        #: copy of weights and states.
+        #: Steps between generations; 0 for none; None until it is known whether the volumes have
+        #: room for a second copy of weights and states.
         self.period = parse_durability(durability)
         self._source = source
         self._entries: list[_OptimizerEntry] = []
@@ -60,7 +60,8 @@ class Generations:
         self.waiting: dict[str, Any] = {}
         #: The record of a resumed run, until its first step.
         self._resumed: dict[str, Any] | None = None
-        #: Optimizer steps in the life of the run, and those in the generation committed last, or being committed.
+        #: Optimizer steps in the life of the run, and those in the generation committed last, or
+        #: being committed.
         self.steps = 0
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
@@ -68,7 +69,8 @@ class Generations:
         #: Random numbers, data position and buffers at the last step, and those of the last commit.
         self._moment: dict[str, Any] | None = None
         self._committed_moment: dict[str, Any] | None = None
-        #: Whether the last commit lacks something: states were loaded, or schedulers had not followed the step.
+        #: Whether the last commit lacks something: states were loaded, or schedulers had not
+        #: followed the step.
         self._incomplete = False
         self._buffers = ModelBuffers(session)
         self._due: str | None = None
@@ -113,7 +115,8 @@ class Generations:
                 del self.waiting[name]
             self._tracked[name] = tracked
         if self._resumed is not None:
-            # Undo what the program did since it resumed: a new scheduler, for example, sets the learning rate.
+            # Undo what the program did since it resumed: a new scheduler, for example, sets the
+            # learning rate.
             restore_random_states(self._resumed["random"])
             for entry, described in zip(self._entries, self._resumed["optimizers"], strict=False):
                 optimizer = entry.reference()
@@ -199,7 +202,8 @@ class Generations:
         committed; the next call tries again.
         """
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
-            # No pass of the whole model since its last step: the training loop calls parts of the model.
+            # No pass of the whole model since its last step: the training loop calls parts of the
+            # model.
             self._session.streamer.apply_updates()
             self.begin()
         if self._due is not None and self._commit is None:
@@ -226,7 +230,8 @@ class Generations:
         self.settle()
         self._due = self._record()
         self.settle()
-        # Schedulers may follow the step only now. Their new states are committed with the next pass.
+        # Schedulers may follow the step only now. Their new states are committed with the next
+        # pass.
         self._committed_moment, self._incomplete = self._moment, self._moment is not None
 
     def changed(self) -> None:

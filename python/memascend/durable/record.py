@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import StoreTensor, Unit
 
-#: Version of the record, under its key "format". A later version refuses records that it cannot read.
+#: Version of the record, under its key "format". A later version refuses records that it cannot
+#: read.
 RECORD_VERSION = 1
 #: Keys of every record.
 _KEYS = {"steps", "model", "recompute", "units", "buffers", "optimizers", "random", "tracked"}
@@ -78,7 +79,8 @@ def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
         "states": [
             [store_plane.name, plane.name, plane.dtype]
             for plane, store_plane in tensor.planes.items()
-            # States of a first step are not marked as written yet, but are by the time of the commit.
+            # States of a first step are not marked as written yet, but are by the time of the
+            # commit.
             if store_plane.written or any(plane in place.made for place in tensor.places)
         ],
     }

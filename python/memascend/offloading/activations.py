@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.machine.cuda import ComputeDevice
 
-#: Where the inputs of recomputed units wait. "recompute": in place. "host": in host memory, and on the SSD once that is
-#: full. "ssd": on the SSD.
+#: Where the inputs of recomputed units wait. "recompute": in place. "host": in host memory, and on
+#: the SSD once that is full. "ssd": on the SSD.
 POLICIES = ("recompute", "host", "ssd")
 #: Smaller inputs stay in place: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
@@ -98,9 +98,11 @@ class LeavingInput(StashedInput):
         self.timeline = inputs.timeline
         self.source = _Source(inputs, device, tensor)
         self.stash = self.source.stash
-        #: The tensor being filled, the copy that fills it, and the stream on which its memory was allocated.
+        #: The tensor being filled, the copy that fills it, and the stream on which its memory was
+        #: allocated.
         self._coming: tuple[torch.Tensor, Restore, int] | None = None
-        #: The input copied out before this one, which the backward pass needs next (a weak reference).
+        #: The input copied out before this one, which the backward pass needs next (a weak
+        #: reference).
         self._previous = inputs.latest
 
     def come(self) -> None:

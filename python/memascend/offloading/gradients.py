@@ -45,8 +45,8 @@ class GradientCapture:
         self.device = device
         self._accumulating: set[Place] = set()
         self._in_flight_bytes = in_flight_bytes
-        #: Copies under way from the device, the oldest first: the capture, the event at which the gradient is computed,
-        #: its bytes, and the tensors that must live until it has been copied.
+        #: Copies under way from the device, the oldest first: the capture, the event at which the
+        #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[Capture, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
         self._leaving_bytes = 0
 
@@ -60,7 +60,8 @@ class GradientCapture:
             self._accumulating.discard(place)  # A backward pass that failed may have left it.
             self.settle(place)
             if parameter.grad is place.marker:
-                # AccumulateGrad would add to the marker. With None it stores the new gradient, which `capture` adds.
+                # AccumulateGrad would add to the marker. With None it stores the new gradient,
+                # which `capture` adds.
                 parameter.grad = None
                 self._accumulating.add(place)
 
@@ -114,7 +115,8 @@ class GradientCapture:
         start: int,
         accumulate: bool,
     ) -> None:
-        # The device computes the sums of squares of a whole gradient, so that the host does not read its bytes.
+        # The device computes the sums of squares of a whole gradient, so that the host does not
+        # read its bytes.
         sums = None if accumulate else device.block_sums(gradient)
         if accumulate:
             try:

@@ -58,8 +58,8 @@ class _WatchedParameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        # A compiled layer has its parameters before it runs. Fetching while Dynamo traces would compile the layer anew
-        # whenever another unit is resident.
+        # A compiled layer has its parameters before it runs. Fetching while Dynamo traces would
+        # compile the layer anew whenever another unit is resident.
         if parameter is not None and not torch.compiler.is_dynamo_compiling():
             self.lookup(parameter)
         return parameter
@@ -82,7 +82,8 @@ class Hooks:
         """Become the session's attachment; `attach` installs the hooks."""
         self.session = session
         session.attachment = self
-        #: (module, attribute, what its `__dict__` held before, or None), in the order of replacement.
+        #: (module, attribute, what its `__dict__` held before, or None), in the order of
+        #: replacement.
         self._originals: list[tuple[nn.Module, str, Any]] = []
         self._owners: dict[nn.Parameter, Unit] = {
             place.parameter: unit for unit in session.units for place in unit.places
@@ -206,7 +207,8 @@ class Hooks:
                 session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )
             if not (wanted and torch.is_grad_enabled()):
-                # A module called by itself: the forward of the whole model would save names of weights already.
+                # A module called by itself: the forward of the whole model would save names of
+                # weights already.
                 alone = session.streamer.depth == 0 and torch.is_grad_enabled()
                 with self._saving_names() if alone else nullcontext():
                     return run(*args, **kwargs)
@@ -232,7 +234,8 @@ class Hooks:
         session, streamer = self.session, self.session.streamer
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Our recomputation replaces transformers' own, which would call the layer without this wrapper.
+            # Our recomputation replaces transformers' own, which would call the layer without this
+            # wrapper.
             checkpointing = module.__dict__.get("gradient_checkpointing")
             if checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -247,7 +250,8 @@ class Hooks:
                 for unit in entered:
                     streamer.exit(unit)
                 if torch.is_autocast_enabled(session.torch_device.type):
-                    # The cache would keep a copy of every weight that autocast has converted, until the pass ends.
+                    # The cache would keep a copy of every weight that autocast has converted, until
+                    # the pass ends.
                     torch.clear_autocast_cache()
                 if checkpointing:
                     module.gradient_checkpointing = checkpointing
@@ -275,7 +279,8 @@ class Hooks:
                 for place in session.places:
                     if not place.hooks:
                         session.gradients.watch(place)
-                # A cache is for generation. Filled during training it would only hold activations in memory.
+                # A cache is for generation. Filled during training it would only hold activations
+                # in memory.
                 if caches and kwargs.get("use_cache") is None:
                     kwargs["use_cache"] = False
                 session.generations.begin()

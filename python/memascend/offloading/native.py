@@ -96,7 +96,8 @@ def close_at_exit(holder: StoreHolder) -> None:
 def _close_all() -> None:
     if os.getpid() != _OWNER_PID:
         return  # A forked child has none of the threads that closing waits for.
-    # The program did not close the run. Durable steps stay, and a store with keep_store=True is completed.
+    # The program did not close the run. Durable steps stay, and a store with keep_store=True is
+    # completed.
     crashed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
     for holder in list(_open_holders):
         holder.close(failed=crashed or not getattr(holder, "keep_store", False))

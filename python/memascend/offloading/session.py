@@ -182,7 +182,8 @@ class Session:
             for place in unit.places:
                 read(place, place.view(storage))
             self.runtime.write_unit(unit.index, unit.weights, lease)
-            # Drop our references, so that the write alone holds the buffer: the next unit may be waiting for it.
+            # Drop our references, so that the write alone holds the buffer: the next unit may be
+            # waiting for it.
             del storage, lease
             done += unit.nbytes
             if progress is not None:
@@ -296,7 +297,8 @@ class Session:
                 self.streamer.release_all()
             finally:
                 try:
-                    # Where committing a store with keep_store=True failed, its last generation stays.
+                    # Where committing a store with keep_store=True failed, its last generation
+                    # stays.
                     self.runtime.close(keep=keep_files or (bool(self.keep_store) and self.runtime.generation > 0))
                 finally:
                     self._free()

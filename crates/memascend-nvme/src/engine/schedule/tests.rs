@@ -162,8 +162,8 @@ impl Trial {
         Ok(())
     }
 
-    /// Every request has ended, with all of its bytes moved unless it failed. `before` is the medium
-    /// before the first request.
+    /// Every request has ended, with all of its bytes moved unless it failed. `before` is the
+    /// medium before the first request.
     fn check(&self, before: &[u8]) -> Result<(), TestCaseError> {
         for (id, request) in self.requests.iter().enumerate() {
             prop_assert!(request.ended, "request {} never ended", id);
