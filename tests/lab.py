@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
+#: The file of a store in each of its directories.
+VOLUME = "memascend.volume"
 #: The least that mkfs takes, and a little more. Backing files are sparse: only what is written takes memory.
 LEAST_BYTES = {"ext4": 32 * MIB, "xfs": 304 * MIB, "btrfs": 128 * MIB}
 

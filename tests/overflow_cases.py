@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    pass
-
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -228,6 +228,16 @@ def train(
     return trace
 
 
+def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
+    """Take one step on batch `number`, and return its loss."""
+    loss = model(**batch(architecture, number)).loss
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def logits(model: nn.Module, architecture: str) -> torch.Tensor:
     """Evaluate without gradients; leaves the model in the mode it was in."""
     training = model.training

@@ -1,4 +1,4 @@
-"""A short training, and the states of its optimizer by the names of parameters."""
+"""The weights and states that an optimizer may have; a short training, and its states by the names of parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import torch
 from torch import nn
 
 LR = 3e-3
+#: What an optimizer may be given: the dtype of the weights, and whether they have masters.
+WEIGHTS = {
+    "fp32": (torch.float32, True),
+    "bf16": (torch.bfloat16, True),
+    "bf16-no-master": (torch.bfloat16, False),
+    "fp16": (torch.float16, True),
+}
+#: The formats of an optimizer's states.
+STATES = ("float32", "bfloat16", "8bit")
 
 
 def train(model: nn.Module, architecture: str, optimizer: torch.optim.Optimizer, first: int, steps: int = 1) -> None:

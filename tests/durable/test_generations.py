@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lab
 import pytest
 import tiny
 import torch
@@ -16,20 +17,17 @@ from torch import nn
 
 import memascend
 from memascend._memascend import KeptStore
-from memascend.durable import exact_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
-VOLUME = "memascend.volume"
-
 
 def copied(store: Path, copy: Path) -> None:
     """Copy what is on the drive. The manifest first: what it speaks of is not written over meanwhile."""
     copy.mkdir()
-    for name in ("memascend.json", VOLUME):
+    for name in ("memascend.json", lab.VOLUME):
         if (store / name).exists():
             shutil.copy(store / name, copy / name)
 
@@ -380,33 +378,6 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     memascend.close(model)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        {"a": [1, 2.5, float("inf"), -0.0, True, "x", None], "b": {"c": ()}},
-        {1: "one", (2, 3): [4], "!": 5, None: 6},
-        (1, (2, [3]), {4}),
-        b"\x00\xff",
-        torch.float16,
-        [1e-300, 2**70, 0.1 + 0.2],
-    ],
-)
-def test_values_come_back_from_json(value: Any) -> None:
-    assert repr(exact_json.loads(exact_json.dumps(value, "it"))) == repr(value)
-
-
-def test_tensors_come_back_from_json() -> None:
-    nan = torch.tensor([0x7FC1], dtype=torch.uint16).view(torch.bfloat16)
-    values = [torch.randn(3, 4), torch.tensor(7), torch.empty(0, 5), torch.ones(2, dtype=torch.bool), nan]
-    for value in values:
-        back = exact_json.loads(exact_json.dumps(value, "it"))
-        assert (back.dtype, back.shape) == (value.dtype, value.shape)
-        assert torch.equal(back.view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
-    with pytest.raises(memascend.MemascendError, match=r"it\['a'\]\[1\] is a function"):
-        exact_json.dumps({"a": [1, lambda: 0]}, "it")
-
-
 class Extra(nn.Module):
     """Parameters that no gradient reaches, modules with the names that we give, a large buffer that is replaced."""
 
@@ -555,7 +526,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.core
 def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
-    file = kept / VOLUME
+    file = kept / lab.VOLUME
     store = KeptStore([kept])
     tensors = dict(store.tensors())
     store.close()

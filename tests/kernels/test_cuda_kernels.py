@@ -10,7 +10,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import needs
 import numpy as np
@@ -21,10 +20,6 @@ from overflow_cases import BLOCK, DTYPES, FACTORS, SIZES, all_patterns, numbers,
 from memascend import _memascend
 from memascend.kernels import launcher
 from memascend.optim.overflow import check
-
-if TYPE_CHECKING:
-    pass
-
 
 ROOT = Path(__file__).resolve().parents[2]
 

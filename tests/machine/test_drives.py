@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 DEVICE = 192 * MIB
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def device() -> Iterator[lab.LoopDevice]:
     """A raw device in memory, not formatted."""

@@ -30,11 +30,6 @@ GPU = {
 NOTHING = dict.fromkeys(gpu.NAMES)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def remember_drive(name: str, mix: float) -> None:
     drives.remember(
         [{"place": name, "identity": name, "workloads": {"mix": {"bytes_per_second": mix}}, "worth_it": []}]

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 
-def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
-    loss = model(**tiny.batch(architecture, number)).loss
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 # ---- budget and arguments -----------------------------------------------------------------------------------
 
 
@@ -47,7 +38,7 @@ def test_a_budget_too_small_says_the_smallest(store: Path, architecture: str) ->
         memascend.offload(model, store=store, host_memory=smallest - 1, allocator="pageable")
     memascend.offload(model, store=store, host_memory=smallest, allocator="pageable")
     optimizer = memascend.AdamW(model.parameters())
-    step(model, optimizer, architecture, 0)
+    tiny.step(model, optimizer, architecture, 0)
     stats = memascend.stats(model)
     assert stats["host_bytes_peak"] <= stats["host_bytes_reserved"] <= smallest
     memascend.close(model)

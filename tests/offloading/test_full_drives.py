@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
-VOLUME = "memascend.volume"
-
-
-def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
-    loss = model(**tiny.batch(architecture, number)).loss
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 # ---- drives -------------------------------------------------------------------------------------------------
 
 
@@ -125,12 +113,12 @@ def test_a_drive_that_fails_in_training(
     model = tiny.build("llama")
     offloaded(model, engine=engine, recompute=recompute, host_memory=tiny.smallest_budget(model))
     optimizer = memascend.AdamW(model.parameters())
-    step(model, optimizer, "llama", 0)
+    tiny.step(model, optimizer, "llama", 0)
     optimizer.flush()
-    os.truncate(store / VOLUME, 4096)
-    with pytest.raises(memascend.StoreError, match=VOLUME):
+    os.truncate(store / lab.VOLUME, 4096)
+    with pytest.raises(memascend.StoreError, match=lab.VOLUME):
         for number in range(1, 4):
-            step(model, optimizer, "llama", number)
+            tiny.step(model, optimizer, "llama", number)
             optimizer.flush()
     # It stays failed, and closes.
     with pytest.raises(memascend.MemascendError):

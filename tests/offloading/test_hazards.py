@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
-VOLUME = "memascend.volume"
-
-
-def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
-    loss = model(**tiny.batch(architecture, number)).loss
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 # ---- absent parameters --------------------------------------------------------------------------------------
 
 
@@ -37,7 +25,7 @@ def test_an_absent_parameter_describes_itself_and_shows_nan(offloaded: Callable[
     optimizer = memascend.AdamW(model.parameters())
     for moment in ("before", "after a step", "with gradients"):
         if moment == "after a step":
-            step(model, optimizer, "gpt2", 0)
+            tiny.step(model, optimizer, "gpt2", 0)
         if moment == "with gradients":
             model(**tiny.batch("gpt2", 1)).loss.backward()
         count = 0

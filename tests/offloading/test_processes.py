@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lab
 import pytest
 import tiny
 import torch
@@ -25,18 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("products_in_float32")
-
-VOLUME = "memascend.volume"
-
-
-def step(model: nn.Module, optimizer: memascend.AdamW, architecture: str, number: int) -> torch.Tensor:
-    loss = model(**tiny.batch(architecture, number)).loss
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
 
 # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -67,7 +56,7 @@ def test_forked_data_loader_workers(offloaded: Callable[..., nn.Module], store: 
     expected = run(tiny.build("llama"), 0)
     model = offloaded(tiny.build("llama"), engine=engine)
     tiny.assert_same_weights(run(model, 2), expected)
-    assert (store / VOLUME).exists(), "a worker removed its parent's store"
+    assert (store / lab.VOLUME).exists(), "a worker removed its parent's store"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -81,7 +70,7 @@ def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..
         atexit._run_exitfuncs()
         os._exit(0)
     assert _wait(child, seconds=20) == 0, "the child hung or crashed"
-    assert (store / VOLUME).exists()
+    assert (store / lab.VOLUME).exists()
     tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
 
 
@@ -186,10 +175,10 @@ def test_a_kept_store_stays_and_is_not_overwritten(store: Path) -> None:
     options: dict[str, Any] = {"store": store, "host_memory": "256MiB", "allocator": "pageable"}
     model = memascend.offload(tiny.build("llama"), keep_store=True, **options)
     optimizer = memascend.AdamW(model.parameters())
-    step(model, optimizer, "llama", 0)
+    tiny.step(model, optimizer, "llama", 0)
     memascend.close(model)
     files = {file.name: file.stat().st_size for file in store.iterdir()}
-    assert files[VOLUME] > 4 * 10**6
+    assert files[lab.VOLUME] > 4 * 10**6
     assert "memascend.json" in files
     with pytest.raises(memascend.StoreError, match="kept") as caught:
         memascend.offload(tiny.build("llama"), **options)
@@ -267,10 +256,10 @@ def test_a_store_in_use_by_another_process(store: Path) -> None:
         # A killed process leaves its files, and they lock no other process out.
         other.kill()
         other.wait()
-        assert (store / VOLUME).exists()
+        assert (store / lab.VOLUME).exists()
         model = memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
         memascend.close(model)
-        assert not (store / VOLUME).exists()
+        assert not (store / lab.VOLUME).exists()
     finally:
         other.kill()
         other.stdin.close()

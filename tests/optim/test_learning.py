@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import products
 import pytest
 import torch
 from torch import nn
+from training_states import STATES, WEIGHTS
 
 import memascend
 
-if TYPE_CHECKING:
-    pass
-
-
-WEIGHTS = {
-    "fp32": (torch.float32, True),
-    "bf16": (torch.bfloat16, True),
-    "bf16-no-master": (torch.bfloat16, False),
-    "fp16": (torch.float16, True),
-}
-#: Those that most models have.
+#: The weights that most models have.
 SIXTEEN_BITS = ("bf16", "bf16-no-master")
-STATES = ("float32", "bfloat16", "8bit")
 
 
 # ---- training ---------------------------------------------------------------------------------------------

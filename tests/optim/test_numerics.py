@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from training_states import STATES, WEIGHTS
 
 import memascend
 
@@ -43,14 +44,6 @@ STRICT_ULPS = 2
 ROOT_ULPS = 8
 #: Parameters below this many bytes keep fp32 states.
 SMALLEST_8BIT_BYTES = 64 * 1024
-WEIGHTS = {
-    "fp32": (torch.float32, True),
-    "bf16": (torch.bfloat16, True),
-    "bf16-no-master": (torch.bfloat16, False),
-    "fp16": (torch.float16, True),
-}
-#: Those that most models have.
-SIXTEEN_BITS = ("bf16", "bf16-no-master")
 
 
 vector_code = pytest.mark.skipif(
@@ -262,7 +255,6 @@ ALGORITHMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": partial(memascend.SGD, lr=1e-2, momentum=0.9, dampening=0.1),
     "nesterov": partial(memascend.SGD, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
 }
-STATES = ("float32", "bfloat16", "8bit")
 #: More than a chunk of every size, and no multiple of anything.
 SHAPES = [(211, 1237), (65_537,), (3,), ()]
 

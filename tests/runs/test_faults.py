@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 FILESYSTEMS = ["ext4", "xfs", "btrfs"]
-VOLUME = "memascend.volume"
 NOBODY = 65534
 #: A journal that cannot be written makes the filesystem read-only, and that is what the next write would say.
 NO_JOURNAL = "^has_journal"
@@ -225,7 +224,7 @@ def test_a_device_that_reports_errors(drive: Callable[..., lab.Mounted], tmp_pat
     with training(tmp_path, words) as child:
         place.device.shrink(MIB)
         told = the_error(child.wait(), 1, 2)
-    assert f"{place.path}/store/{VOLUME}" in told
+    assert f"{place.path}/store/{lab.VOLUME}" in told
     # What lies across the end is read as zeros by the loop device, without an error.
     assert (" at offset " in told and "os error 5)" in told) or "are not those that were written" in told
     assert not (tmp_path / "out").exists()
@@ -245,7 +244,7 @@ def test_a_device_error_reaches_python(
         place.device.shrink(MIB)
         number, told = child.does("a_step")
         assert number == errno.EIO or "are not those that were written" in told, told
-        assert f"{place.path}/store/{VOLUME}" in told and " at offset " in told
+        assert f"{place.path}/store/{lab.VOLUME}" in told and " at offset " in told
         # It stays failed, and ends.
         assert child.does("a_step")[0] is not None
         child.ends()
@@ -255,9 +254,9 @@ def test_a_store_truncated_while_training(tmp_path: Path, model_dir: Path) -> No
     store = tmp_path / "store"
     words = words_of(model_dir, tmp_path / "out", store, host_memory=smallest(model_dir))
     with training(tmp_path, words) as child:
-        os.truncate(store / VOLUME, 4096)
+        os.truncate(store / lab.VOLUME, 4096)
         told = the_error(child.wait(), 1, 2)
-    assert f"{store}/{VOLUME}" in told
+    assert f"{store}/{lab.VOLUME}" in told
     assert any(words in told for words in ("truncated", "end of file", "shorter", "are not those")), told
     assert not (tmp_path / "out").exists()
 
@@ -282,12 +281,12 @@ def test_what_a_truncated_store_lost_is_never_trained_on(tmp_path: Path, engine:
         if moment == "before the backward pass":
             child.must("forward")
         weights = sum(parameter.nbytes for parameter in tiny.build("llama").parameters())
-        os.truncate(store / VOLUME, 4096 if lost == "everything" else weights + MIB)
+        os.truncate(store / lab.VOLUME, 4096 if lost == "everything" else weights + MIB)
         asked = [("a_step",)] if moment == "between steps" else [("backward",), ("update",)]
         answers = [child.does(*words) for words in asked]
         failed = [told for number, told in answers if number is not None]
         assert failed, "zeros were taken for weights or states"
-        assert f"{store}/{VOLUME}" in failed[0]
+        assert f"{store}/{lab.VOLUME}" in failed[0]
         child.ends()
     assert not store.exists()
 
@@ -300,9 +299,9 @@ def test_a_write_does_not_hide_that_a_store_was_truncated(tmp_path: Path) -> Non
         child.must("optimizer")
         child.must("a_step", LARGE)
         weights = sum(parameter.nbytes for parameter in tiny.build("llama").parameters())
-        os.truncate(store / VOLUME, weights + MIB)
+        os.truncate(store / lab.VOLUME, weights + MIB)
         _, told = child.does("a_step", LARGE)
-        assert f"{store}/{VOLUME}" in told, "zeros were taken for states"
+        assert f"{store}/{lab.VOLUME}" in told, "zeros were taken for states"
         child.ends()
 
 
@@ -315,7 +314,7 @@ def test_a_failed_prefetch_does_not_keep_a_store_open(tmp_path: Path, engine: st
         child.must("optimizer")
         child.must("a_step")
         child.must("forward")
-        os.truncate(store / VOLUME, 4096)
+        os.truncate(store / lab.VOLUME, 4096)
         child.does("backward")
         child.must("step")
         child.ends()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 MIB = 1 << 20
-VOLUME = "memascend.volume"
 
 
 # ---- limits of the process ----------------------------------------------------------------------------------
@@ -44,7 +43,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path, model_dir: Path, size: int
     # One limit below the weights, one between them and the states.
     store = tmp_path / "store"
     told = refused(tmp_path, words_of(model_dir, tmp_path / "out", store), partial(limit_files, size))
-    assert f"{store}/{VOLUME}" in told
+    assert f"{store}/{lab.VOLUME}" in told
     assert "File too large" in told
     assert "ulimit -f" in told
 
@@ -77,7 +76,7 @@ def test_a_limit_on_the_size_of_files_reaches_python(tmp_path: Path) -> None:
 def raised_limit(pipe: Any, store: Path) -> None:
     model = tiny.build("llama")
     memascend.offload(model, store=store, host_memory="64MiB", allocator="pageable")
-    used = (store / VOLUME).stat().st_size
+    used = (store / lab.VOLUME).stat().st_size
     room = used + 4 * (4 << 10)
     failures = 0
     # Each attempt gets a little further: every place where the states can find no room is the last once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,7 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
 
     Raises StoreError for a store that cannot be opened, CheckpointError for one whose record cannot be read.
     """
-    store = KeptStore(list(paths))
-    try:
+    with closing(KeptStore(list(paths))) as store:
         report = store.report()
         # A run that updated in place and was killed leaves nothing but checkpoints.
         record = parse_record(store.state, paths) if store.state is not None else None
@@ -41,8 +41,6 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
             {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
             for tag, generation, nbytes, text in store.snapshots()
         ]
-    finally:
-        store.close()
     if record is None:
         return report | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
     report["steps"] = record["steps"]
@@ -103,7 +101,6 @@ def checkpoints_text(report: dict[str, Any]) -> str:
 
 def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
     """Read everything that a store holds; return the bytes read, and a line for each damaged range."""
-    store = KeptStore(list(paths))
     bar: Progress | None = None
     read_bytes = 0
 
@@ -113,12 +110,12 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
         bar.update(done)
         read_bytes = done
 
-    try:
-        damaged = store.verify(progress)
-    finally:
-        if bar is not None:
-            bar.close()
-        store.close()
+    with closing(KeptStore(list(paths))) as store:
+        try:
+            damaged = store.verify(progress)
+        finally:
+            if bar is not None:
+                bar.close()
     lines = []
     for tensor, offset, length, copies in damaged:
         where = " and ".join(f"{path} at {position}" for path, position in copies)
@@ -133,16 +130,13 @@ def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore:
     """
     if not delete and restore is None:
         return
-    store = KeptStore(list(paths))
-    try:
+    with closing(KeptStore(list(paths))) as store:
         tags = {tag for tag, _, _, _ in store.snapshots()}
         missing = next((tag for tag in delete if tag not in tags), None)
         for tag in delete if missing is None else [missing]:
             store.delete_snapshot(tag)
         if restore is not None:
             store.restore_snapshot(restore)
-    finally:
-        store.close()
 
 
 def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, host_memory: int | None) -> int:

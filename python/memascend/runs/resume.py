@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,8 @@ def resume(
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
     if tag is not None:
         # Nothing is wrong with the snapshot: now the steps after it can be given up.
-        _restore_snapshot(paths, tag)
+        with closing(KeptStore(paths)) as kept_store:
+            kept_store.restore_snapshot(tag)
     session = Session(
         model,
         units,
@@ -149,14 +151,6 @@ def _free_closed(model: nn.Module) -> None:
         raise MemascendError("the model is offloaded already")
     if session.attachment is not None:
         session.attachment.forget()
-
-
-def _restore_snapshot(paths: list[Any], tag: str) -> None:
-    store = KeptStore(paths)
-    try:
-        store.restore_snapshot(tag)
-    finally:
-        store.close()
 
 
 def track(model: nn.Module, **objects: Any) -> None:
@@ -217,14 +211,11 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     Raises StoreError for a tag that the store does not have, CheckpointError where there is no durable step, or its
     record cannot be read.
     """
-    store = KeptStore(paths)
-    try:
-        records = {name: text for name, _, _, text in store.snapshots()}
+    with closing(KeptStore(paths)) as kept_store:
+        records = {name: text for name, _, _, text in kept_store.snapshots()}
         if tag is not None and tag not in records:
-            store.restore_snapshot(tag)  # Raises, naming the tag.
-        text = store.state if tag is None else records[tag]
-    finally:
-        store.close()
+            kept_store.restore_snapshot(tag)  # Raises, naming the tag.
+        text = kept_store.state if tag is None else records[tag]
     if text is None:
         where = ", ".join(str(path) for path in paths)
         raise CheckpointError(
