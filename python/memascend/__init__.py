@@ -19,7 +19,8 @@ from memascend.errors import (
     StoreError,
 )
 from memascend.formats.distributed import load_distributed, save_distributed
-from memascend.formats.hugging_face import from_pretrained, parameters_of, save_pretrained
+from memascend.formats.hugging_face import from_pretrained
+from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.api import find_offload, offload, offload_of
 from memascend.optim import SGD, Adam, AdamW, Lion

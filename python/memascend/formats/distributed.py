@@ -14,7 +14,7 @@ import torch
 
 from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError
-from memascend.formats.hugging_face import saved_buffers
+from memascend.formats.saving import saved_buffers
 from memascend.offloading.api import offload_of
 from memascend.offloading.places import place_of
 from memascend.offloading.session import Session

@@ -185,7 +185,7 @@ def write_safetensors(
             for name, tensor in tensors:
                 dtype, shape = entries[name]
                 assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), name
-                flat = tensor.detach().contiguous().reshape(-1)
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
                 _write(fd, flat.view(torch.uint8).numpy().data, 8 + len(text) + offsets[name])
                 unwritten.remove(name)
                 del tensor, flat  # both are views of a buffer that the next tensor may need

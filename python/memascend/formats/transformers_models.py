@@ -179,7 +179,7 @@ class Mapping:
 
 def revert_conversions(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Undo the conversions that made the model's parameters from the checkpoint's tensors."""
-    if not hasattr(model, "config"):
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         return tensors
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -189,3 +189,13 @@ def revert_conversions(model: nn.Module, tensors: dict[str, torch.Tensor]) -> di
 def saves_adapters(model: nn.Module) -> bool:
     """Whether the model's own `save_pretrained` saves its adapters: PEFT's models, and transformers' with adapters."""
     return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that transformers ties to others, and so leaves out of a checkpoint."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def unsaved_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters and buffers that a model makes again when it is loaded."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())

@@ -10,6 +10,7 @@ from memascend.errors import MemascendError
 from memascend.layout.units import CPU, partition
 from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
+from memascend.offloading.places import place_of
 from memascend.offloading.session import Session
 from memascend.plan.host import make_plan
 
@@ -37,6 +38,21 @@ def offload_of(model: nn.Module) -> Session:
     if session.runtime.closed:
         raise MemascendError("the model was closed")
     return session
+
+
+def sessions_of(model: nn.Module) -> list[Session]:
+    """Return the sessions that hold parameters of a model, of a part of one, or of a model around one; [] for none.
+
+    Raises MemascendError where one is closed.
+    """
+    located = (place_of(parameter) for parameter in model.parameters())
+    sessions = dict.fromkeys(entry[0] for entry in located if entry is not None)
+    own = find_offload(model)
+    if own is not None:
+        sessions[own] = None
+    if any(session.runtime.closed for session in sessions):
+        raise MemascendError("the model was closed")
+    return list(sessions)
 
 
 def _check_not_offloaded(model: nn.Module) -> None:

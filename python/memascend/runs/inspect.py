@@ -14,7 +14,7 @@ from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.durable.record import parse_record
 from memascend.formats.distributed import save_distributed
-from memascend.formats.hugging_face import save_pretrained
+from memascend.formats.saving import save_pretrained
 from memascend.offloading.api import offload_of
 from memascend.runs.resume import resume
 

@@ -1,0 +1,308 @@
+"""Models out: the present parameters of a model, or of a part of one, as a Hugging Face directory, streamed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections import defaultdict
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend.common.sizes import parse_size
+from memascend.errors import CheckpointError
+from memascend.formats.safetensors import write_safetensors
+from memascend.formats.transformers_models import revert_conversions, saves_adapters, tied_names, unsaved_names
+from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
+from memascend.layout.units import DTYPE_NAMES
+from memascend.offloading.api import sessions_of
+from memascend.offloading.hooks import has_adapters
+from memascend.offloading.places import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+#: Parameters that are written together, by name: those of a unit, and what lies in memory beside them.
+_Group = dict[str, nn.Parameter]
+
+_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+#: Options of transformers' `save_pretrained` that make no difference here, whatever their value.
+_WITHOUT_EFFECT = ("token", "save_peft_format", "save_function")
+_INSTEAD = {
+    "state_dict": "the present weights are streamed from the store; change them in the model, or leave it out",
+    "push_to_hub": "save to a directory, and upload that",
+    "variant": "the file is called model.safetensors; rename it",
+    "save_original_format": "the names are those of the original checkpoint",
+    "distributed_checkpoint": "use memascend.save_distributed(model, None, directory)",
+    "safe_serialization": "weights are written as safetensors",
+}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype that weights are trained and saved in, given as such or by name ("bf16", "bfloat16").
+
+    Raises ValueError for another.
+    """
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    names |= {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    parsed = dtype if dtype in names.values() else names.get(str(dtype).removeprefix("torch."))
+    if not isinstance(parsed, torch.dtype):
+        raise ValueError(f"dtype {dtype} is not supported: use bfloat16, float16 or float32")
+    return parsed
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, value) of every parameter, copied out of the store one unit at a time; tied ones once.
+
+    Works on an ordinary model too, where it yields copies.
+    """
+    for session in sessions_of(model):
+        session.flush()
+    for group in _groups(dict(model.named_parameters())):
+        values = _values(group)
+        for name in list(values):
+            yield name, values.pop(name).clone()
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's persistent buffers by name."""
+    saved = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                saved[f"{prefix}.{name}" if prefix else name] = buffer
+    return saved
+
+
+def save_pretrained(
+    model: nn.Module,
+    out: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    *,
+    max_shard_size: str | int = "5GB",
+) -> None:
+    """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
+
+    An offloaded model, or a part of one, is streamed unit by unit, in the format and under the names of the original
+    checkpoint: what the model holds now, with modules that were replaced or added since. An ordinary Hugging Face model
+    saves itself. Of a model of PEFT the adapters are saved, as PEFT does. Weight files appear under their names only
+    when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same.
+
+    With `dtype` ("bfloat16", "float16" or "float32") every weight is converted as it is written, and config.json says
+    so; the model stays as it is.
+
+    Raises:
+        CheckpointError: the model has no such format, or a finite weight is beyond what float16 holds.
+        MemascendError: the model was closed.
+        OSError: a file cannot be written.
+    """
+    directory = Path(out)
+    converted_dtype = None if dtype is None else parse_dtype(dtype)
+    sessions = sessions_of(model)
+    if saves_adapters(model) and converted_dtype is None:
+        own: Any = type(model)
+        own.save_pretrained(model, directory)
+        return
+    if sessions and has_adapters(model):
+        raise CheckpointError(
+            f"{type(model).__name__} holds adapters beside its parameters, which the format of its checkpoint has no "
+            "names for: save adapters with the save_pretrained of PEFT's model"
+        )
+    if not sessions and not hasattr(model, "save_pretrained"):
+        raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
+    if not sessions and converted_dtype is None:
+        own = model
+        own.save_pretrained(directory, max_shard_size=max_shard_size)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    for session in sessions:
+        session.flush()
+    _write_weights(model, directory, converted_dtype, parse_size(max_shard_size))
+    _write_configs(model, directory, converted_dtype)
+
+
+def saver_of(module: nn.Module) -> Callable[..., None] | None:
+    """Return what takes the place of `module.save_pretrained` while `module` is offloaded; None for what has none.
+
+    Only models of transformers have one that the format of `save_pretrained` here is the same as.
+    """
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    return partial(_save_as_transformers, module)
+
+
+def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """Save an offloaded model of transformers: `save_pretrained` with the signature that `model`'s class gives it.
+
+    Raises ValueError for an option that cannot be carried out, beside the errors of `save_pretrained`.
+    """
+    own = type(model).save_pretrained
+    if saves_adapters(model):
+        own(model, save_directory, *args, **kwargs)
+        return
+    signature = inspect.signature(own)
+    chosen = signature.bind(model, save_directory, *args, **kwargs).arguments
+    options = {**chosen, **chosen.pop("kwargs", {})}
+    for name in ("self", "save_directory", "kwargs", *_WITHOUT_EFFECT):
+        options.pop(name, None)
+    shard = options.pop("max_shard_size", signature.parameters["max_shard_size"].default)
+    saves = options.pop("is_main_process", True)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    for name, value in options.items():
+        if value != defaults.get(name, name == "safe_serialization"):
+            instead = _INSTEAD.get(name, "leave it out")
+            raise ValueError(
+                f"{type(model).__name__} is offloaded: its save_pretrained cannot follow {name}={value!r}: {instead}"
+            )
+    if saves:
+        save_pretrained(model, save_directory, max_shard_size=shard)
+
+
+def _written_parameters(model: nn.Module) -> _Group:
+    """Return the parameters that are written, by name: tied ones under the name that transformers gives them."""
+    names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    tied, unsaved = tied_names(model), unsaved_names(model)
+    chosen = {next((name for name in aliases if name not in tied), aliases[0]): p for p, aliases in names.items()}
+    return {name: parameter for name, parameter in chosen.items() if name not in unsaved}
+
+
+def _written_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are written, by their names in the checkpoint."""
+    unsaved = unsaved_names(model)
+    buffers = {name: buffer for name, buffer in saved_buffers(model).items() if name not in unsaved}
+    return revert_conversions(model, buffers)
+
+
+def _groups(named: _Group) -> list[_Group]:
+    """Divide parameters into groups, none of which needs more than one unit of a store.
+
+    A conversion may need several parameters of a layer. So a parameter in memory goes with the unit that holds the
+    remainder of its layer.
+    """
+    units = {name: located[1].tensor.unit for name, parameter in named.items() if (located := place_of(parameter))}
+    beside: defaultdict[str, set[Hashable]] = defaultdict(set)
+    for name, unit in units.items():
+        beside[_layer(name)].add(unit)
+    groups: defaultdict[Hashable, _Group] = defaultdict(dict)
+    for name, parameter in named.items():
+        layer = _layer(name)
+        neighbours = beside.get(layer, ())
+        key = units.get(name) or (next(iter(neighbours)) if len(neighbours) == 1 else layer)
+        groups[key][name] = parameter
+    return list(groups.values())
+
+
+def _layer(name: str) -> str:
+    """Return the name of the repeated layer that a parameter is in, or else of its module."""
+    layer = re.match(r"(.*?\.)??\d+(?=\.)", name)
+    return name.rpartition(".")[0] if layer is None else layer[0]
+
+
+def _values(group: _Group) -> dict[str, torch.Tensor]:
+    """Return the present values of a group; those of the store are views of one buffer."""
+    values: dict[str, torch.Tensor] = {}
+    storage: torch.Tensor | None = None
+    for name, parameter in group.items():
+        located = place_of(parameter)
+        if located is None:
+            values[name] = parameter.detach()
+            continue
+        session, place = located
+        storage = session.read_unit(place.tensor.unit) if storage is None else storage
+        values[name] = place.view(storage)
+    return values
+
+
+def _write_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None, shard_bytes_max: int) -> None:
+    """Write the safetensors files, with an index if there are several, and remove those of an earlier save."""
+    shards = _shards(_groups(_written_parameters(model)), shard_bytes_max, dtype)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shown = {name: tensor for group in shard for name, tensor in revert_conversions(model, _shown(group)).items()}
+        entries = {name: (_dtype_of(tensor, dtype), tuple(tensor.shape)) for name, tensor in shown.items()}
+        # Buffers keep their dtype, as they do where a model is loaded in another one.
+        buffers = _written_buffers(model) if number == 1 else {}
+        entries |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()}
+        write_safetensors(directory / file, entries, _tensors(model, shard, buffers, dtype))
+        weight_map |= dict.fromkeys(entries, file)
+        total += sum(math.prod(shape) * kind.itemsize for kind, shape in entries.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _replace_index(directory, index if len(shards) > 1 else None, set(weight_map.values()))
+
+
+def _replace_index(directory: Path, index: dict[str, Any] | None, written: set[str]) -> None:
+    """Write the index, or remove that of an earlier save, and then the weight files that are no longer in use."""
+    if index is None:
+        (directory / INDEX_NAME).unlink(missing_ok=True)
+    else:
+        temporary = directory / (INDEX_NAME + ".tmp")
+        temporary.write_text(json.dumps(index, indent=2) + "\n")
+        os.replace(temporary, directory / INDEX_NAME)
+    for file in directory.iterdir():
+        if (file.name == WEIGHTS_NAME or _SHARD_NAME.fullmatch(file.name)) and file.name not in written:
+            file.unlink()
+
+
+def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write config.json and, of a model that generates, generation_config.json."""
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+        config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def _tensors(
+    model: nn.Module, groups: list[_Group], buffers: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from buffers.items()
+    for group in groups:
+        # A conversion computes on the CPU, wherever the parameters in memory are.
+        reverted = revert_conversions(model, {name: value.cpu() for name, value in _values(group).items()})
+        for name in list(reverted):
+            yield name, _converted(name, reverted.pop(name), dtype)
+
+
+def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a weight is written in."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _converted(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    converted = value.to(_dtype_of(value, dtype))
+    if dtype == torch.float16 and converted.isinf().any() and not torch.equal(converted.isinf(), value.isinf()):
+        raise CheckpointError(f"{name} has a weight beyond 65504, which float16 cannot hold: save it as bfloat16")
+    return converted
+
+
+def _shown(group: _Group) -> dict[str, torch.Tensor]:
+    """Return tensors without contents, of the shapes and dtypes of a group."""
+    return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in group.items()}
+
+
+def _shards(groups: list[_Group], limit: int, dtype: torch.dtype | None) -> list[list[_Group]]:
+    shards: list[list[_Group]] = [[]]
+    filled = 0
+    for group in groups:
+        nbytes = sum(parameter.numel() * _dtype_of(parameter, dtype).itemsize for parameter in group.values())
+        if shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(group)
+        filled += nbytes
+    return shards
