@@ -21,9 +21,12 @@ from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import CPU
 from memascend.machine.cuda import autocast, autocast_of
+from memascend.offloading.buffers import BufferCopies, BufferState, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import nn
 
     from memascend._memascend import Restore, Runtime, Stash
     from memascend.common.timeline import Timeline
@@ -153,6 +156,7 @@ class InputStash:
         #: (version of the tensor, stand-in), by identity of the tensor.
         self._stand_ins = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
+        self.buffers = BufferCopies()
         #: Inputs on their way from the device, the oldest first.
         self._leaving: deque[_Source] = deque()
 
@@ -210,9 +214,15 @@ def forget_recomputed() -> None:
 class Recomputation:
     """One call of a unit whose saved tensors are computed again when the backward pass asks for the first."""
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash) -> None:
-        """Keep what calling `function` again takes: its inputs, random states and autocast settings."""
+    def __init__(
+        self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash
+    ) -> None:
+        """Keep what it takes to call `function`, which runs `module`, again.
+
+        That is its inputs, the module's buffers, random states and autocast settings.
+        """
         self.function = function
+        self.buffers = BufferState(module, stash.buffers)
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._versions = self._count_writes()
@@ -220,7 +230,8 @@ class Recomputation:
         self.random_state = _shared_random_state(), None if stash.device is None else stash.device.random_state()
         self.autocast = autocast_of(CPU if stash.device is None else stash.device.torch_device)
         self.saved = 0
-        self.values: dict[int, torch.Tensor] = {}
+        #: Recomputed tensors, and the version of each when it was saved.
+        self.values: dict[int, tuple[torch.Tensor, int | None]] = {}
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the function. Keep its autograd graph, but none of the tensors that the graph saves."""
@@ -234,10 +245,12 @@ class Recomputation:
     def _recall(self, index: int) -> torch.Tensor:
         if index not in self.values:
             self._recompute()
-        return self.values.pop(index)
+        value, version = self.values.pop(index)
+        refuse_overwritten(value, version)
+        return value
 
-    def _count_writes(self) -> list[int]:
-        return [leaf._version for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+    def _count_writes(self) -> list[int | None]:
+        return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def _recompute(self) -> None:
         if self._count_writes() != self._versions:
@@ -252,10 +265,11 @@ class Recomputation:
             for leaf in leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        values: dict[int, torch.Tensor] = {}
+        values: dict[int, tuple[torch.Tensor, int | None]] = {}
 
         def keep(tensor: torch.Tensor) -> int:
-            values[len(values)] = tensor.detach()
+            # Detached, it shares the version counter.
+            values[len(values)] = tensor.detach(), version_of(tensor)
             return len(values) - 1
 
         def refuse(_: int) -> torch.Tensor:
@@ -263,6 +277,7 @@ class Recomputation:
 
         with (
             span("recompute"),
+            self.buffers.restored(),
             torch.enable_grad(),
             _random_state(self.random_state, self.device),
             autocast(*self.autocast),
@@ -276,6 +291,19 @@ class Recomputation:
             )
         self.values = values
         _holding.add(self)
+
+
+def refuse_overwritten(tensor: torch.Tensor, version: int | None) -> None:
+    """Raise PyTorch's RuntimeError if `tensor`, saved for the backward pass at `version`, was written to since.
+
+    PyTorch checks the tensors that it keeps itself, and not those that pass through hooks.
+    """
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead. Hint: change a copy of it, outside of the operation that needs its value"
+        )
 
 
 _latest_random_state = torch.empty(0, dtype=torch.uint8)

@@ -225,7 +225,7 @@ class Hooks:
                     raise MemascendError(_stale(f"the parameters of {needed[0].name}"))
                 return run(*args, **kwargs)
 
-            return Recomputation(run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
+            return Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
 
         return forward
 

@@ -1,0 +1,188 @@
+"""Buffers of recomputed units: each recomputation sees them as the first forward did, and leaves them as they are now.
+
+Batch-norm's statistics, an EMA, or the vectors of spectral-norm would otherwise be updated once more in the backward
+pass. PyTorch does not count the writes of batch-norm in `_version`, so values are compared, not versions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memascend.common.sizes import format_size
+from memascend.errors import MemascendError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+#: Larger buffers are not copied: a checksum tells whether they were written.
+COPY_MAX_BYTES = 1024 * 1024
+#: Smaller buffers on a device are copied at each call: comparing them would wait for the device.
+COMPARE_FROM_BYTES = 64 * 1024
+
+_MISSING = object()
+#: Types of most of a module's attributes.
+_ORDINARY = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the tensor's version counter, or None for a tensor made in inference mode, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the tensor's storage, in words as wide as they allow; equal words mean equal bytes."""
+    storage = tensor.untyped_storage()
+    word = torch.uint8 if storage.nbytes() % 8 else torch.int64
+    return torch.empty(0, dtype=word, device=tensor.device).set_(storage)
+
+
+class BufferCopies:
+    """Copies of the small buffers of one model. Calls between which a buffer was not written share one."""
+
+    def __init__(self) -> None:
+        """Start without copies."""
+        #: The latest copy, by identity of the buffer.
+        self._latest = WeakIdKeyDictionary()
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the tensor's storage, which must not be written to."""
+        values = _storage_bytes(tensor)
+        latest = self._latest.get(tensor)
+        comparable = tensor.device.type == "cpu" or values.nbytes >= COMPARE_FROM_BYTES
+        if comparable and latest is not None and latest.shape == values.shape and torch.equal(latest, values):
+            return latest
+        self._latest[tensor] = copy = values.clone()
+        return copy
+
+
+class _Recorded:
+    """A tensor that a module held when its unit was called, and how to have its values of then."""
+
+    __slots__ = ("checksum", "copy", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, copies: BufferCopies) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.copy: torch.Tensor | None = None
+        self.checksum: int | None = None
+        # What autograd made is an activation, whose writes it counts. Subclasses and other layouts
+        # have no storage to copy.
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+        if not plain or tensor.grad_fn is not None:
+            return
+        size = tensor.untyped_storage().nbytes()
+        if 0 < size <= COPY_MAX_BYTES:
+            self.copy = copies.take(tensor)
+        elif size:
+            self.checksum = self._sum()
+
+    def _sum(self) -> int:
+        return zlib.crc32(_storage_bytes(self.tensor).cpu().numpy())
+
+    def written(self) -> bool:
+        """Whether a tensor of which there is no copy has other values than then."""
+        if self.copy is not None:
+            return False
+        return version_of(self.tensor) != self.version or (self.checksum is not None and self._sum() != self.checksum)
+
+    def values(self, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of the values of then; what shared a storage shares one of `storages`."""
+        tensor = self.tensor
+        if self.copy is None:
+            # Detached, so that the graph of the recomputation does not reach into an older one.
+            return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.grad_fn is not None else tensor
+        key = tensor.untyped_storage()._cdata
+        if key not in storages:
+            storages[key] = self.copy.clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        values = empty.set_(storages[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return values.requires_grad_(tensor.requires_grad)
+
+
+class BufferState:
+    """What the modules of a unit held when it was called: registered buffers, and tensors that are plain attributes."""
+
+    def __init__(self, module: nn.Module, copies: BufferCopies) -> None:
+        """Record what the modules of `module` hold now."""
+        self.module = module
+        #: (where a module holds its buffers or attributes, a copy of that dictionary)
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._recorded: dict[int, _Recorded] = {}
+        for inner in module.modules():
+            for holder in (inner._buffers, inner.__dict__):
+                held = dict(holder)
+                self._held.append((holder, held))
+                for value in held.values():
+                    # An attribute of another class may stand for a weight, which is not read here.
+                    state = type(value) is torch.Tensor or (holder is inner._buffers and value is not None)
+                    if state and id(value) not in self._recorded:
+                        self._recorded[id(value)] = _Recorded(value, copies)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have the modules hold the values of then; afterwards they hold the present tensors again, untouched."""
+        self._check()
+        present = [dict(holder) for holder, _ in self._held]
+        versions = self._versions()
+        storages: dict[int, torch.Tensor] = {}
+        values = {key: recorded.values(storages) for key, recorded in self._recorded.items()}
+        try:
+            for (holder, held), now in zip(self._held, present, strict=True):
+                for name in _tensors(held) | _tensors(now):
+                    value = held.get(name, _MISSING)
+                    _put(holder, name, values.get(id(value), value))
+            yield
+        finally:
+            for (holder, held), now in zip(self._held, present, strict=True):
+                for name in _tensors(held) | _tensors(now) | _tensors(holder):
+                    _put(holder, name, now.get(name, _MISSING))
+        if versions != self._versions():
+            raise MemascendError(
+                f"a buffer of {type(self.module).__name__} was written under another name than its own while its "
+                "activations were recomputed, and so a second time: pass recompute=False"
+            )
+
+    def _versions(self) -> list[int | None]:
+        return [version_of(recorded.tensor) for recorded in self._recorded.values()]
+
+    def _check(self) -> None:
+        for recorded in self._recorded.values():
+            if recorded.written():
+                nbytes = recorded.tensor.untyped_storage().nbytes()
+                raise MemascendError(
+                    f"{self._name(recorded.tensor)} of {type(self.module).__name__} was written in place during or "
+                    f"after the forward pass that is to be recomputed, and with {format_size(nbytes)} it is too large "
+                    f"to be copied before (more than {format_size(COPY_MAX_BYTES)}): pass recompute=False to "
+                    "memascend.offload"
+                )
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        holders = [held for _, held in self._held]
+        for (name, _), buffers, attributes in zip(
+            self.module.named_modules(), holders[::2], holders[1::2], strict=True
+        ):
+            for held in (buffers, attributes):
+                for key, value in held.items():
+                    if value is tensor:
+                        return f"the buffer {name}.{key}".replace(" .", " ")
+        raise AssertionError("recorded from one of these dictionaries")
+
+
+def _tensors(held: dict[str, Any]) -> set[str]:
+    # Tensors have a metaclass, whose instance check is slow for what is no tensor.
+    return {name for name, value in held.items() if type(value) not in _ORDINARY and isinstance(value, torch.Tensor)}
+
+
+def _put(holder: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        holder.pop(name, None)
+    else:
+        holder[name] = value

@@ -1,0 +1,302 @@
+"""What a recomputed layer does besides computing: buffers, writes in place. As in memory, or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Offload = Callable[..., nn.Module]
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    """A residual layer around `body`."""
+
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.body = body or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(self.linear(x)).tanh()
+
+
+class Average(nn.Module):
+    """An average of what went by, which is also used, updated by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.mean
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.calls += 1
+        return x + self.calls
+
+
+class DataAverage(Average):
+    """Updated in place, in a way that no version counter notices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.mean.clone()
+
+
+class Attribute(nn.Module):
+    """Its state is a plain attribute, made at the first call."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is None:
+            self.state = x.detach().mean(0)
+        else:
+            self.state += 0.1 * x.detach().mean(0)
+        return x + self.state.clone()
+
+
+class Lazy(nn.Module):
+    """Registers its buffer at the first call; what it keeps of each call has a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.detach().mean(0))
+        self.last = x.sin()
+        return self.last + self.first
+
+
+class Views(nn.Module):
+    """Two buffers of one storage, one of which is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(2, WIDTH)
+        self.register_buffer("both", both)
+        self.register_buffer("second", both[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.both.mul_(0.9)
+        return x * self.second.clone()
+
+
+BODIES: dict[str, Callable[[], nn.Module]] = {
+    "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+    "batch_norm_average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "average": Average,
+    "data": DataAverage,
+    "attribute": Attribute,
+    "lazy": Lazy,
+    "views": Views,
+    "spectral_norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "parametrized": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+def layers(body: Callable[[], nn.Module] = nn.Identity, layer: Callable[[nn.Module], nn.Module] = Layer) -> nn.Module:
+    """Return three layers, each around a new `body`; the same ones at each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer(body()) for _ in range(3)))
+
+
+def inputs(number: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every buffer and tensor attribute of a model, and every gradient."""
+    state = {f"gradient of {name}": gradient for name, gradient in tiny.gradients_of(model)}
+    for name, module in model.named_modules():
+        attributes = {key: value for key, value in module.__dict__.items() if type(value) is torch.Tensor}
+        for key, value in {**module._buffers, **attributes}.items():
+            if value is not None and "weight" not in key:
+                state[f"{name}.{key}"] = value.detach().clone()
+    return state
+
+
+def assert_as_in_memory(model: nn.Module, expected: nn.Module) -> None:
+    actual, wanted = state_of(model), state_of(expected)
+    assert actual.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (value is None) == (actual[name] is None), name
+        if value is not None:
+            assert torch.equal(actual[name], value), name
+
+
+def once(model: nn.Module) -> None:
+    for number in range(3):
+        model(inputs(number)).square().sum().backward()
+
+
+def twice_each(model: nn.Module) -> None:
+    for number in range(2):
+        loss = model(inputs(number)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def out_of_order(model: nn.Module) -> None:
+    losses = [model(inputs(number)).square().sum() for number in range(4)]
+    model.eval()
+    model(inputs(7))
+    model.train()
+    with torch.no_grad():
+        model(inputs(8))
+    for number in (2, 0, 3):
+        losses[number].backward()
+
+
+def same_layer_twice(model: nn.Module) -> None:
+    for number in range(2):
+        x = model(inputs(number))
+        (model[1](model[0](x)) + model[1](x)).square().sum().backward()
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("use", [once, twice_each, out_of_order, same_layer_twice], ids=lambda use: use.__name__)
+def test_buffers_that_a_layer_writes(offloaded: Offload, body: str, use: Callable[[nn.Module], None]) -> None:
+    expected, model = layers(BODIES[body]), offloaded(layers(BODIES[body]))
+    use(expected)
+    use(model)
+    assert_as_in_memory(model, expected)
+
+
+def test_a_buffer_shared_between_layers(offloaded: Offload) -> None:
+    def fresh() -> nn.Module:
+        shared = Average()
+        return layers(lambda: shared)
+
+    expected, model = fresh(), offloaded(fresh())
+    for each in (expected, model):
+        out_of_order(each)
+    assert_as_in_memory(model, expected)
+
+
+def test_layers_within_layers(offloaded: Offload) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = layers(lambda: nn.BatchNorm1d(WIDTH))
+            self.second = nn.ModuleList([Layer(Average()), Layer(nn.BatchNorm1d(WIDTH))])
+            # Calls a layer of the other list within its own.
+            self.second[0].other = [self.first[1]]
+            self.second[0].register_forward_hook(lambda module, _, output: module.other[0](output))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.second:
+                x = layer(x)
+            return self.first(x)
+
+    torch.manual_seed(0)
+    expected = Outer()
+    torch.manual_seed(0)
+    model = offloaded(Outer())
+    for each in (expected, model):
+        out_of_order(each)
+    assert_as_in_memory(model, expected)
+
+
+class Failing(nn.Module):
+    """Writes its buffer, and then fails if it is told to."""
+
+    fail = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.fail:
+            raise KeyboardInterrupt
+        return x
+
+
+def test_a_recomputation_that_fails_leaves_buffers_alone(offloaded: Offload) -> None:
+    expected, model = layers(Failing), offloaded(layers(Failing))
+    for each in (expected, model):
+        loss = each(inputs(0)).square().sum()
+        if each is model:
+            each[1].body.fail = True
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            each[1].body.fail = False
+            each.zero_grad()
+        each(inputs(1)).square().sum().backward()
+    assert_as_in_memory(model, expected)
+
+
+class Large(nn.Module):
+    """A buffer too large to be copied; `write` is what the forward does to it."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("queue", torch.ones(257, 1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.queue[0, :WIDTH].clone()
+        replacement = self.write(self.queue)
+        if replacement is not None:
+            self.queue = replacement
+        return x
+
+
+def _fill(queue: torch.Tensor) -> None:
+    queue[1] = 2
+
+
+def _fill_unnoticed(queue: torch.Tensor) -> None:
+    queue.data[0, 0] += 1
+
+
+@pytest.mark.parametrize("write", [_fill, _fill_unnoticed], ids=["counted", "unnoticed"])
+def test_a_large_buffer_that_is_written_is_refused(offloaded: Offload, write: Callable[[torch.Tensor], Any]) -> None:
+    model = offloaded(layers(lambda: Large(write)))
+    with pytest.raises(memascend.MemascendError, match=r"body\.queue of Layer .*recompute=False"):
+        model(inputs(0)).sum().backward()
+
+
+def test_large_buffers_that_are_read_or_replaced(offloaded: Offload) -> None:
+    for write in (lambda queue: None, lambda queue: queue * 0.9):
+        expected, model = layers(lambda write=write: Large(write)), offloaded(layers(lambda write=write: Large(write)))
+        for each in (expected, model):
+            once(each)
+        assert_as_in_memory(model, expected)
+        memascend.close(model)
+
+
+def test_a_buffer_written_under_another_name_is_refused(offloaded: Offload) -> None:
+    model = layers(Average)
+    mean = model[1].body.mean
+
+    def write(*_: Any) -> None:
+        mean.add_(1)
+
+    model[1].body.register_forward_hook(write)
+    offloaded(model)
+    with pytest.raises(memascend.MemascendError, match="recompute=False"):
+        model(inputs(0)).sum().backward()
+
+
+def test_copies_are_shared_by_calls_between_which_nothing_was_written(offloaded: Offload) -> None:
+    model = offloaded(layers(lambda: nn.BatchNorm1d(WIDTH)).eval())
+    copies = memascend.offload_of(model).inputs.buffers._latest
+    model(inputs(0))
+    before = [copies[buffer] for buffer in model.buffers()]
+    model(inputs(1))
+    assert len(before) == 9
+    assert all(copies[buffer] is copy for buffer, copy in zip(model.buffers(), before, strict=True))
