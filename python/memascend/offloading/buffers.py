@@ -85,7 +85,7 @@ class _Recorded:
             self.checksum = self._sum()
 
     def _sum(self) -> int:
-        return zlib.crc32(_storage_bytes(self.tensor).cpu().numpy())
+        return zlib.crc32(_storage_bytes(self.tensor).cpu().numpy().data)
 
     def written(self) -> bool:
         """Whether a tensor of which there is no copy has other values than then."""
