@@ -209,22 +209,40 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(3)", "raise ValueError('mine')"])
-def test_a_process_that_ends_without_close(store: Path, ending: str) -> None:
-    # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files.
+@pytest.mark.parametrize("keep_store", [None, False])
+def test_a_process_that_ends_without_close(store: Path, ending: str, keep_store: bool | None) -> None:
+    # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files that hold
+    # no step.
     code = f"""
         import torch, memascend
-        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
-        memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
-        optimizer = memascend.AdamW(model.parameters())
-        model(torch.ones(4, 256)).sum().backward()
-        optimizer.step()
+        def main():
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+            options = {{"host_memory": "256MiB", "allocator": "pageable", "keep_store": {keep_store}}}
+            memascend.offload(model, store={str(store)!r}, **options)
+            optimizer = memascend.AdamW(model.parameters())
+            model(torch.ones(4, 256)).sum().backward()
+            optimizer.step()
+        main()
         {ending}
     """
     done = python(code)
     expected = {"pass": 0, "raise SystemExit(3)": 3}.get(ending, 1)
     assert done.returncode == expected, done.stderr
     assert done.stderr.count("Traceback") == (expected == 1), done.stderr
-    assert not store.exists()
+    if expected == 1 or keep_store is False:
+        assert not store.exists()
+        return
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    optimizer = memascend.AdamW(reference.parameters())
+    reference(torch.ones(4, 256)).sum().backward()
+    optimizer.step()
+    again = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    resumed = memascend.resume(store, model=again, allocator="pageable")
+    assert resumed.steps == 1, "a program that ends in peace has finished its last step"
+    tiny.assert_same_weights(dict(memascend.parameters_of(again)), dict(reference.named_parameters()))
+    memascend.close(again)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -111,8 +111,8 @@ def offload(
             "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
             the space, else "none".
         keep_store: True leaves the store's files in place on `close`, for a later `resume`. None removes them, except
-            after an exception and where there are checkpoints; a program that ends without `close` leaves its last
-            durable step. False removes them always.
+            after an exception and where there are checkpoints. A program that ends without `close` leaves its last
+            step, or, ended by an exception, its last durable one. False removes them always.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",

@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
@@ -34,8 +35,11 @@ _log = logging.getLogger("memascend")
 class StoreHolder(Protocol):
     """An object that holds a store open."""
 
-    def close(self, failed: bool = False) -> None:
-        """Close the store; `failed` says that the run ended with an error."""
+    def close(self, failed: bool = False, ended: bool = False) -> None:
+        """Close the store.
+
+        `failed` says that the run ended with an error, `ended` that the program ends and did not close it.
+        """
 
 
 #: Closed when the interpreter ends, so that no files are left behind.
@@ -88,7 +92,7 @@ def open_runtime(
 
 
 def close_at_exit(holder: StoreHolder) -> None:
-    """Have `holder.close(failed)` called when the interpreter ends, if it still lives then."""
+    """Have `holder.close(failed, ended=True)` called when the interpreter ends, if it still lives then."""
     _open_holders.add(holder)
 
 
@@ -96,8 +100,8 @@ def close_at_exit(holder: StoreHolder) -> None:
 def _close_all() -> None:
     if os.getpid() != _OWNER_PID:
         return  # A forked child has none of the threads that closing waits for.
-    # The program did not close the run. Durable steps stay, and a store with keep_store=True is
-    # completed.
     crashed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
-    for holder in list(_open_holders):
-        holder.close(failed=crashed or not getattr(holder, "keep_store", False))
+    # Every holder is closed, even if one of them cannot commit its last step.
+    with ExitStack() as holders:
+        for holder in list(_open_holders):
+            holders.callback(holder.close, failed=crashed, ended=True)

@@ -241,7 +241,7 @@ class Session:
         return [
             name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in offloaded
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in offloaded
         ]
 
     def read_unit(self, unit: Unit) -> torch.Tensor:
@@ -268,26 +268,22 @@ class Session:
 
     # ---- closing ----------------------------------------------------------------------------------------
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, ended: bool = False) -> None:
         """Free every lease and file handle. The store's files go unless `keep_store` keeps them.
 
-        After an error (`failed`, or an exception on its way), and where there are snapshots, the last durable
-        generation stays, unless `keep_store` is False. Nothing newer is committed then.
+        They stay, unless `keep_store` is False, after an error (`failed`, or an exception on its way), where the program
+        `ended` without closing, and where there are snapshots. All steps taken are committed to a store that stays;
+        after an error nothing is.
         """
         if self.runtime.closed:
             return
         failed = failed or sys.exc_info()[0] is not None
-        if failed:
-            self.generations.abandon()
-        resumable = failed or bool(self.runtime.snapshots())
-        keep_files = resumable and self.keep_store is not False and self.runtime.generation > 0
+        stays = self.keep_store is not False and (
+            failed or ended or bool(self.keep_store) or bool(self.runtime.snapshots())
+        )
         try:
-            if self.keep_store and not failed:
-                if outside := self.trained_outside():
-                    _log.warning("%s is trained, but not on the store that is kept: save it yourself", outside[0])
-                self.streamer.apply_updates()
-                self.generations.keep()
-                keep_files = True
+            if stays and not failed:
+                self._complete()
         finally:
             self.generations.abandon()
             self._leave_model()
@@ -297,11 +293,22 @@ class Session:
                 self.streamer.release_all()
             finally:
                 try:
-                    # Where committing a store with keep_store=True failed, its last generation
-                    # stays.
-                    self.runtime.close(keep=keep_files or (bool(self.keep_store) and self.runtime.generation > 0))
+                    # A store without a generation holds nothing to go on from. Updates in place may have overwritten
+                    # the last one while the snapshots are whole.
+                    resumable = self.runtime.generation > 0 or bool(self.runtime.snapshots())
+                    self.runtime.close(keep=stays and resumable)
                 finally:
                     self._free()
+
+    def _complete(self) -> None:
+        """Commit the last step to a store that stays."""
+        if not self.keep_store:
+            self.flush()
+            return
+        if outside := self.trained_outside():
+            _log.warning("%s is trained, but not on the store that is kept: save it yourself", outside[0])
+        self.streamer.apply_updates()
+        self.generations.keep()
 
     def _leave_model(self) -> None:
         if self.attachment is not None:

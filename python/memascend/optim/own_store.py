@@ -62,7 +62,7 @@ class StatesStore:
         if not self.runtime.closed:
             self.runtime.wait_unit(self.unit.index)
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, ended: bool = False) -> None:
         """Remove the store's files."""
         self.runtime.close(keep=False)
 
