@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from durable_run import LEAST, Run, build, same
+from durable_run import LEAST, same
 from torch import nn
 
 import memascend
@@ -97,4 +97,41 @@ def test_a_store_that_stays_for_its_checkpoints_has_the_last_step(tmp_path: Path
     resumed = memascend.resume(tmp_path / "s", model=small(), **LEAST)
     assert resumed.steps == 3
     same(dict(memascend.parameters_of(resumed.model)), in_memory(3))
+    memascend.close(resumed.model)
+
+
+# ---- parameters without elements --------------------------------------------------------------------------------
+
+
+class Hollow(Small):
+    """A model with parameters that have no elements, as an adapter of rank 0 leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hollow = nn.Parameter(torch.empty(0, 256))
+        self.idle = nn.Parameter(torch.empty(4, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.hollow.sum()
+
+
+def test_parameters_without_elements_do_not_keep_a_run_from_being_durable(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Hollow()
+    reference = memascend.AdamW(model.parameters(), lr=1e-2)
+    expected = go(model, reference, range(4))
+    torch.manual_seed(0)
+    model = memascend.offload(Hollow(), store=tmp_path / "s", host_memory="64MiB", durability="step", **LEAST)
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+    go(model, optimizer, range(2))
+    memascend.save_checkpoint(model, "two")
+    assert memascend.stats(model)["notices"] == []
+    memascend.offload_of(model).close(failed=True)
+    resumed = memascend.resume(tmp_path / "s", model=Hollow(), **LEAST)
+    assert resumed.steps == 2
+    same(go(resumed.model, resumed.optimizer, range(2, 4)), expected)
+    states = resumed.optimizer.state_dict()
+    assert states["param_groups"] == reference.state_dict()["param_groups"]
+    for number, state in reference.state_dict()["state"].items():
+        same(states["state"][number], state)
     memascend.close(resumed.model)

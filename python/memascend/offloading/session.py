@@ -271,9 +271,9 @@ class Session:
     def close(self, failed: bool = False, ended: bool = False) -> None:
         """Free every lease and file handle. The store's files go unless `keep_store` keeps them.
 
-        They stay, unless `keep_store` is False, after an error (`failed`, or an exception on its way), where the program
-        `ended` without closing, and where there are snapshots. All steps taken are committed to a store that stays;
-        after an error nothing is.
+        Unless `keep_store` is False they stay after an error (`failed`, or an exception on its way), where the program
+        `ended` without closing, and where there are snapshots. The last step is committed to a store that stays, but
+        nothing is after an error.
         """
         if self.runtime.closed:
             return

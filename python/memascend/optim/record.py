@@ -8,34 +8,49 @@ from typing import TYPE_CHECKING, Any
 from memascend._memascend import Rule
 from memascend.durable import exact_json
 from memascend.optim.homes import OnModel
+from memascend.optim.room import Room
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from memascend.durable.protocols import Session
-    from memascend.optim.homes import Homes
+    from memascend.optim.homes import Home, Homes
+
+
+def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
+    """Return the parameters without elements of the model that `session` offloads, by name: they have no place."""
+    model = session.model()
+    named = () if model is None else model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.numel() == 0}
 
 
 def trains_only(optimizer: Optimizer, session: Session) -> bool:
     """Whether every parameter of an optimizer is of the model that `session` offloads."""
     offloaded = {id(place.parameter) for place in session.places}
+    offloaded |= {id(parameter) for parameter in empty_parameters(session).values()}
     return all(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])
 
 
 def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, Any]:
     """Return the options, step counts and rules of an optimizer, by the names of parameters."""
     places = {id(place.parameter): place for place in session.places}
-    groups, states, numbers = [], {}, {}
+    empty_names = {id(parameter): name for name, parameter in empty_parameters(session).items()}
+    groups, states, empty, numbers = [], {}, {}, {}
     for group in optimizer.param_groups:
         names = []
         for parameter in group["params"]:
-            place = places[id(parameter)]
-            names.append(place.name)
-            numbers[place.name] = homes.numbers[parameter]
+            place = places.get(id(parameter))
+            name = empty_names[id(parameter)] if place is None else place.name
+            names.append(name)
+            numbers[name] = homes.numbers[parameter]
             rule, state = homes.rules.get(parameter), optimizer.state.get(parameter, {})
-            is_owner = place.owner is not None and place.owner() is optimizer
-            if is_owner and rule is not None and "step" in state:
-                states[place.name] = [state["step"], rule.arguments, [plane.name for plane in place.made]]
+            if rule is None or "step" not in state:
+                continue
+            if place is None:
+                empty[name] = [state["step"], rule.arguments]
+            elif place.owner is not None and place.owner() is optimizer:
+                states[name] = [state["step"], rule.arguments, [plane.name for plane in place.made]]
         options = {name: value for name, value in group.items() if name != "params"}
         groups.append(exact_json.encode(options, "a group's options") | {"params": names})
     return {
@@ -43,6 +58,7 @@ def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, 
         "defaults": exact_json.encode(optimizer.defaults, "the defaults"),
         "groups": groups,
         "states": states,
+        "empty": empty,
         "numbers": numbers,
     }
 
@@ -51,12 +67,16 @@ def take_up(optimizer: Optimizer, homes: Homes, described: dict[str, Any]) -> No
     """Have a new optimizer go on as the one that was described; the store has the states of its parameters."""
     optimizer.defaults.update(described["defaults"])
     homes.numbers.clear()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    empty = described.get("empty", {})
+    for group, described_group in zip(optimizer.param_groups, described["groups"], strict=True):
+        for parameter, name in zip(group["params"], described_group["params"], strict=True):
             home = homes.of(parameter)
-            assert isinstance(home, OnModel)
+            homes.numbers[parameter] = described["numbers"][name]
+            if not isinstance(home, OnModel):
+                if name in empty:
+                    _take_up_empty(optimizer, home, *empty[name])
+                continue
             place = home.place
-            homes.numbers[parameter] = described["numbers"][place.name]
             home.session.generations.join(homes.optimizer)
             if place.name not in described["states"]:
                 continue
@@ -66,3 +86,11 @@ def take_up(optimizer: Optimizer, homes: Homes, described: dict[str, Any]) -> No
             place.owner = weakref.ref(optimizer)
             place.made = {plane for plane in rule.planes if plane.name in made}
             optimizer.state[parameter] = {"step": step}
+
+
+def _take_up_empty(optimizer: Optimizer, home: Home, step: int, arguments: list[Any]) -> None:
+    """Give a parameter without elements its count of steps, and states without elements."""
+    rule = Rule(*arguments)
+    home.homes.rules[home.parameter] = rule
+    optimizer.state[home.parameter] = {"step": step}
+    home.prepare_step(rule, Room())

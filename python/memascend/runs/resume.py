@@ -23,6 +23,7 @@ from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
 from memascend.offloading.native import store_paths
 from memascend.offloading.session import Session
+from memascend.optim.record import empty_parameters
 from memascend.plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
@@ -326,7 +327,7 @@ def _class_of(name: str, classes: Mapping[str, type]) -> type:
 
 def _make_optimizer(session: Session, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
     """Make an optimizer again from what its `describe` returned."""
-    parameters = {place.name: place.parameter for place in session.places}
+    parameters = {place.name: place.parameter for place in session.places} | empty_parameters(session)
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in described["groups"]]
     optimizer = cls(groups, nonfinite=described["nonfinite"])
     optimizer.take_up(described)
