@@ -292,3 +292,68 @@ def test_full_drive_of_the_store(offloaded: Callable[..., nn.Module], tmp_path: 
         assert not (tmp_path / "saved").exists()
         ballast.unlink()
         memascend.save_distributed(model, optimizer, tmp_path / "saved")
+
+
+# ---- models whose weights are not all on the store, or not all given ----------------------------------------
+
+
+def test_weights_in_the_models_files_cannot_be_loaded(tmp_path: Path) -> None:
+    tiny.build("llama", seed=1).save_pretrained(tmp_path / "model")
+    memascend.save_distributed(tiny.build("llama"), None, tmp_path / "saved")
+    for frozen, seed in (("files", 1), ("store", 0)):
+        model = memascend.from_pretrained(
+            tmp_path / "model", store=tmp_path / frozen, host_memory="64MiB", allocator="pageable", frozen=frozen
+        )
+        refusal = pytest.raises(memascend.MemascendError, match="open the model with frozen='store'")
+        with refusal if frozen == "files" else contextlib.nullcontext():
+            memascend.load_distributed(model, None, tmp_path / "saved")
+        weights = dict(memascend.parameters_of(model))
+        tiny.assert_same_weights(weights, dict(tiny.build("llama", seed=seed).named_parameters()))
+        memascend.close(model)
+
+
+class Around(nn.Module):
+    """A model with another one inside, as PEFT's are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((3,), 2.0))
+        self.inner = inner
+
+
+def test_a_model_around_an_offloaded_one_is_saved_and_loaded(
+    offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    model = Around(offloaded(small()))
+    with torch.no_grad():
+        model.gain.fill_(5)
+    memascend.save_distributed(model, None, tmp_path / "saved")
+    other = Around(offloaded(small(seed=1), store=tmp_path / "other"))
+    memascend.load_distributed(other, None, tmp_path / "saved")
+    weights = dict(memascend.parameters_of(other))
+    tiny.assert_same_weights(weights, dict(memascend.parameters_of(model)))
+    tiny.assert_same_weights(weights, {"gain": torch.full((3,), 5.0)} | prefixed("inner.", small()))
+
+
+def prefixed(prefix: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    return {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_a_part_is_saved_but_not_loaded(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = offloaded(small())
+    memascend.save_distributed(model.layers, None, tmp_path / "layers")
+    other = small(seed=1)
+    memascend.load_distributed(other.layers, None, tmp_path / "layers")
+    tiny.assert_same_weights(prefixed("", other.layers), prefixed("", small().layers))
+    with pytest.raises(memascend.MemascendError, match="load into the whole model"):
+        memascend.load_distributed(model.layers, None, tmp_path / "layers")
+    # A module that was put there after offload is the model's; the one before is not.
+    model.head = nn.Linear(64, 2048)
+    with torch.no_grad():
+        model.head.weight.fill_(1)
+    memascend.save_distributed(model, None, tmp_path / "saved")
+    memascend.load_distributed(other, None, tmp_path / "saved")
+    assert bool(other.head.weight.eq(1).all())
+    with pytest.raises(memascend.MemascendError, match=r"head\.weight is on the store, but not in the model"):
+        memascend.load_distributed(model, None, tmp_path / "saved")
+    tiny.assert_same_weights(dict(memascend.parameters_of(model)), prefixed("", other))

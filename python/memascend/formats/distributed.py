@@ -15,9 +15,8 @@ import torch
 from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.saving import saved_buffers
-from memascend.offloading.api import offload_of
+from memascend.offloading.api import sessions_of
 from memascend.offloading.places import place_of
-from memascend.offloading.session import Session
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
 
@@ -95,19 +94,16 @@ def _ours(optimizer: Any) -> OffloadedOptimizer:
     return optimizer
 
 
-def _offload(model: nn.Module) -> Session | None:
-    return offload_of(model) if "_memascend" in model.__dict__ else None
-
-
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every parameter with all its names; those of one unit follow each other."""
     names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
-    state = _offload(model)
-    for place in state.places if state is not None else ():
-        names[place.parameter] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    return dict(names)
+    positions = {
+        place.parameter: position
+        for position, place in enumerate(place for session in sessions_of(model) for place in session.places)
+    }
+    return dict(sorted(names.items(), key=lambda entry: positions.get(entry[0], len(positions))))
 
 
 def _add_weights(
@@ -116,9 +112,8 @@ def _add_weights(
     weights: dict[str, torch.Tensor],
     sources: dict[str, Callable[[], torch.Tensor]],
 ) -> None:
-    state = _offload(model)
-    if state is not None:
-        state.flush()
+    for session in sessions_of(model):
+        session.flush()
     for parameter, aliases in names.items():
         for name in aliases:
             weights[name] = _shown(parameter, parameter.dtype)
@@ -188,11 +183,14 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
         CheckpointError: there is no such checkpoint, or something is missing, of another shape, truncated or not
             admitted; nothing has changed then. A file whose contents are found to be damaged on the way is named too,
             but what was read before has changed: load another checkpoint.
+        MemascendError: the model's weights are read from its files (`frozen="files"`), or it is a part of an offloaded
+            model; nothing has changed then.
     """
     from memascend.formats.dcp import DistributedReader
 
-    reader = DistributedReader(Path(directory))
     names, buffers = _names(model), saved_buffers(model)
+    _check_can_be_filled(model, names)
+    reader = DistributedReader(Path(directory))
     problems: list[str] = []
     keys: dict[nn.Parameter, str] = {}
     for parameter, aliases in names.items():
@@ -211,6 +209,22 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
         reader.read_into(f"model.{name}", buffer)
     if optimizer is not None and states is not None:
         optimizer.load_state_dict(states)
+
+
+def _check_can_be_filled(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
+    """Raise MemascendError for a session whose weights cannot all be replaced by those of `model`."""
+    for session in sessions_of(model):
+        for place in session.places:
+            if place.source is not None:
+                raise MemascendError(
+                    f"{place.name} is read from the model's own files (frozen='files'), which a checkpoint cannot be "
+                    "loaded into: open the model with frozen='store'"
+                )
+            if place.parameter not in names:
+                raise MemascendError(
+                    f"{place.name} is on the store, but not in the model given: load into the whole model, as it was "
+                    "offloaded"
+                )
 
 
 def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: list[str]) -> None:
@@ -233,13 +247,12 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
     def read(place: Place, target: torch.Tensor) -> None:
         reader.read_into(keys[place.parameter], target)
 
-    state = _offload(model)
-    if state is not None:
-        state.flush()
-        for unit in state.units:
-            state.streamer.let_go(unit)
-        state.fill(read, None)
-        for place in state.places:
+    for session in sessions_of(model):
+        session.flush()
+        for unit in session.units:
+            session.streamer.let_go(unit)
+        session.fill(read, None)
+        for place in session.places:
             # Graphs made before the load are out of date.
             place.version += 1
     for parameter, key in keys.items():
