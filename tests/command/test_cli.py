@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, T5Config
 
 from memascend.command import main
 
@@ -109,6 +109,24 @@ BAD_INPUT = {
     "config of another kind": (write("model/config.json", '{"a": 1}'), {}, (), "names no model_type"),
     "unknown model type": (rewrite_config(model_type="nonesuch"), {}, (), "nonesuch"),
     "encoder-decoder": (save_config(T5Config()), {}, (), "no causal language model"),
+    "a masked language model": (save_config(BertConfig(architectures=["BertForMaskedLM"])), {}, (), "BertForMaskedLM"),
+    "an encoder": (save_config(BertConfig()), {}, (), "sees the tokens"),
+    "deep config": (write("model/config.json", "[" * 100_000), {}, (), "config.json is nested"),
+    "deep data": (write("text.jsonl", "[" * 100_000), {"data": "{room}/text.jsonl"}, (), "line 1 is not JSON"),
+    "code beside it": (
+        rewrite_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+        {},
+        (),
+        "memascend runs none",
+    ),
+    "code beside its tokenizer": (
+        write(
+            "model/tokenizer_config.json", '{"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["mine.T", null]}}'
+        ),
+        {},
+        (),
+        "memascend runs none",
+    ),
     "no safetensors": (remove("model/model.safetensors"), {}, (), "no *.safetensors"),
     "truncated safetensors": (truncate, {}, (), "model.safetensors"),
     "garbage safetensors": (garble, {}, (), "model.safetensors"),

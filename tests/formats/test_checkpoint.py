@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import struct
@@ -210,6 +211,55 @@ def test_other_floats_are_refused(tmp_path: Path, opened: Callable[..., nn.Modul
     for dtype in ("float64", torch.int8, "four"):
         with pytest.raises(ValueError, match="bfloat16, float16 or float32"):
             opened(saved(tmp_path, "llama"), dtype=dtype)
+
+
+# ---- what a stranger's directory may hold -----------------------------------------------------------------------
+
+
+DEEP = {
+    "lists": "[" * 200_000 + "]" * 200_000,
+    "objects": '{"a":' * 5000 + "1" + "}" * 5000,
+    "not very": "[" * 100 + "]" * 100,
+}
+
+
+@pytest.mark.parametrize("deep", DEEP)
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors"]
+)
+def test_json_nested_deeply(tmp_path: Path, opened: Callable[..., nn.Module], name: str, deep: str) -> None:
+    directory = saved(tmp_path, "llama")
+    file = directory / name
+    if name == WEIGHTS:
+        rewrite(file, lambda header: b'{"__metadata__":' + DEEP[deep].encode() + b"," + json.dumps(header).encode()[1:])
+    else:
+        described = json.loads(file.read_text()) if file.exists() else {"weight_map": {"x": WEIGHTS}}
+        file.write_text(json.dumps(described)[:-1] + ',"more":' + DEEP[deep] + "}")
+    if (name, deep) == (WEIGHTS, "not very"):
+        opened(directory)  # of a header nothing but the tensors is used
+    else:
+        refused(opened, directory, file)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}},
+        {"model_type": "clip", "architectures": ["Mine"], "auto_map": {"AutoModelForCausalLM": "mine.Model"}},
+    ],
+    ids=["configuration", "model"],
+)
+def test_code_beside_a_model_is_not_run(
+    tmp_path: Path, opened: Callable[..., nn.Module], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers asks on the terminal, and runs it when the answer is yes.
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    directory = saved(tmp_path, "llama")
+    (directory / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    described = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(described | changed))
+    refused(opened, directory, directory, "memascend runs none")
+    assert not (tmp_path / "ran").exists()
 
 
 # ---- damage -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 
 from memascend.common.outputs import writing
 from memascend.errors import CheckpointError, DataError, OutputError, first_line
+from memascend.formats.transformers_models import explained_code
 
 PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
 SNIFF_BYTES = 8 << 10
@@ -97,9 +98,13 @@ def load_tokenizer(model_dir: Path, vocab_size: int) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
-        raise CheckpointError(f"{model_dir}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        raise CheckpointError(
+            explained_code(error, f"the tokenizer in {model_dir}")
+            or f"{model_dir}: its tokenizer cannot be loaded: {first_line(error)}"
+        ) from error
+    return HuggingFaceTokenizer(tokenizer)
 
 
 def shuffled(index: int, count: int, key: str) -> int:
@@ -166,7 +171,7 @@ class Documents:
                     yield from _decoded_pieces(io.BytesIO(text.encode(errors="replace")))  # JSON may hold half a pair
                 else:
                     yield from _decoded_pieces(file)
-        except (KeyError, ValueError) as error:  # it was checked when it was indexed
+        except (KeyError, ValueError, RecursionError) as error:  # it was checked when it was indexed
             raise DataError(f"{path} changed while it was being read") from error
 
     def _add(self, path: Path) -> None:
@@ -230,7 +235,7 @@ class Documents:
         """The text of one JSONL line; None where a file that the user did not name is of another kind."""
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for what is nested too deeply
             if not named:
                 return None
             raise DataError(f"{path}, line {number} is not JSON: {first_line(error)}") from error

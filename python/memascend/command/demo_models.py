@@ -44,8 +44,9 @@ def write_smollm2(out: Path) -> None:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    options = {"gguf_file": gguf.name, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     config = dequantised.config
     del config.quantization_config
     config.__dict__.pop("_model_name_or_path", None)  # the GGUF's title

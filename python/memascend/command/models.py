@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memascend.errors import CheckpointError, first_line
+from memascend.formats.transformers_models import explained_code
 
 # What a model directory holds beside its weights and config: tokenizer, generation defaults, chat
 # template.
@@ -31,10 +32,13 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the error below names them
+            trust_remote_code=False,
         )
     except (SafetensorError, RuntimeError, ValueError, OSError) as error:
         files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
-        raise CheckpointError(f"{model_dir} ({files}) cannot be loaded: {first_line(error)}") from error
+        raise CheckpointError(
+            explained_code(error, model_dir) or f"{model_dir} ({files}) cannot be loaded: {first_line(error)}"
+        ) from error
     lacking = sorted(loading["missing_keys"]) + sorted(str(key[0]) for key in loading["mismatched_keys"])
     if lacking:
         raise CheckpointError(

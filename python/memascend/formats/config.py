@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from memascend.errors import CheckpointError, first_line
+from memascend.errors import CheckpointError
+from memascend.formats.json_files import read_json
+from memascend.formats.transformers_models import is_causal, read_config, why_not_trained_causally
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_INSTEAD = (
+    "memascend finetune trains causal language models; for others write the loop with the Python API "
+    "(memascend.from_pretrained takes any model)"
+)
 
 
 def load_config(model_dir: Path) -> Any:
@@ -16,10 +22,14 @@ def load_config(model_dir: Path) -> Any:
     if not model_dir.is_dir():
         raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory")
     config_file = _config_in(model_dir)
-    model_type = _model_type(config_file)
+    _check_is_config(config_file)
     if not any(model_dir.glob("*.safetensors")):
         raise CheckpointError(f"{model_dir} has no *.safetensors: only safetensors weights are read")
-    return _causal_config(config_file, model_type, named=model_dir)
+    config = _causal_config(config_file, named=model_dir)
+    problem = why_not_trained_causally(config)
+    if problem is not None:
+        raise CheckpointError(f"{model_dir} holds {problem}: {_INSTEAD}")
+    return config
 
 
 def load_bare_config(path: Path) -> Any:
@@ -27,7 +37,8 @@ def load_bare_config(path: Path) -> Any:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a model directory, or the path of a config.json")
     config_file = _config_in(path) if path.is_dir() else path
-    return _causal_config(config_file, _model_type(config_file), named=path)
+    _check_is_config(config_file)
+    return _causal_config(config_file, named=path)
 
 
 def _config_in(model_dir: Path) -> Path:
@@ -37,31 +48,19 @@ def _config_in(model_dir: Path) -> Path:
     return config_file
 
 
-def _model_type(config_file: Path) -> str:
-    try:
-        config = json.loads(config_file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config_file} cannot be read as JSON: {first_line(error)}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+def _check_is_config(config_file: Path) -> None:
+    described = read_json(config_file)
+    if not isinstance(described, dict) or "model_type" not in described:
         raise CheckpointError(f"{config_file} names no model_type: it is not a transformers configuration")
-    return config["model_type"]
 
 
-def _causal_config(config_file: Path, model_type: str, named: Path) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    try:
-        loaded = AutoConfig.from_pretrained(named, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a configuration it does not know
+def _causal_config(config_file: Path, named: Path) -> Any:
+    config = read_config(config_file, named)
+    if not is_causal(config):
         raise CheckpointError(
-            f"{config_file}: transformers cannot use it (model_type {model_type!r}): {first_line(error)}"
-        ) from error
-    if loaded.is_encoder_decoder or type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(
-            f"{named} holds a {model_type} model, which is no causal language model: "
-            "memascend finetune trains those; for others write the loop with the Python API"
+            f"{named} holds a {config.model_type} model, which is no causal language model: {_INSTEAD}"
         )
-    return loaded
+    return config
 
 
 def limits(config: Any) -> tuple[int, int | None]:

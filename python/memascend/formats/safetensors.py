@@ -76,7 +76,7 @@ class SafetensorsReader:
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             header.pop("__metadata__", None)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path} has a damaged safetensors header: {error}") from None
         base = 8 + length
         entries = {name: self._entry(name, value, base) for name, value in header.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,15 @@ import torch
 from torch import nn
 
 from memascend.errors import CheckpointError, first_line
+from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
+
+
+#: Models in transformers' mapping of causal ones, beside decoders of encoder-decoders, that compare each position's
+#: logits with the label there, not with the next one.
+_LABELS_NOT_SHIFTED = ("cpmant", "musicgen", "musicgen_melody", "trocr", "whisper", "xlm", "xlnet")
 
 
 def load_any_config(directory: Path) -> Any:
@@ -28,27 +35,98 @@ def load_any_config(directory: Path) -> Any:
     Raises CheckpointError where there is none that transformers can use.
     """
     try:
-        from transformers import AutoConfig
+        import transformers  # noqa: F401 (asked for by name below)
     except ImportError as error:
         raise CheckpointError("model directories need transformers: pip install 'memascend[hf]'") from error
     if not directory.is_dir():
         raise CheckpointError(f"model directory {directory} does not exist")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+    return read_config(directory / "config.json", named=directory)
+
+
+def read_config(config_file: Path, named: Path) -> Any:
+    """Return the transformers configuration in `config_file`, or in the directory `named` that holds it.
+
+    Raises CheckpointError where transformers cannot use it, or only with code that lies beside it.
+    """
+    from transformers import AutoConfig
+
+    described = read_json(config_file)
+    model_type = described.get("model_type") if isinstance(described, dict) else None
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        return AutoConfig.from_pretrained(named, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a configuration it does not know
         raise CheckpointError(
-            f"{directory}/config.json is not a model that transformers knows: {first_line(error)}"
-        ) from None
+            explained_code(error, config_file)
+            or f"{config_file}: transformers cannot use it (model_type {model_type!r}): {first_line(error)}"
+        ) from error
+
+
+def explained_code(error: Exception, source: Path | str) -> str | None:
+    """Return what to say of an error of transformers, if it is that `source` needs code of its own; or None."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return (
+        f"{source} needs Python code that comes with the model (auto_map), and memascend runs none: use a model that "
+        "transformers itself has, or make yours with its own code and give it to memascend.offload"
+    )
+
+
+def is_causal(config: Any) -> bool:
+    """Whether transformers has a causal language model for a configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def why_not_trained_causally(config: Any) -> str | None:
+    """Return why `model(input_ids, labels=input_ids).loss` is not the loss of a next token that was not seen, or None.
+
+    The class that a directory names may be of another task. Encoders have a class in the mapping of causal models too,
+    whose attention looks ahead unless the configuration says is_decoder; and the decoders of encoder-decoders expect
+    labels that were shifted already. tests/command/test_causal.py compares this with what the models compute.
+    """
+    import transformers
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
+
+    kind, named = type(config), config.architectures or []
+    architecture = next((name for name in named if hasattr(transformers, name)), None)
+    causal: set[str] = set()
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        classes = mapping.get(kind, ())
+        causal |= {cls.__name__ for cls in (classes if isinstance(classes, tuple) else (classes,))}
+    if architecture is not None and architecture not in causal:
+        return f"a {architecture}, which is no causal language model"
+    what = architecture or f"{config.model_type} model"
+    if config.model_type in _LABELS_NOT_SHIFTED or kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return f"a {what}, whose loss expects labels that were shifted before"
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+    if encoder and not getattr(config, "is_decoder", False):
+        return f"a {what} with is_decoder=false, whose attention sees the tokens that it is to predict"
+    text = config.get_text_config()
+    bidirectional = getattr(text, "use_bidirectional_attention", None)
+    if bidirectional in (True, "all") or not getattr(text, "is_causal", True):
+        return f"a {what} with bidirectional attention, which sees the tokens that it is to predict"
+    return None
 
 
 def load_generation_config(model: nn.Module, directory: Path) -> None:
     """Give the model the generation options of its directory, if there are any."""
-    if (directory / "generation_config.json").is_file():
+    file = directory / "generation_config.json"
+    if file.is_file():
         from transformers import GenerationConfig
 
-        options: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        read_json(file)
+        try:
+            options: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # it checks the options against one another too
+            raise CheckpointError(f"{file}: transformers cannot use it: {first_line(error)}") from error
         model.generation_config = options
 
 
@@ -58,13 +136,15 @@ def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Mo
 
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    build = getattr(cls, "_from_config", None) or transformers.AutoModelForCausalLM.from_config
+    build = getattr(cls, "_from_config", None)
+    if build is None:
+        build = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
     try:
         with _parameters_on_meta():
             model = build(config, dtype=dtype)
             model.tie_weights()
     except ValueError as error:
-        raise CheckpointError(f"{directory}: {first_line(error)}") from None
+        raise CheckpointError(explained_code(error, directory) or f"{directory}: {first_line(error)}") from None
     float32_modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:  # bfloat16 has the range for these
         float32_modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())

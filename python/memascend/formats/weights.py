@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from memascend.errors import CheckpointError
+from memascend.formats.json_files import read_json
 from memascend.formats.safetensors import SafetensorsReader
 from memascend.formats.transformers_models import Conversion, Mapping
 
@@ -55,10 +55,10 @@ def _file_names(directory: Path) -> list[str]:
     index = directory / INDEX_NAME
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
             if not names or any(Path(name).name != name for name in names):
-                raise ValueError
-        except (ValueError, KeyError, AttributeError, TypeError):
+                raise KeyError
+        except (KeyError, AttributeError, TypeError):
             raise CheckpointError(f"{index} is not a safetensors index") from None
         return names
     if (directory / WEIGHTS_NAME).is_file():
