@@ -300,3 +300,97 @@ def test_copies_are_shared_by_calls_between_which_nothing_was_written(offloaded:
     model(inputs(1))
     assert len(before) == 9
     assert all(copies[buffer] is copy for buffer, copy in zip(model.buffers(), before, strict=True))
+
+
+# ---- writes in place -------------------------------------------------------------------------------
+
+
+class Writing(nn.Module):
+    """A layer around a function that writes in place."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x)) * self.scale
+
+
+def _add(h: torch.Tensor) -> torch.Tensor:
+    h = torch.sigmoid(h)
+    h.add_(1)
+    return h
+
+
+def _square(h: torch.Tensor) -> torch.Tensor:
+    squared = h * h
+    h.mul_(2)
+    return squared
+
+
+def _without_grad(h: torch.Tensor) -> torch.Tensor:
+    h = h.exp()
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def _slice(h: torch.Tensor) -> torch.Tensor:
+    h = h.tanh()
+    h[:, 0] = 0
+    return h
+
+
+@pytest.mark.parametrize("function", [_add, _square, _without_grad, _slice], ids=lambda function: function.__name__)
+def test_a_write_that_pytorch_refuses_is_refused(offloaded: Offload, function: Callable) -> None:
+    for model in (layers(layer=lambda _: Writing(function)), offloaded(layers(layer=lambda _: Writing(function)))):
+        loss = model(inputs(0)).square().sum()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+LEGAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": lambda h: nn.functional.relu(h, inplace=True),
+    "dropout": lambda h: nn.functional.dropout(h, 0.5, inplace=True),
+    "before": lambda h: h.mul_(2).tanh(),
+    "slice": lambda h: h.index_fill_(1, torch.tensor([1]), 0.0).sin(),
+}
+
+
+@pytest.mark.parametrize("function", LEGAL)
+def test_a_write_that_pytorch_allows(offloaded: Offload, function: str) -> None:
+    expected, model = (layers(layer=lambda _: Writing(LEGAL[function])) for _ in range(2))
+    for each in (expected, offloaded(model)):
+        torch.manual_seed(1)
+        twice_each(each)
+    assert_as_in_memory(model, expected)
+
+
+def test_writes_after_a_layer_do_not_reach_its_gradients(offloaded: Offload) -> None:
+    # In memory both are refused. Recomputed, the layer does not see them.
+    def run(model: nn.Module, in_place: bool) -> None:
+        hidden = model[0](inputs(0))
+        hidden = hidden.add_(1) if in_place else hidden + 1
+        loss = model[1](hidden).square().sum()
+        if in_place:
+            model[1].scale.mul_(3)
+        loss.backward()
+
+    expected, model = (layers(layer=lambda _: Writing(torch.exp)) for _ in range(2))
+    run(expected, False)
+    run(offloaded(model), True)
+    gradients = dict(tiny.gradients_of(model))
+    for name, gradient in tiny.gradients_of(expected):
+        assert (gradient is None) == (gradients[name] is None)
+        assert gradient is None or torch.equal(gradient, gradients[name])
+
+
+def test_a_layers_input_that_is_written_is_refused(offloaded: Offload) -> None:
+    model = offloaded(layers(layer=lambda _: Writing(torch.exp)))
+    hidden = model[0](inputs(0))
+    loss = model[1](hidden).square().sum()
+    hidden.add_(1)
+    with pytest.raises(memascend.MemascendError, match="changed in place"):
+        loss.backward()

@@ -255,7 +255,7 @@ class Recomputation:
     def _recompute(self) -> None:
         if self._count_writes() != self._versions:
             raise MemascendError(
-                "an input of a unit was changed in place after the unit was called, so that it cannot be computed "
+                "an input of a unit was changed in place by the unit, or after its call, so that it cannot be computed "
                 "again: change a copy of it, or pass recompute=False"
             )
         leaves = [leaf.restore() if isinstance(leaf, StashedInput) else leaf for leaf in self.leaves]
