@@ -22,6 +22,7 @@ from memascend.errors import MemascendError
 from memascend.layout.units import CPU
 from memascend.machine.cuda import autocast, autocast_of
 from memascend.offloading.buffers import BufferCopies, BufferState, version_of
+from memascend.offloading.caches import CacheState, is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,6 +158,8 @@ class InputStash:
         self._stand_ins = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         self.buffers = BufferCopies()
+        #: Whether what layers put into caches is kept. The whole model's forward sets it.
+        self.keeps_caches = True
         #: Inputs on their way from the device, the oldest first.
         self._leaving: deque[_Source] = deque()
 
@@ -223,8 +226,14 @@ class Recomputation:
         """
         self.function = function
         self.buffers = BufferState(module, stash.buffers)
-        leaves, self.structure = pytree.tree_flatten((args, kwargs))
-        self.leaves = [stash.put(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves, self.structure = pytree.tree_flatten((args, kwargs), is_leaf=is_state)
+        #: Where the objects of `caches` were among the leaves, which do not keep the objects alive.
+        self.cached = [index for index, leaf in enumerate(leaves) if is_state(leaf)]
+        self.caches = CacheState([leaves[index] for index in self.cached], stash.buffers)
+        self.keeps_caches = stash.keeps_caches
+        self.leaves = [
+            stash.put(leaf) if isinstance(leaf, torch.Tensor) else None if is_state(leaf) else leaf for leaf in leaves
+        ]
         self._versions = self._count_writes()
         self.device = stash.device
         self.random_state = _shared_random_state(), None if stash.device is None else stash.device.random_state()
@@ -236,7 +245,11 @@ class Recomputation:
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the function. Keep its autograd graph, but none of the tensors that the graph saves."""
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._recall):
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
+        if self.cached and not self.keeps_caches:
+            leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_state)
+            self.caches.drop_new([leaves[index] for index in self.cached])
+        return result
 
     def _drop(self, _: torch.Tensor) -> int:
         self.saved += 1
@@ -264,6 +277,8 @@ class Recomputation:
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
+        for index, state in zip(self.cached, self.caches.restored(), strict=True):
+            leaves[index] = state
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         values: dict[int, tuple[torch.Tensor, int | None]] = {}
 

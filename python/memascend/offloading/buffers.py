@@ -37,6 +37,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor, and of no class of its own."""
+    return type(value) is torch.Tensor
+
+
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return all bytes of the tensor's storage, in words as wide as they allow; equal words mean equal bytes."""
     storage = tensor.untyped_storage()
@@ -63,20 +68,21 @@ class BufferCopies:
         return copy
 
 
-class _Recorded:
-    """A tensor that a module held when its unit was called, and how to have its values of then."""
+class Recorded:
+    """A tensor that a module or a cache held when a unit was called, and how to have its values of then."""
 
     __slots__ = ("checksum", "copy", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, copies: BufferCopies) -> None:
+        """Record the present values of `tensor`."""
         self.tensor = tensor
         self.version = version_of(tensor)
         self.copy: torch.Tensor | None = None
         self.checksum: int | None = None
         # What autograd made is an activation, whose writes it counts. Subclasses and other layouts
         # have no storage to copy.
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
-        if not plain or tensor.grad_fn is not None:
+        stored = is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
+        if not stored or tensor.grad_fn is not None:
             return
         size = tensor.untyped_storage().nbytes()
         if 0 < size <= COPY_MAX_BYTES:
@@ -115,16 +121,16 @@ class BufferState:
         self.module = module
         #: (where a module holds its buffers or attributes, a copy of that dictionary)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, Recorded] = {}
         for inner in module.modules():
             for holder in (inner._buffers, inner.__dict__):
                 held = dict(holder)
                 self._held.append((holder, held))
                 for value in held.values():
                     # An attribute of another class may stand for a weight, which is not read here.
-                    state = type(value) is torch.Tensor or (holder is inner._buffers and value is not None)
+                    state = is_plain(value) or (holder is inner._buffers and value is not None)
                     if state and id(value) not in self._recorded:
-                        self._recorded[id(value)] = _Recorded(value, copies)
+                        self._recorded[id(value)] = Recorded(value, copies)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

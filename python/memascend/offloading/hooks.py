@@ -6,7 +6,6 @@ its module is fetched too; and has autograd save names of weights instead of vie
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
@@ -19,6 +18,7 @@ from memascend.errors import MemascendError
 from memascend.layout.units import CPU
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation
+from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.places import place_of, register
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.offloading.session import Session
 
-#: Keyword arguments by which models of transformers are given a key-value cache.
-_CACHE_ARGUMENTS = ("past_key_values", "layer_past", "past_key_value")
 #: Values of `torch.compile`'s mode that record CUDA graphs.
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -212,12 +210,8 @@ class Hooks:
                 alone = session.streamer.depth == 0 and torch.is_grad_enabled()
                 with self._saving_names() if alone else nullcontext():
                     return run(*args, **kwargs)
-            for name in _CACHE_ARGUMENTS:
-                if kwargs.get(name) is not None:
-                    raise MemascendError(
-                        f"{type(module).__name__} was given {name} while its activations are recomputed, which would "
-                        "fill the cache twice: call the model with use_cache=False when training"
-                    )
+            kwargs = caches_as_checkpointed(module, kwargs)
+            check_caches(module, kwargs)
             versions = [place.version for unit in needed for place in unit.places]
 
             def run_unless_stepped(*args: Any, **kwargs: Any) -> Any:
@@ -261,10 +255,6 @@ class Hooks:
     def _whole(self, model: nn.Module, original: Callable) -> Callable:
         """Wrap the forward of the whole model: one pass of the stream."""
         session, streamer = self.session, self.session.streamer
-        # PEFT's models pass unknown arguments on to the model that they wrap.
-        base_model: Any = getattr(model, "get_base_model", None)
-        wrapped = model if base_model is None else base_model()
-        caches = "use_cache" in inspect.signature(wrapped.forward).parameters
         own = (parameter for parameter in model._parameters.values() if parameter is not None)
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
 
@@ -279,13 +269,11 @@ class Hooks:
                 for place in session.places:
                     if not place.hooks:
                         session.gradients.watch(place)
-                # A cache is for generation. Filled during training it would only hold activations
-                # in memory.
-                if caches and kwargs.get("use_cache") is None:
-                    kwargs["use_cache"] = False
                 session.generations.begin()
             if session.device is not None:
                 args, kwargs = pytree.tree_map(to_device, (args, kwargs))
+            # A cache that was not asked for would only hold activations in memory.
+            session.inputs.keeps_caches = asks_for_cache(args, kwargs)
             with streamer.forward_pass(grad), explained(session.device_plan):
                 for unit in direct:
                     streamer.enter_loose(unit)
