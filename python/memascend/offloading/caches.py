@@ -78,7 +78,7 @@ def _is_state_type(kind: type) -> bool:
 
 def is_state(value: Any) -> bool:
     """Whether `value` is an object of transformers that a layer may change, such as a cache."""
-    return _is_state_type(type(value))
+    return _is_state_type(type(value))  # type: ignore[arg-type]
 
 
 def _is_cache(value: Any) -> bool:
