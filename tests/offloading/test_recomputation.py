@@ -546,7 +546,8 @@ def test_a_cache_that_was_not_asked_for_is_dropped(offloaded: Offload) -> None:
             use()
     with pytest.raises(memascend.MemascendError, match="use_cache=True"):
         model(input_ids=tokens(1), past_key_values=cache)
-    # A pass without gradients has a cache like any other.
+    # A part of the model keeps its own, and a pass without gradients has a cache like any other.
+    assert torch.isfinite(model.transformer(input_ids=tokens(0)).past_key_values.layers[1].keys).all()
     model.eval()
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=tokens(0)).past_key_values.layers[1].keys).all()

@@ -158,10 +158,19 @@ class InputStash:
         self._stand_ins = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         self.buffers = BufferCopies()
-        #: Whether what layers put into caches is kept. The whole model's forward sets it.
+        #: Whether what layers put into caches is kept.
         self.keeps_caches = True
         #: Inputs on their way from the device, the oldest first.
         self._leaving: deque[_Source] = deque()
+
+    @contextmanager
+    def keeping_caches(self, keeps: bool) -> Iterator[None]:
+        """Keep what layers put into caches, or drop it."""
+        before, self.keeps_caches = self.keeps_caches, keeps
+        try:
+            yield
+        finally:
+            self.keeps_caches = before
 
     def put(self, tensor: torch.Tensor) -> StashedInput | torch.Tensor:
         """Return a stand-in for `tensor`, or the tensor itself where moving it would gain nothing."""

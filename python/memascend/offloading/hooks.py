@@ -273,8 +273,8 @@ class Hooks:
             if session.device is not None:
                 args, kwargs = pytree.tree_map(to_device, (args, kwargs))
             # A cache that was not asked for would only hold activations in memory.
-            session.inputs.keeps_caches = asks_for_cache(args, kwargs)
-            with streamer.forward_pass(grad), explained(session.device_plan):
+            caching = session.inputs.keeping_caches(asks_for_cache(args, kwargs))
+            with streamer.forward_pass(grad), explained(session.device_plan), caching:
                 for unit in direct:
                     streamer.enter_loose(unit)
                 if not grad:
