@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import tiny
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BioGptConfig,
     BioGptForCausalLM,
@@ -30,6 +32,7 @@ from transformers import (
     XLMConfig,
     XLMWithLMHeadModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import memascend
 
@@ -257,6 +260,48 @@ def test_a_recomputation_that_fails_leaves_buffers_alone(offloaded: Offload) -> 
             each[1].body.fail = False
             each.zero_grad()
         each(inputs(1)).square().sum().backward()
+    assert_as_in_memory(model, expected)
+
+
+class Checkpointed(nn.Module):
+    """A layer under checkpointing, by torch or as transformers does it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = layers(lambda: nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointingLayer(GradientCheckpointingLayer):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        self.layer = Layer(body)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        lambda: Checkpointed(False),
+        lambda: Checkpointed(True),
+        lambda: layers(lambda: nn.BatchNorm1d(WIDTH), CheckpointingLayer),
+    ],
+    ids=["torch", "reentrant", "transformers"],
+)
+def test_checkpointing_writes_buffers_twice_as_in_memory(offloaded: Offload, fresh: Callable[[], nn.Module]) -> None:
+    expected, model = fresh(), offloaded(fresh())
+    for each in (expected, model):
+        each(inputs(0).requires_grad_()).square().sum().backward()
+    assert {buffer.item() for buffer in expected.buffers() if buffer.ndim == 0} == {2}
     assert_as_in_memory(model, expected)
 
 

@@ -119,9 +119,13 @@ class BufferState:
     def __init__(self, module: nn.Module, copies: BufferCopies) -> None:
         """Record what the modules of `module` hold now."""
         self.module = module
+        #: PyTorch's checkpointing, in whose place the recomputation is, writes buffers twice.
+        self._written_twice = _is_checkpointed(module)
         #: (where a module holds its buffers or attributes, a copy of that dictionary)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._recorded: dict[int, Recorded] = {}
+        if self._written_twice:
+            return
         for inner in module.modules():
             for holder in (inner._buffers, inner.__dict__):
                 held = dict(holder)
@@ -135,6 +139,9 @@ class BufferState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules hold the values of then; afterwards they hold the present tensors again, untouched."""
+        if self._written_twice:
+            yield
+            return
         self._check()
         present = [dict(holder) for holder, _ in self._held]
         versions = self._versions()
@@ -180,6 +187,14 @@ class BufferState:
                     if value is tensor:
                         return f"the buffer {name}.{key}".replace(" .", " ")
         raise AssertionError("recorded from one of these dictionaries")
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether a call of `module` now would be one under checkpointing: transformers', or torch.utils.checkpoint."""
+    if module.training and getattr(module, "gradient_checkpointing", False):
+        return True
+    innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    return innermost_hooks is not None and getattr(innermost_hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _tensors(held: dict[str, Any]) -> set[str]:
