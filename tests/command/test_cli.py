@@ -273,12 +273,16 @@ def test_a_loss_that_is_not_finite_stops_or_is_skipped(room, capfd, in_memory):
     assert "error: step 2 of 4: the " in told
     assert ("holds the run after step 1: --resume goes on" in told) == (not in_memory)
     after = listing(room)
+    records = after.pop(".out.metrics.jsonl", None)
+    assert (records is not None) == (not in_memory)
     assert {name: after[name] for name in after if not name.startswith("store/")} == before
     more = more or ("--resume",)
     assert main.main(command(room, *more, on_nan="skip", **blow_up)) == 0
     assert "4 of 4 steps, 3 of them skipped" in capfd.readouterr().out
-    skipped = [step["skipped"] for step in steps_of(room / "out" / "metrics.jsonl")]
-    assert skipped == [False, True, True, True][-len(skipped) :] and len(skipped) >= 3
+    taken = steps_of(room / "out" / "metrics.jsonl")
+    assert [step["step"] for step in taken] == [1, 2, 3, 4]
+    assert [step["skipped"] for step in taken] == [False, True, True, True]
+    assert not (room / ".out.metrics.jsonl").exists()
 
 
 def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
@@ -293,8 +297,8 @@ def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
 
 
 def start_process(room, **changed):
-    """A run of the command in its own process, and its metrics file once it has `records` lines."""
-    words = command(room, metrics=room / "metrics.jsonl", steps=100_000, **changed)
+    """A long run of the command in its own process."""
+    words = command(room, **{"metrics": room / "metrics.jsonl", "steps": 100_000} | changed)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "memascend", *words],
         cwd=room,
@@ -305,13 +309,14 @@ def start_process(room, **changed):
     )
 
 
-def wait_for_records(room, process, count):
-    metrics = room / "metrics.jsonl"
+def wait_for_records(room, process, count, name="metrics.jsonl"):
+    """Wait until the metrics file, whose path in `room` may be a pattern, has `count` lines; return it."""
     deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+    while not (found := [file for file in room.glob(name) if file.read_bytes().count(b"\n") >= count]):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run did not start"
         time.sleep(0.05)
+    return found[0]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -351,3 +356,44 @@ def test_a_second_signal_abandons_the_run(room):
     assert "Traceback" not in err
     assert list((room / "store").iterdir()) == []
     assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "store", "text.txt"]
+
+
+@pytest.mark.parametrize("where", ["in --out", "--metrics"])
+def test_a_killed_run_that_goes_on_has_the_metrics_of_every_step_once(room, where, capfd):
+    chosen = {"steps": 60, "metrics": room / "metrics.jsonl" if where == "--metrics" else None}
+    process = start_process(room, **chosen)
+    try:
+        name = "metrics.jsonl" if where == "--metrics" else ".out.partial-*/model/metrics.jsonl"
+        metrics = wait_for_records(room, process, 9, name)
+    finally:
+        process.kill()
+        process.communicate()
+    done = len(steps_of_whole_lines(metrics))
+    assert 8 <= done < 60, "it was killed in mid-run"
+    with open(metrics, "a") as file:  # a step that was recorded but is not durable, and one half recorded
+        file.write(json.dumps({"record": "step", "step": done + 1, "loss": 0.0}) + '\n{"record": "st')
+    assert main.main(command(room, "--resume", **chosen)) == 0, capfd.readouterr().err
+    records = [json.loads(line) for line in (chosen["metrics"] or room / "out/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["record"] == "step"] == list(range(1, 61))
+    assert [record["record"] for record in records if record["record"] != "step"] == ["start", "resume", "end"]
+    assert all(record["loss"] > 0 for record in records if record["record"] == "step")
+    assert "store" in listing(room) and not [name for name in listing(room) if name.startswith(".")]
+
+
+def steps_of_whole_lines(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") and '"step"' in line[:20]]
+
+
+def test_an_interrupted_run_that_goes_on_elsewhere_has_its_metrics_too(room):
+    process = start_process(room, steps=60, metrics=None)
+    try:
+        wait_for_records(room, process, 5, ".out.partial-*/model/metrics.jsonl")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    done = steps_of(room / "out" / "metrics.jsonl")[-1]["step"]
+    assert main.main(command(room, "--resume", steps=60, out=room / "again")) == 0
+    assert [step["step"] for step in steps_of(room / "again" / "metrics.jsonl")] == list(range(1, 61)) and done < 60

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ import torch
 
 import memascend
 from memascend.command.data import Blocks, Documents, Tokenizer, load_tokenizer
-from memascend.command.metrics import Metrics, peak_rss_bytes, reset_peak_rss, rss_bytes
+from memascend.command.metrics import (
+    METRICS_NAME,
+    Metrics,
+    hidden_records,
+    peak_rss_bytes,
+    reset_peak_rss,
+    rss_bytes,
+    take_over_records,
+)
 from memascend.command.models import copy_side_files, load_in_memory
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import clear_away, put_in_place, workspace, writing
 from memascend.common.progress import Progress
-from memascend.errors import DataError, OutputError
+from memascend.errors import DataError, MemascendError, OutputError
 from memascend.formats.config import limits, load_config
 from memascend.machine.cuda import open_device
 from memascend.offloading.api import offload_of
@@ -64,11 +73,14 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
     documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
     cleanup.callback(documents.close)
-    resumed = _resume(settings, interrupts, cleanup) if settings.resume else None
+    records = settings.metrics or finished / METRICS_NAME
+    if settings.store and settings.metrics is None:
+        cleanup.push(partial(_keep_records, settings, records))
+    resumed = _resume(settings, interrupts, cleanup, records) if settings.resume else None
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
     blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size)
     cleanup.callback(blocks.close)
-    metrics = Metrics(settings.metrics or finished / "metrics.jsonl", go_on=settings.resume)
+    metrics = Metrics(records, go_on=settings.resume)
     cleanup.callback(metrics.close)
     if watch is not None:
         watch("before", model, tokenizer)
@@ -84,7 +96,15 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     metrics.close()
     with writing(settings.out):
         put_in_place(finished, settings.out)
+    hidden_records(settings.out).unlink(missing_ok=True)
     return result
+
+
+def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
+    """Keep the metrics of a run that failed and can be resumed; everything else that is unfinished is removed."""
+    with suppress(OSError, MemascendError):  # the error of the run itself is on its way
+        if error is not None and records.is_file() and memascend.can_resume(settings.store):
+            os.replace(records, hidden_records(settings.out))
 
 
 def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
@@ -99,9 +119,11 @@ def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 
 
-def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack) -> memascend.Resumed | None:
-    """The run that the store holds, or None; its model is closed with `cleanup`."""
+def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, records: Path) -> memascend.Resumed | None:
+    """The run that the store holds, or None; its model is closed with `cleanup`, its metrics are put at `records`."""
     assert settings.host_memory is not None, "a run that can be resumed has a store"
+    if settings.metrics is None:
+        take_over_records(settings.out, records)
     clear_away(settings.out)
     if not memascend.can_resume(settings.store):
         print("memascend: note: the store holds no durable step yet: beginning anew", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Training:
         self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
         # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
+        self._records_before: Path | None = None
         result.steps_planned = self.steps
         result.parameters = sum(p.numel() for p in model.parameters())
 
@@ -77,14 +79,16 @@ class Training:
             memascend.track(self.model, scheduler=self.scheduler, progress=self)
         self.result.steps_before = self.result.steps
         stats = self._stats()
+        run = {"parameters": self.result.parameters, "tokens": self.blocks.tokens, "blocks": len(self.blocks)}
+        if settings.resume:
+            named = settings.metrics is not None
+            self.metrics.keep(self.result.steps, run, before=self._records_before, named=named)
         self.metrics.write(
             "resume" if self.resumed else "start",
             settings=settings.as_record(),
             machine=metrics.machine(),
-            parameters=self.result.parameters,
+            **run,
             steps=self.steps,
-            tokens=self.blocks.tokens,
-            blocks=len(self.blocks),
             baseline_rss_bytes=self.result.baseline_rss_bytes,
             store=stats,
         )
@@ -124,6 +128,7 @@ class Training:
             "seconds": self.result.seconds,
             "settings": self.settings.decisive,
             "data": self._data,
+            "records": str((self.settings.metrics or self.settings.out / metrics.METRICS_NAME).absolute()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,6 +144,8 @@ class Training:
             raise DataError("the data is not that of the run in the store: --resume needs the same files")
         for name in ("steps", "steps_skipped", "losses", "seconds"):
             setattr(self.result, name, state[name])
+        # Where an interrupted run has put its metrics, as far as that is known.
+        self._records_before = Path(state["records"]) if "records" in state else None
 
     def _waited(self) -> dict[str, float] | None:
         """Seconds waited by kind since the last call; None for a model in memory, which is not timed."""

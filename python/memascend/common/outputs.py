@@ -47,12 +47,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def left_behind(out: Path) -> list[Path]:
+    """Return the unfinished directories that killed runs left beside `out`."""
+    prefix = f".{out.name}.partial-"
+    folders = [path for path in out.parent.iterdir() if path.name.startswith(prefix)]
+    owners = [path.name.removeprefix(prefix).partition("-")[0] for path in folders]
+    return [
+        folder
+        for folder, owner in zip(folders, owners, strict=True)
+        if owner.isdecimal() and not Path("/proc", owner).exists()
+    ]
+
+
 def clear_away(out: Path) -> None:
     """Remove the unfinished directories that killed runs left beside `out`."""
-    for unfinished in out.parent.glob(f".{out.name}.partial-*"):
-        owner = unfinished.name.removeprefix(f".{out.name}.partial-").partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(unfinished, ignore_errors=True)
+    for unfinished in left_behind(out):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

@@ -1,0 +1,76 @@
+"""The metrics file of a run that goes on: what was recorded up to its step stays, once."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from memascend.command.metrics import Metrics, recorded_bytes
+from memascend.errors import OutputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN = {"parameters": 7, "tokens": 100, "blocks": 3}
+
+
+def lines(*steps: int, first: str = "start", **fields: int) -> str:
+    records = [{"record": first, "steps": 100} | RUN | fields, *({"record": "step", "step": step} for step in steps)]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (lines(*range(1, 71)), lines(*range(1, 64))),
+        (lines(*range(1, 64)), lines(*range(1, 64))),
+        (lines(*range(1, 64)) + '{"record": "step", "st', lines(*range(1, 64))),
+        (lines(*range(1, 40)) + "\0\0\n" + lines(*range(40, 64)), lines(*range(1, 40))),
+        (
+            lines(1, 2) + lines(3, 4, first="resume") + lines(60, 64, 63),
+            lines(1, 2) + lines(3, 4, first="resume") + lines(60),
+        ),
+        (lines(1) + json.dumps({"record": "end", "steps": 1}) + "\n", None),
+        ("", ""),
+        ('{"record": "start", "se', ""),
+    ],
+)
+def test_what_is_kept_up_to_a_step(tmp_path: Path, text: str, kept: str | None) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(text)
+    metrics = Metrics(file, go_on=True)
+    metrics.keep(63, RUN, before=None, named=True)
+    metrics.write("resume")
+    metrics.close()
+    assert file.read_text() == (text if kept is None else kept) + '{"record": "resume"}\n'
+
+
+@pytest.mark.parametrize("text", ["precious", "precious\n", lines(1, parameters=8), "[1]\n", '{"record": "start"}\n'])
+def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(text)
+    metrics = Metrics(file, go_on=True)
+    with pytest.raises(OutputError, match=r"metrics\.jsonl holds no records of the run"):
+        metrics.keep(63, RUN, before=None, named=True)
+    assert file.read_text() == text
+    # One that memascend itself has found beside --out is only left aside.
+    metrics.keep(63, RUN, before=None, named=False)
+    assert file.read_text() == ""
+    metrics.close()
+
+
+def test_records_that_lie_elsewhere_are_copied(tmp_path: Path) -> None:
+    before, file = tmp_path / "before.jsonl", tmp_path / "metrics.jsonl"
+    before.write_text(lines(*range(1, 71)))
+    for steps, expected in ((63, lines(*range(1, 64))), (0, "")):
+        metrics = Metrics(file, go_on=True)
+        metrics.keep(steps, RUN, before=before, named=True)
+        metrics.close()
+        assert file.read_text() == expected
+    metrics = Metrics(file, go_on=True)
+    metrics.keep(63, RUN | {"tokens": 1}, before=before, named=True)
+    metrics.close()
+    assert file.read_text() == ""
+    assert recorded_bytes(before, 63, RUN) == len(lines(*range(1, 64)))
