@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memascend.command.exits import tell
 from memascend.errors import CheckpointError, first_line
 from memascend.formats.transformers_models import explained_code
 
@@ -49,10 +51,27 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
 
 
 def copy_side_files(model_dir: Path, out: Path) -> None:
-    """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing."""
+    """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
+
+    A directory from a stranger may hold links to any file of the user's. Only links within it are followed, and those
+    of Hugging Face's cache; others are named on standard error.
+    """
+    within = _where_links_may_lead(model_dir)
     for file in sorted(model_dir.iterdir()):
         wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
-        if not wanted or file.name.startswith(".") or not file.is_file() or (out / file.name).exists():
+        if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
             continue
-        if file.stat().st_size <= SIDE_FILE_BYTES_MAX:
-            shutil.copyfile(file, out / file.name)
+        source = file.resolve()
+        if not any(source.is_relative_to(folder) for folder in within):
+            tell(f"note: {file} was not copied: it is a link to {source}, outside of the model; copy it if it belongs")
+            continue
+        if source.stat().st_size <= SIDE_FILE_BYTES_MAX:
+            shutil.copyfile(source, out / file.name, follow_symlinks=False)
+
+
+def _where_links_may_lead(model_dir: Path) -> list[Path]:
+    """Return the directory itself and, of a snapshot in Hugging Face's cache, where its repository keeps the files."""
+    folder = model_dir.resolve()
+    repository = folder.parent.parent
+    cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
+    return [folder, repository / "blobs"] if cached else [folder]
