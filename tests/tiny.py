@@ -179,14 +179,8 @@ class Trace:
 
 def gradients_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name, copy of the gradient or None), wherever the gradients are."""
-    if "_memascend" in model.__dict__:
-        state = memascend.offload_of(model)
-        for place in state.places:
-            gradient = state.gradients.read(place)
-            yield place.name, None if gradient is None else gradient.clone()
-    else:
-        for name, parameter in model.named_parameters():
-            yield name, None if parameter.grad is None else parameter.grad.clone()
+    for name, parameter in model.named_parameters():
+        yield name, None if parameter.grad is None else parameter.grad.clone()
 
 
 def train(

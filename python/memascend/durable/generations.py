@@ -72,6 +72,8 @@ class Generations:
         #: Whether the last commit lacks something: states were loaded, or schedulers had not
         #: followed the step.
         self._incomplete = False
+        #: Whether the program has written to weights since the last commit.
+        self._written = False
         self._buffers = ModelBuffers(session)
         self._due: str | None = None
         self._commit: Commit | None = None
@@ -222,7 +224,8 @@ class Generations:
     def commit(self) -> None:
         """Make the present state of the run a durable generation. Apply all updates before."""
         self.settle()
-        if self.period and (self._moment is not self._committed_moment or self.steps != self._committed_steps):
+        unsaved = self._moment is not self._committed_moment or self.steps != self._committed_steps or self._written
+        if self.period and unsaved:
             self.keep()
 
     def keep(self) -> None:
@@ -238,6 +241,26 @@ class Generations:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
         if self.period and self._session.runtime.generation:
             self._moment, self._incomplete = self._take_moment(), True
+
+    def before_write(self) -> None:
+        """Wait until no generation is due: the program is about to change weights beside a step.
+
+        The change becomes durable with the next step, or by `flush`.
+        """
+        if self.period:
+            self.settle()
+            self._written = True
+
+    def leave_out(self) -> bool:
+        """Commit no generation of the last step, since its weights were changed before that was done.
+
+        Returns whether the step had been committed by then, or was being committed.
+        """
+        if self._commit is not None or not self.period or self.steps == self._committed_steps:
+            self.settle()
+            return bool(self.period)
+        self._due = self._moment = None
+        return False
 
     def abandon(self) -> None:
         """Wait for the end of a commit under way, even if it fails."""
@@ -269,7 +292,9 @@ class Generations:
         }
 
     def _record(self) -> str:
-        """Write changed buffers to the store and return the record of the present state."""
+        """Write changed weights and buffers to the store and return the record of the present state."""
+        self._session.streamer.clean()
+        self._written = False
         moment = self._moment or self._take_moment()
         self._buffers.write(moment["buffers"])
         tracked_states = dict(self.waiting)

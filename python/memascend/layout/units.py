@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,14 @@ class Place:
     offset: int
     #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
     absent: torch.Tensor
-    #: The value of `parameter.grad` while memascend keeps the gradient.
+    #: The value of `parameter.grad` while memascend keeps the gradient: another one for every
+    #: gradient, and of the class that stands for it (`memascend.offloading.stand_ins`).
     marker: torch.Tensor
+    #: The classes of the parameter while its values are on SSD, and while they are in memory.
+    absent_class: type = nn.Parameter
+    resident_class: type = nn.Parameter
+    #: The parameter's version counter when its values came into memory.
+    shown_version: int = 0
     #: Of a frozen weight that is not on the store: the file it is read from, and its offset in
     #: bytes there.
     source: tuple[ExternalFile, int] | None = None
@@ -60,6 +65,8 @@ class Place:
     version: int = 0
     #: Whether memascend keeps a gradient.
     held: bool = False
+    #: The value that every element of the gradient was set to since (`zero_grad(set_to_none=False)`).
+    filled: float | None = None
     #: Gradients that memascend has taken over so far, and how often one was added to another.
     captured: int = 0
     added: int = 0
@@ -75,9 +82,6 @@ class Place:
     made: set[Plane] = field(default_factory=set)
     #: Autograd hooks that take over gradients.
     hooks: list[RemovableHandle] = field(default_factory=list)
-    #: The version counters of the parameter and of `marker` at the last check for writes. Only of a
-    #: parameter on a device: there, reading the values themselves would wait for the device.
-    seen: list[int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,39 +92,26 @@ class Place:
         """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""
         return storage[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
+    def show(self, storage: torch.Tensor) -> None:
+        """Have the parameter show its values, in its unit's bytes (uint8)."""
+        parameter = self.parameter
+        # Neither class of an offloaded parameter has an ordinary `data`.
+        parameter.__class__ = nn.Parameter
+        parameter.data = self.view(storage)
+        parameter.__class__ = self.resident_class
+        self.shown_version = parameter._version
+
+    @property
+    def written(self) -> bool:
+        """Whether the parameter, which shows its values, was written to since it began to show them."""
+        return self.parameter._version != self.shown_version
+
     def hide(self) -> None:
-        """Have the parameter show NaN."""
-        self.parameter.data = self.absent
-        if self.seen is not None:
-            self.seen[0] = self.parameter._version
-
-    def weight_written(self) -> float | None:
-        """Return the value that the absent weight was filled with (`zero_()`, say), or None; reset it to NaN."""
-        # The parameter has a version counter of its own, whatever its data.
-        return self._written(self.absent, 0, self.parameter)
-
-    def gradient_written(self) -> float | None:
-        """Return the value that the marker was filled with (`zero_grad(set_to_none=False)`), or None; reset it."""
-        return self._written(self.marker, 1, self.marker)
-
-    def untouched(self, is_gradient: bool) -> bool:
-        """Return whether the marker, or the absent weight, still stands for values that lie elsewhere."""
-        if self.seen is not None:
-            return (self.marker if is_gradient else self.parameter)._version == self.seen[is_gradient]
-        return math.isnan((self.marker if is_gradient else self.absent).as_strided((), ()).item())
-
-    def _written(self, shown: torch.Tensor, index: int, counted: torch.Tensor) -> float | None:
-        """The value written to `shown`, or None; `seen[index]` is the version of `counted` at the last check."""
-        if self.seen is not None:
-            if counted._version == self.seen[index]:
-                return None
-            self.seen[index] = counted._version
-        element = shown.as_strided((), ())  # the one element that all of `shown` shares
-        value = element.item()
-        if math.isnan(value):
-            return None
-        element.fill_(math.nan)
-        return value
+        """Have the parameter stand for values that are on SSD."""
+        parameter = self.parameter
+        parameter.__class__ = nn.Parameter
+        parameter.data = self.absent
+        parameter.__class__ = self.absent_class
 
 
 @dataclass(slots=True, eq=False)

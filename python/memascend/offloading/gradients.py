@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
+from memascend.offloading.stand_ins import as_held, copy_of, is_stand_in, make_marker
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from memascend._memascend import Capture, CudaEvent, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, StoreTensor
@@ -21,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class GradientCapture:
-    """Captures the gradients of parameters through autograd hooks. `parameter.grad` then shows a marker.
+    """Captures the gradients of parameters through autograd hooks. `parameter.grad` then is a marker.
 
     A native thread copies gradients from a device while the device goes on computing. Call `finish` before using the
     norm or the overflow check of such a gradient.
 
-    The marker has the gradient's shape and dtype and NaN for every value, so that code which reads gradients by
-    itself cannot go wrong silently. Setting `parameter.grad = None` discards the gradient, as in PyTorch.
+    The marker is a stand-in (`memascend.offloading.stand_ins`): what a program does with it is done with the gradient.
+    Setting `parameter.grad = None` discards the gradient, as in PyTorch.
     """
 
     def __init__(
@@ -56,20 +60,41 @@ class GradientCapture:
         if place.hooks or not parameter.requires_grad:
             return
 
-        def before(_: torch.Tensor) -> None:
-            self._accumulating.discard(place)  # A backward pass that failed may have left it.
-            self.settle(place)
-            if parameter.grad is place.marker:
-                # AccumulateGrad would add to the marker. With None it stores the new gradient,
-                # which `capture` adds.
-                parameter.grad = None
-                self._accumulating.add(place)
+        def before(_: Any) -> None:
+            with as_held():
+                self._before(place)
 
         def after(_: torch.Tensor) -> None:
-            self.capture(place, accumulate=place in self._accumulating)
-            self._accumulating.discard(place)
+            with as_held():
+                self.capture(place, accumulate=place in self._accumulating)
+                self._accumulating.discard(place)
 
-        place.hooks = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+        # A hook of the node, not of the tensor: `torch.autograd.grad` runs hooks of the tensor too,
+        # and accumulates nothing.
+        node = get_gradient_edge(parameter).node
+        captured = parameter.register_post_accumulate_grad_hook(after)
+        # The program's own hooks see what is captured, wherever it has registered them.
+        parameter._post_accumulate_grad_hooks.move_to_end(captured.id, last=False)
+        place.hooks = [_HeldNode(node, node.register_prehook(before)), captured]
+
+    def _before(self, place: Place) -> None:
+        """Prepare for autograd to accumulate a gradient."""
+        parameter = place.parameter
+        self._accumulating.discard(place)  # A backward pass that failed may have left it.
+        self.settle(place)
+        gradient = parameter.grad
+        if gradient is place.marker:
+            if not place.held:
+                raise MemascendError(
+                    f"the gradient of {place.name} was consumed by optimizer.step(), so that no other can be added to "
+                    "it: call optimizer.zero_grad() between step() and the next backward()"
+                )
+            # AccumulateGrad would add to the marker. With None it stores the new gradient, which
+            # `capture` adds.
+            parameter.grad = None
+            self._accumulating.add(place)
+        elif is_stand_in(gradient):
+            parameter.grad = copy_of(gradient)
 
     def unwatch(self, place: Place) -> None:
         """Stop capturing: PyTorch keeps the parameter's gradients again."""
@@ -80,31 +105,44 @@ class GradientCapture:
     def capture(self, place: Place, accumulate: bool) -> None:
         """Move `parameter.grad`, a tensor of values, out of memory; `accumulate` adds it to the one captured before.
 
-        Raises ValueError for a sparse gradient.
+        Raises ValueError for a sparse gradient, MemascendError for one with a graph of its own.
         """
         gradient = place.parameter.grad
-        assert gradient is not None, "called once autograd has stored a gradient"
+        if gradient is None:  # A function gave None for the gradient: there is nothing to add.
+            if accumulate:
+                place.parameter.grad = place.marker
+            return
+        place.parameter.grad = place.marker if accumulate else None
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
-        place.parameter.grad = None
-        gradient = gradient.detach().contiguous()
-        tensor = place.tensor
-        self.streamer.apply_update(tensor.unit)
-        gradient_id = self.allocate(tensor)
-        start = place.start if tensor.packed else 0
+        if gradient.requires_grad:
+            raise MemascendError(
+                f"backward(create_graph=True) gives {place.name} a gradient with a graph, which cannot be kept on SSD: "
+                "use torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
+        self.streamer.apply_update(place.tensor.unit)
         with span(f"gradient of {place.name}"):
-            if self.device is None:
-                place.sum_squares, place.non_finite = self.runtime.capture(
-                    gradient_id, start, gradient.data_ptr(), place.numel, accumulate
-                )
-            else:
-                self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
+            self._keep(place, gradient.detach().contiguous(), accumulate)
         place.held = True
         if accumulate:
             place.added += 1
         else:
             place.captured += 1
+            # What stood for an earlier gradient must not show this one.
+            place.marker = make_marker(place)
         place.parameter.grad = place.marker
+
+    def _keep(self, place: Place, gradient: torch.Tensor, accumulate: bool) -> None:
+        """Put a contiguous gradient into the store's keeping, or add it to the one there."""
+        gradient_id = self.allocate(place.tensor)
+        start = place.start if place.tensor.packed else 0
+        place.filled = None
+        if self.device is None:
+            place.sum_squares, place.non_finite = self.runtime.capture(
+                gradient_id, start, gradient.data_ptr(), place.numel, accumulate
+            )
+        else:
+            self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
 
     def _capture_from_device(
         self,
@@ -188,23 +226,48 @@ class GradientCapture:
         return tensor.gradient
 
     def settle(self, place: Place) -> None:
-        """Replace the captured gradient by the value with which the program has filled the marker, if it has.
-
-        `model.zero_grad(set_to_none=False)` fills it with zeros.
-        """
+        """Make a gradient that was filled with a value, as by `zero_grad(set_to_none=False)`, an ordinary tensor."""
         parameter = place.parameter
-        if parameter.grad is place.marker and (value := place.gradient_written()) is not None:
+        if parameter.grad is place.marker and place.filled is not None:
             self._discard(place)
-            parameter.grad = torch.full(place.shape, value, dtype=place.dtype, device=place.marker.device)
+            parameter.grad = self.values(place).view(place.shape)
+            place.filled, place.held = None, False
+
+    def fill(self, place: Place, value: float) -> None:
+        """Set every element of a parameter's gradient to a value."""
+        self._discard(place)
+        place.held, place.filled = True, value
+        place.added += 1
+
+    def values(self, place: Place) -> torch.Tensor:
+        """Return a copy of the gradient that memascend keeps: (elements of the parameter,), where it computes."""
+        device = place.absent.device
+        if place.filled is not None:
+            return torch.full((place.numel,), place.filled, dtype=place.dtype, device=device)
+        self.finish(place)
+        tensor = place.tensor
+        assert tensor.gradient is not None, "a marker stands for a gradient in the store"
+        stored = torch.empty(tensor.numel, dtype=tensor.dtype)  # (elements of the tensor,)
+        self.runtime.read_gradient(tensor.gradient, stored.data_ptr(), stored.nbytes)
+        if tensor.packed:
+            stored = stored[place.start : place.start + place.numel].clone()
+        return stored.to(device)
+
+    def replace(self, place: Place, values: torch.Tensor) -> None:
+        """Keep `values`, (elements of the parameter,), instead of the present gradient."""
+        self._discard(place)
+        self._keep(place, values, accumulate=False)
+        place.added += 1
 
     def clear(self, place: Place) -> None:
         """Discard a parameter's gradient, as `zero_grad` does."""
         self._discard(place)
-        if place.parameter.grad is place.marker and not place.tensor.packed:
+        # A step has taken the gradient if it is not held: the update that waits for it needs it.
+        if place.parameter.grad is place.marker and place.held and not place.tensor.packed:
             gradient_id = place.tensor.gradient
             assert gradient_id is not None, "a marker stands for a gradient in the store"
             self.runtime.clear_gradient(gradient_id)
-        place.held = False
+        place.held, place.filled = False, None
         place.parameter.grad = None
         self._accumulating.discard(place)
 
@@ -223,14 +286,10 @@ class GradientCapture:
             self._leaving.popleft()
         self._leaving_bytes = 0
 
-    def read(self, place: Place) -> torch.Tensor | None:
-        """Return a copy of a parameter's gradient, of its shape and dtype and on the CPU, or None if there is none."""
-        tensor = place.tensor
-        self.settle(place)
-        if place.parameter.grad is not place.marker:
-            return place.parameter.grad
-        self.finish(place)
-        assert tensor.gradient is not None, "a marker stands for a gradient in the store"
-        pack = torch.empty(tensor.numel, dtype=tensor.dtype)  # (elements of the pack,)
-        self.runtime.read_gradient(tensor.gradient, pack.data_ptr(), pack.nbytes)
-        return pack[place.start : place.start + place.numel].view(place.shape).clone()
+
+class _HeldNode:
+    """A hook of an autograd node, which holds the node: PyTorch makes a new one, without hooks, when none does."""
+
+    def __init__(self, node: Any, hook: RemovableHandle) -> None:
+        self.node = node
+        self.remove = hook.remove

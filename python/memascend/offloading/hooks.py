@@ -19,14 +19,16 @@ from memascend.layout.units import CPU
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
-from memascend.offloading.places import place_of, register
+from memascend.offloading.places import register
+from memascend.offloading.stand_ins import as_held, disguise, is_stand_in, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
-    from memascend.layout.units import Unit
+    from memascend.layout.units import Place, Unit
     from memascend.offloading.session import Session
 
 #: Values of `torch.compile`'s mode that record CUDA graphs.
@@ -36,15 +38,30 @@ _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 class _SavedWeight:
     """Stands for a view of a unit's weights in the autograd graph, so that the graph does not hold the buffer."""
 
-    __slots__ = ("dtype", "offset", "place", "shape", "stride", "unit", "version")
+    __slots__ = ("dtype", "offset", "place", "shape", "stride", "version")
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
-        self.unit = unit
-        start = tensor.storage_offset() * tensor.itemsize
-        self.place = next(place for place in unit.places if place.offset <= start < place.offset + place.nbytes)
-        self.version = self.place.version
+    def __init__(self, place: Place, tensor: torch.Tensor, offset: int) -> None:
+        self.place = place
+        self.version = self.present_version()
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.offset = tensor.storage_offset()
+        #: Elements before the first one, in the unit's bytes.
+        self.offset = offset
+
+    def present_version(self) -> tuple[int, int]:
+        """Count the steps taken on the parameter, and the program's writes to it."""
+        with as_held():
+            return self.place.version, self.place.parameter._version
+
+
+class _Saved:
+    """A tensor in the autograd graph, and its version: with hooks, PyTorch does not compare versions by itself."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a node that saves its own output would refer to itself, and never be freed.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
 
 
 class _WatchedParameters(dict):
@@ -86,6 +103,10 @@ class Hooks:
         self._owners: dict[nn.Parameter, Unit] = {
             place.parameter: unit for unit in session.units for place in unit.places
         }
+        #: Places by the address of what absent parameters hold.
+        self._absent: dict[int, Place] = {}
+        #: Hooks of modules.
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Install the hooks: from here on the model's parameters are on SSD."""
@@ -93,18 +114,18 @@ class Hooks:
         model = session.model()
         assert model is not None, "the caller holds the model"
         for place in session.places:
-            if session.device is not None:
-                place.seen = [place.parameter._version, place.marker._version]
-            place.hide()
-            place.parameter.grad = None
             register(session, place)
+            if not is_stand_in(place.parameter):
+                place.parameter.grad = None
+            disguise(place)
+            self._absent[place.absent.data_ptr()] = place
             session.gradients.watch(place)
+        refuse_other_optimizers()
         session.streamer.attach()
         if session.device is not None:
             self._move_buffers(model)
         self._hook_modules(model)
         self._surround(model, partial(self._whole, model))
-        self._guard_state_dict(model)
         model._memascend = session  # type: ignore[assignment]
         if session.device is not None and session.device_plan is not None:
             # Only now have weights that were on the device left it.
@@ -116,12 +137,15 @@ class Hooks:
         model = self.session.model()
         if model is not None:
             self._replace(model, "forward", _refuse_closed)
-            self._replace(model, "_compiled_call_impl", None)
+            self._replace(model, "_compiled_call_impl", _refuse_closed)
 
     def forget(self) -> None:
         """Give the model back every attribute that was replaced."""
         _restore(self._originals)
         self._originals.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _move_buffers(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -139,6 +163,8 @@ class Hooks:
                 watched = _WatchedParameters(module._parameters)
                 watched.lookup = self._lookup
                 self._replace(module, "_parameters", watched)
+                self._guard(module)
+                self._expect_writes(module)
             if module in blocks:
                 parameters = list(module.parameters())
             elif module not in inside_blocks:
@@ -148,6 +174,12 @@ class Hooks:
             needed = list(dict.fromkeys(self._owners[p] for p in parameters if p in self._owners))
             if needed and module is not model:
                 self._surround(module, partial(self._streamed, module, needed, module in blocks))
+
+    def _expect_writes(self, module: nn.Module) -> None:
+        """Tell the streamer of a module that writes to its own weight in its forward."""
+        if getattr(module, "max_norm", None) is not None:  # torch.nn.Embedding, EmbeddingBag
+            for unit in {self._owners[p] for p in module._parameters.values() if p in self._owners}:
+                self.session.streamer.residencies[unit].writes_itself = True
 
     def _lookup(self, parameter: nn.Parameter) -> None:
         """Fetch the unit of a parameter that is asked for during a pass."""
@@ -166,12 +198,18 @@ class Hooks:
     def _surround(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
         """Replace a module's forward by `around(forward)`, or wrap what `torch.compile` has made of it.
 
-        The wrapper itself is never traced: it fetches and releases buffers, of which a compiled graph knows nothing.
+        Of the whole model the call is surrounded, hooks included, so that another forward may take the place of its own
+        (TRL and Liger-Kernel do that). The wrapper itself is never traced: it fetches and releases buffers, of which a
+        compiled graph knows nothing.
         """
+        whole = module is self.session.model()
 
         def install() -> None:
             compiled = module.__dict__.get("_compiled_call_impl")
-            name, original = ("forward", module.forward) if compiled is None else ("_compiled_call_impl", compiled)
+            if compiled is not None or whole:
+                name, original = "_compiled_call_impl", compiled or module._call_impl
+            else:
+                name, original = "forward", module.forward
             self._replace(module, name, torch.compiler.disable(around(original)))
 
         def compile_(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +220,11 @@ class Hooks:
                     f"mode={kwargs.get('mode')!r} records CUDA graphs, for which weights must stay where they are: use "
                     "mode=None, or 'max-autotune-no-cudagraphs'"
                 )
-            mine = [entry for entry in self._originals if entry[0] is module and entry[1] != "_parameters"]
+            mine = [
+                entry
+                for entry in self._originals
+                if entry[0] is module and entry[1] in ("forward", "_compiled_call_impl", "compile")
+            ]
             _restore(mine)
             self._originals = [entry for entry in self._originals if entry not in mine]
             module.compile(*args, **kwargs)
@@ -208,7 +250,7 @@ class Hooks:
                 # A module called by itself: the forward of the whole model would save names of
                 # weights already.
                 alone = session.streamer.depth == 0 and torch.is_grad_enabled()
-                with self._saving_names() if alone else nullcontext():
+                with self.saving_names() if alone else nullcontext():
                     return run(*args, **kwargs)
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
@@ -279,62 +321,78 @@ class Hooks:
                     streamer.enter_loose(unit)
                 if not grad:
                     return original(*args, **kwargs)
-                with self._saving_names():
+                with self.saving_names():
                     result = original(*args, **kwargs)
             session.generations.start()
             return result
 
         return forward
 
-    def _saving_names(self) -> AbstractContextManager[Any]:
+    def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""
         streamer, device = self.session.streamer, self.session.torch_device
 
-        def pack(tensor: torch.Tensor) -> Any:
-            unit = None
+        def pack(tensor: torch.Tensor) -> _SavedWeight | _Saved:
             if tensor.device == device and tensor.layout is torch.strided:
-                unit = streamer.by_address.get(tensor.untyped_storage().data_ptr())
-            # Detached: a node that saves its own output would refer to itself, and never be freed.
-            return tensor.detach() if unit is None else _SavedWeight(unit, tensor)
+                with as_held():
+                    address = tensor.untyped_storage().data_ptr()
+                    start = tensor.storage_offset() * tensor.itemsize
+                unit = streamer.by_address.get(address)
+                if unit is not None:
+                    place = next(place for place in unit.places if place.offset <= start < place.offset + place.nbytes)
+                    return _SavedWeight(place, tensor, start // tensor.itemsize)
+                if address in self._absent:
+                    # A custom Function saves a weight that nothing has read yet.
+                    place = self._absent[address]
+                    return _SavedWeight(place, torch.empty(place.shape, dtype=place.dtype, device="meta"), -1)
+            return _Saved(tensor)
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if not isinstance(saved, _SavedWeight):
-                return saved
-            if saved.place.version != saved.version:
-                raise MemascendError(_stale(saved.place.name))
-            storage = streamer.storage(saved.unit).untyped_storage()
+        def unpack(saved: _SavedWeight | _Saved) -> torch.Tensor:
+            if isinstance(saved, _Saved):
+                if saved.tensor._version != saved.version:
+                    raise RuntimeError(_modified(saved.tensor, saved.version))
+                return saved.tensor
+            place = saved.place
+            if saved.present_version() != saved.version:
+                raise MemascendError(_stale(place.name))
+            storage = streamer.storage(place.tensor.unit).untyped_storage()
+            offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
             empty = torch.empty(0, dtype=saved.dtype, device=device)
-            return empty.set_(storage, saved.offset, saved.shape, saved.stride)
+            return empty.set_(storage, offset, saved.shape, saved.stride)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    # ---- state dicts ------------------------------------------------------------------------------------
+    # ---- what would change a parameter's storage ----------------------------------------------------------
 
-    def _guard_state_dict(self, model: nn.Module) -> None:
-        """Refuse `state_dict()` of the whole model. With PEFT's adapters it holds what is trained, as PEFT expects."""
-        session = self.session
+    def _guard(self, module: nn.Module) -> None:
+        """Refuse to convert or to replace the parameters of a module by its own methods."""
+        apply = module._apply
 
-        def refuse(*_: Any) -> None:
-            if not has_adapters(model):
+        def apply_unless_converting(fn: Callable, recurse: bool = True) -> nn.Module:
+            for name, parameter in module._parameters.items():
+                if parameter in self._owners:
+                    self._check_conversion(fn, type(module).__name__, name, parameter)
+            return apply(fn, recurse)
+
+        def refuse_assign(_: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any], *_rest: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
                 raise MemascendError(
-                    "the parameters of an offloaded model are on SSD, so state_dict() cannot hold them: use "
-                    "memascend.save_pretrained(model, directory) or memascend.parameters_of(model)"
+                    f"load_state_dict(assign=True) would replace the parameters of {prefix or 'the model'}, which are "
+                    "on SSD: use assign=False, which copies the values there"
                 )
 
-        def keep_trained(_root: nn.Module, state_dict: dict[str, Any], prefix: str, *_local: Any) -> None:
-            session.flush()
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                located = place_of(parameter)
-                if located is None:
-                    continue
-                if not parameter.requires_grad:
-                    del state_dict[prefix + name]
-                    continue
-                _, place = located
-                state_dict[prefix + name] = place.view(session.read_unit(place.tensor.unit)).clone()
+        self._replace(module, "_apply", apply_unless_converting)
+        self._handles.append(module.register_load_state_dict_pre_hook(refuse_assign))
 
-        model.register_state_dict_pre_hook(refuse)
-        model.register_state_dict_post_hook(keep_trained)
+    def _check_conversion(self, fn: Callable, owner: str, name: str, parameter: nn.Parameter) -> None:
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        converted = fn(probe)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
+            raise MemascendError(
+                f"{owner}.{name} is on SSD as {probe.dtype} for {probe.device} and cannot become {converted.dtype} on "
+                f"{converted.device}: convert the model before memascend.offload, or give dtype= to "
+                "memascend.from_pretrained and device= to both"
+            )
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -350,6 +408,14 @@ def _restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
             module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = value
+
+
+def _modified(tensor: torch.Tensor, version: int) -> str:
+    """Return PyTorch's words for a saved tensor that was written to."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+    )
 
 
 def _stale(subject: str) -> str:

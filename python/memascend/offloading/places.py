@@ -37,14 +37,3 @@ def finish_gradient(place: Place) -> None:
     if located is not None:
         session, _ = located
         session.gradients.finish(place)
-
-
-def shown_places() -> dict[int, tuple[Place, bool]]:
-    """Return all places by the data pointer of their stand-ins: of absent weights (False), kept gradients (True)."""
-    places: dict[int, tuple[Place, bool]] = {}
-    for _, reference in _registry.values():
-        place = reference()
-        if place is not None:
-            places[place.absent.data_ptr()] = (place, False)
-            places[place.marker.data_ptr()] = (place, True)
-    return places

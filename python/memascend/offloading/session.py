@@ -26,6 +26,7 @@ from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -45,6 +46,9 @@ class Attachment(Protocol):
 
     def forget(self) -> None:
         """Give the model of a closed session its own forward back."""
+
+    def saving_names(self) -> AbstractContextManager[Any]:
+        """Have autograd save names of weights instead of views of them."""
 
 
 class Session:
@@ -89,6 +93,8 @@ class Session:
             raise
         in_flight_bytes = 0 if self.device_plan is None else self.device_plan.in_flight_bytes
         self.gradients = GradientCapture(self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes)
+        self.streamer.before_write = self.generations.before_write
+        self.streamer.on_surprise = self._note_writes
         self.inputs = InputStash(self.runtime, computing.activations, self.timeline, self.device)
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({place.source[0] for place in self.places if place.source is not None})
@@ -265,6 +271,25 @@ class Session:
         if self.runtime.device is not None:
             stats["device"] = self.runtime.device.stats()
         return stats
+
+    def saving_names(self) -> AbstractContextManager[Any]:
+        """Have autograd save names of weights instead of views of them."""
+        assert self.attachment is not None, "weights are in a graph only once the session is attached"
+        return self.attachment.saving_names()
+
+    def _note_writes(self, unit: Unit) -> None:
+        """Deal with a unit to which its module has written, and might do so again."""
+        _log.warning(
+            "%s writes to its own weights in its forward: from now on each pass waits there until the step before is "
+            "durable",
+            unit.name,
+        )
+        if not self.generations.leave_out():
+            return
+        # The last update of the unit may have been on its way to the drives while its module wrote.
+        for tensor_id, _, nbytes in unit.weights:
+            stored = torch.empty(nbytes, dtype=torch.uint8)
+            self.runtime.read(tensor_id, stored.data_ptr(), nbytes)  # raises for bytes without their checksum
 
     # ---- closing ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.offloading.native import OPTIONS
+from memascend.offloading.stand_ins import as_held
 from memascend.optim import record
 from memascend.optim.factors import GradientFactors
 from memascend.optim.homes import Homes
@@ -68,6 +69,8 @@ class OffloadedOptimizer(Optimizer):
     `step` consumes gradients kept on SSD, as if `zero_grad` followed at once.
     """
 
+    #: Tells `memascend.offloading.stand_ins` that steps do not read parameters in memory.
+    updates_on_store = True
     #: Options that `load_state_dict` leaves as they are.
     own_options: tuple[str, ...] = ("params", "param_names", "states", "master")
 
@@ -204,8 +207,9 @@ class OffloadedOptimizer(Optimizer):
         Returns whether one of them is not finite. `memascend.GradScaler` calls this. `clip_grad_norm_` takes the factor
         into account, `step` and `zero_grad` forget it, and a new gradient does not have it.
         """
-        homes = (home for home in self._homes_with_gradient() if home.unscaled_by_update)
-        return self._factors.unscale(homes, inv_scale)
+        with as_held():
+            homes = (home for home in self._homes_with_gradient() if home.unscaled_by_update)
+            return self._factors.unscale(homes, inv_scale)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their 2-norm is at most `max_norm`, in the next `step`.
@@ -213,7 +217,8 @@ class OffloadedOptimizer(Optimizer):
         Returns the norm before (0-dim float32): the square root of a fixed-order sum of squares in fp64, the
         same for offloaded and ordinary parameters. Not finite when a gradient overflowed.
         """
-        norm = self._factors.clip(self._homes_with_gradient(), max_norm, error_if_nonfinite)
+        with as_held():
+            norm = self._factors.clip(self._homes_with_gradient(), max_norm, error_if_nonfinite)
         return torch.tensor(norm, dtype=torch.float32)
 
     @torch.no_grad()
@@ -227,7 +232,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with span("optimizer step"):
+        with span("optimizer step"), as_held():
             self._step()
         return loss
 
@@ -246,8 +251,9 @@ class OffloadedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, those kept on SSD too."""
-        for home in self._homes_with_gradient():
-            home.clear_gradient()
+        with as_held():
+            for home in self._homes_with_gradient():
+                home.clear_gradient(set_to_none)
         self._factors.clear()
         super().zero_grad(set_to_none)
 

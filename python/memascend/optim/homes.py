@@ -13,6 +13,7 @@ from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import place_of
+from memascend.offloading.stand_ins import copy_of, is_stand_in
 from memascend.optim.room import allocate_states, free_unused_states, make_room, missing_planes
 from memascend.optim.schedule import Operands
 from memascend.optim.states import load_states, read_states
@@ -230,8 +231,8 @@ class Home(ABC):
         """Return the sum of squares of a gradient that was taken, and whether it is not finite."""
 
     @abstractmethod
-    def clear_gradient(self) -> None:
-        """Discard what a store keeps of the gradient; `Optimizer.zero_grad` discards `parameter.grad`."""
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Discard what a store keeps of the gradient, or set it to zero. `Optimizer.zero_grad` does the same after."""
 
     @abstractmethod
     def prepare(self, rule: Rule, room: Room) -> None:
@@ -303,13 +304,16 @@ class OnModel(Home):
         """Take over a gradient that the program has assigned, and wait for one on its way from a device."""
         gradients, place = self.session.gradients, self.place
         gradients.settle(place)
-        if self.parameter.grad is not place.marker:
+        gradient = self.parameter.grad
+        if gradient is not place.marker:
+            if is_stand_in(gradient):
+                self.parameter.grad = copy_of(gradient)
             self.check_gradient()
             gradients.capture(place, accumulate=False)
         elif not place.held:
             raise MemascendError(
-                f"{place.name} was given back the stand-in of a gradient that a step or zero_grad has consumed: its "
-                "values are gone"
+                f"an earlier step has consumed the gradient of {place.name}: call zero_grad(), and backward() again, "
+                "before the next step()"
             )
         gradients.finish(place)
 
@@ -317,9 +321,13 @@ class OnModel(Home):
         """Return what was measured when the gradient was taken over."""
         return self.place.sum_squares, self.place.non_finite
 
-    def clear_gradient(self) -> None:
-        """Discard the gradient on the store."""
-        self.session.gradients.clear(self.place)
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Discard the gradient on the store, or set it to zero."""
+        gradients, place = self.session.gradients, self.place
+        if set_to_none or self.parameter.grad is not place.marker:
+            gradients.clear(place)
+        else:
+            gradients.fill(place, 0.0)
 
     def prepare(self, rule: Rule, room: Room) -> None:
         """Ask for room on the model's store, and claim states that no other optimizer has."""
@@ -380,11 +388,13 @@ class OnModel(Home):
         schedule.add_deferred(self.session, place, Segment(place.start, place.numel, rule, scalars, fresh))
 
     def count(self, rule: Rule) -> None:
-        """Note that a step was taken: it consumes the gradient, and graphs made before it are out of date."""
+        """Note that a step was taken: it consumes the gradient, and graphs made before it are out of date.
+
+        `parameter.grad` goes on standing for the gradient until `zero_grad`, but refuses to be read or added to.
+        """
         super().count(rule)
         self.place.version += 1
         self.place.held = False
-        self.parameter.grad = None
 
 
 class _Ordinary(Home):
@@ -408,6 +418,11 @@ class _Ordinary(Home):
     def check(self) -> None:
         """Raise ValueError for a parameter of a dtype or on a device that the kernels do not take."""
         parameter = self.parameter
+        if is_stand_in(parameter):
+            raise MemascendError(
+                f"{self.name} is a part of an offloaded model that was closed, or a view of one of its parameters: "
+                "train the parameters that model.parameters() gives"
+            )
         if torch.is_complex(parameter):
             raise ValueError(
                 f"{type(self.homes.optimizer).__name__} does not support complex parameters: pass "
@@ -429,7 +444,7 @@ class _Ordinary(Home):
         gradient = self.check_gradient().detach().cpu().contiguous()
         return gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
 
-    def clear_gradient(self) -> None:
+    def clear_gradient(self, set_to_none: bool) -> None:
         """Do nothing: the gradient is `parameter.grad` itself."""
 
     def take_in(self, rule: Rule) -> None:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend._memascend import check_overflow
 from memascend.kernels import launcher
-from memascend.offloading.places import finish_gradient, shown_places
+from memascend.offloading.places import finish_gradient, place_of
+from memascend.offloading.stand_ins import is_stand_in, kept_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -193,32 +194,22 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
 
     Raises ValueError for a tensor that stands for weights that are not in memory.
     """
-    shown: dict[int, tuple[Place, bool]] | None = None
     places: dict[int, Place] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
+        if not is_stand_in(tensor):
             continue
-        # An absent weight and the marker of a gradient are one NaN, expanded. Overwritten, as by
-        # zero_(), they are ordinary tensors.
-        if is_traceable_wrapper_subclass(tensor) or not tensor.numel() or tensor.dtype not in _NAMES:
-            continue
-        if tensor.untyped_storage().nbytes() != tensor.itemsize:
-            continue
-        if shown is None:
-            shown = shown_places()
-        if tensor.data_ptr() not in shown:
-            continue
-        place, is_gradient = shown[tensor.data_ptr()]
-        if not place.untouched(is_gradient):
-            continue
-        if not is_gradient:
-            raise ValueError(f"tensors[{index}] is the parameter {place.name}, whose weights are not in memory now")
-        if place.parameter.grad is not place.marker:
-            raise ValueError(f"tensors[{index}] is a gradient of {place.name} that was discarded since")
-        if tensor.shape != place.shape:
+        kept = kept_gradient(tensor)
+        if kept is None:
+            located = place_of(tensor)
+            name = "a view of a parameter" if located is None else f"the parameter {located[1].name}"
+            raise ValueError(f"tensors[{index}] is {name}, whose weights are not in memory now")
+        place, is_whole = kept
+        if not is_whole:
             raise ValueError(
                 f"tensors[{index}] is a part of {place.name}'s gradient, which memascend keeps: pass it whole"
             )
+        if place.marker is not tensor or not place.held:
+            raise ValueError(f"tensors[{index}] is a gradient of {place.name} that was discarded since")
         places[index] = place
     return places
 

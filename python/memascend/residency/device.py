@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
-from memascend.errors import MemascendError
 from memascend.layout.units import round_up
 from memascend.residency.cuda import DevicePool
-from memascend.residency.host import Streamer
+from memascend.residency.host import NoBufferError, Streamer
 from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farthest, smallest_holding
 
 if TYPE_CHECKING:
@@ -113,6 +112,13 @@ class DeviceStreamer(Streamer):
         self.device.wait(buffer.arrived)
         return self.pool.use(buffer)
 
+    def _take_back(self, unit: Unit) -> None:
+        buffer = self._on_device.get(unit)
+        if buffer is not None:
+            hosted = self._hosted(unit)
+            # On the computing stream, behind the copy that brought the unit here.
+            hosted[: unit.nbytes].copy_(self.pool.use(buffer)[: unit.nbytes])
+
     # ---- device buffers ---------------------------------------------------------------------------------
 
     def _upload(self, unit: Unit, buffer: Buffer) -> None:
@@ -146,7 +152,7 @@ class DeviceStreamer(Streamer):
                 gc.collect()
         size = self._device_size
         in_use = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
-        raise MemascendError(
+        raise NoBufferError(
             f"no device buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still "
             f"alive (in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier "
             "steps, or raise device_memory"

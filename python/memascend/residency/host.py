@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
-    from memascend.layout.units import Unit
+    from memascend.layout.units import Place, Unit
     from memascend.plan.host import Plan
     from memascend.residency.updates import Update
+
+
+class NoBufferError(MemascendError):
+    """No buffer is free for a unit that is needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,12 @@ class Residency:
     users: int = 0
     #: Updates that the next fetch applies.
     updates: Sequence[Update] = ()
+    #: Whether the program has written to `storage` since it was read or written back.
+    dirty: bool = False
+    #: Whether a module that uses the unit writes to its weights, as `Embedding(max_norm=...)` does.
+    writes_itself: bool = False
+    #: How often a module has written to the unit's weights.
+    module_writes: int = 0
 
 
 class Streamer:
@@ -71,6 +81,10 @@ class Streamer:
         self.by_address: dict[int, Unit] = {}
         self.waits = 0
         self.depth = 0
+        #: Called before the program's writes become part of the store's next generation.
+        self.before_write: Callable[[], None] = lambda: None
+        #: Called with a unit that a module has written to, though nothing had told of it before.
+        self.on_surprise: Callable[[Unit], None] = lambda unit: None
         #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
         #: Passes with a backward pass (True) and without (False).
@@ -106,23 +120,91 @@ class Streamer:
         """Bind the unit's parameters to their values; every call needs an `exit`."""
         residency = self.residencies[unit]
         if residency.users == 0:
+            if residency.writes_itself:
+                # The durable step must be whole before a module changes the unit's bytes.
+                self.before_write()
+                self._wait_written(unit)
             storage = self.storage(unit)
             for place in unit.places:
-                if place.weight_written() is not None:
-                    raise MemascendError(
-                        f"{place.name} was written to while it was on SSD, where that changes nothing: change weights "
-                        "before memascend.offload"
-                    )
-                place.parameter.data = place.view(storage)
+                place.show(storage)
         residency.users += 1
 
     def exit(self, unit: Unit) -> None:
-        """End a use. Parameters without users show NaN; their bytes live as long as a tensor refers to them."""
+        """End a use. Parameters without users are hidden; their bytes live as long as a tensor refers to them."""
         residency = self.residencies[unit]
-        residency.users -= 1
-        if residency.users == 0:
-            for place in unit.places:
-                place.hide()
+        try:
+            if residency.users == 1 and (written := [place for place in unit.places if place.written]):
+                self._written_by_module(unit, written)
+        finally:
+            residency.users -= 1
+            if residency.users == 0:
+                for place in unit.places:
+                    place.hide()
+
+    def _written_by_module(self, unit: Unit, written: list[Place]) -> None:
+        """Write a unit back whose module has changed its weights in its forward."""
+        self.check_writable(written)
+        residency = self.residencies[unit]
+        residency.module_writes += 1
+        if not residency.writes_itself:
+            residency.writes_itself = True
+            self._wait_written(unit)
+            self.on_surprise(unit)
+        self.mark_written(unit)
+        self.clean()
+
+    def uses(self, unit: Unit) -> bool:
+        """Whether the unit's parameters show their values."""
+        return self.residencies[unit].users > 0
+
+    @contextmanager
+    def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Give the unit's bytes (uint8), where the model computes, to a program that may write to them.
+
+        Outside of passes this is no use that predicts others. The program says `mark_written` where it has written.
+        """
+        residency = self.residencies[unit]
+        residency.users += 1
+        try:
+            storage = self._bring(unit)
+            # What the program writes must not reach a write under way.
+            self._wait_written(unit)
+            yield storage
+        finally:
+            residency.users -= 1
+
+    def check_writable(self, places: Sequence[Place]) -> None:
+        """Raise MemascendError for a weight that is read in place from a file of the model."""
+        for place in places:
+            if place.source is not None:
+                raise MemascendError(
+                    f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
+                    "stays as it is: use frozen='store'"
+                )
+
+    def mark_written(self, unit: Unit) -> None:
+        """Note that the program has written to the unit's bytes, which `storage` or `lend` gave."""
+        residency = self.residencies[unit]
+        if not residency.dirty:
+            self.before_write()
+            residency.dirty = True
+        self._take_back(unit)
+
+    def _take_back(self, unit: Unit) -> None:
+        """Bring what was written to the unit into its bytes in host memory, where it is not there already."""
+
+    def clean(self) -> None:
+        """Write to the store what the program has written to units in memory."""
+        for residency in self.residencies.values():
+            self._write_back(residency)
+
+    def _write_back(self, residency: Residency) -> None:
+        if residency.dirty:
+            assert residency.lease is not None, "a unit that was written to stays in memory"
+            unit = residency.unit
+            self.runtime.write_unit(unit.index, unit.weights, residency.lease)
+            residency.dirty = False
+            self._wait_written(unit)
 
     def enter_loose(self, unit: Unit) -> None:
         """Bind the parameters of a unit that is used outside its module, until the current scope ends."""
@@ -217,7 +299,7 @@ class Streamer:
                 gc.collect()
         size = self._buffer_size
         in_use = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
-        raise MemascendError(
+        raise NoBufferError(
             f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
             f"(in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier steps, or "
             f"raise host_memory{self._remedy}"
@@ -242,6 +324,7 @@ class Streamer:
         return self._order.next_use(unit)
 
     def _drop(self, residency: Residency) -> None:
+        self._write_back(residency)
         try:
             if residency.ticket is not None:
                 # The fetch may carry updates, which have to end before the unit can be fetched
@@ -302,6 +385,7 @@ class Streamer:
 
     def apply_updates(self) -> None:
         """Apply every deferred update now and wait until it is on the store's drives."""
+        self.clean()
         waiting = [residency.unit for residency in self.residencies.values() if residency.updates]
         if waiting:
             # Expecting exactly these units makes the ordinary prefetch a pipeline over them.
