@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import UninitializedParameter
+
 from memascend.common.sizes import parse_size
 from memascend.durable.record import source_of
 from memascend.errors import MemascendError
@@ -65,13 +67,21 @@ def _check_not_offloaded(model: nn.Module) -> None:
         )
 
 
-def _check_devices(model: nn.Module, device: torch.device) -> None:
-    """Raise ValueError for a parameter that is neither on the CPU nor on `device`."""
+def _check_parameters(model: nn.Module, device: torch.device) -> None:
+    """Raise ValueError for a parameter that is neither on the CPU nor on `device`, or cannot be laid out as it is."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet: run one forward pass before memascend.offload")
         if parameter.device not in (CPU, device):
             raise ValueError(
                 f"parameter {name} is on {parameter.device}, but the model is to compute on {device}: "
                 f"give device='{parameter.device.type}', or move it to the CPU"
+            )
+        if not parameter.is_contiguous():
+            # Another layout may take another kernel, whose sums have another order.
+            raise ValueError(
+                f"parameter {name} has strides {parameter.stride()}, which memascend does not keep: use "
+                "model.to(memory_format=torch.contiguous_format), or parameter.data = parameter.data.contiguous()"
             )
 
 
@@ -128,7 +138,7 @@ def offload(
     _check_not_offloaded(model)
     budget = parse_size(host_memory)
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
-    _check_devices(model, computing.torch_device)
+    _check_parameters(model, computing.torch_device)
     units = partition(model, computing.torch_device)
     session = Session(
         model,

@@ -19,8 +19,9 @@ from memascend.layout.units import CPU
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
+from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import register
-from memascend.offloading.stand_ins import as_held, disguise, is_stand_in, refuse_other_optimizers
+from memascend.offloading.stand_ins import as_held, conceal, disguise, is_stand_in, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,7 @@ class Hooks:
         }
         #: Places by the address of what absent parameters hold.
         self._absent: dict[int, Place] = {}
+        self._casts = CastWeights(session.torch_device.type)
         #: Hooks of modules.
         self._handles: list[RemovableHandle] = []
 
@@ -251,7 +253,8 @@ class Hooks:
                 # weights already.
                 alone = session.streamer.depth == 0 and torch.is_grad_enabled()
                 with self.saving_names() if alone else nullcontext():
-                    return run(*args, **kwargs)
+                    result = run(*args, **kwargs)
+                return conceal(result, session) if session.streamer.depth == 0 else result
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
             versions = [place.version for unit in needed for place in unit.places]
@@ -261,7 +264,14 @@ class Hooks:
                     raise MemascendError(_stale(f"the parameters of {needed[0].name}"))
                 return run(*args, **kwargs)
 
-            return Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
+            written = [session.streamer.residencies[unit].module_writes for unit in needed]
+            result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
+            if written != [session.streamer.residencies[unit].module_writes for unit in needed]:
+                raise MemascendError(
+                    f"the forward of {needed[0].name} has written to its own weights, so that it cannot be computed "
+                    "again in the backward pass: pass recompute=False"
+                )
+            return result
 
         return forward
 
@@ -276,6 +286,7 @@ class Hooks:
             if checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             entered: list[Unit] = []
+            self._casts.use(module)
             try:
                 for unit in needed:
                     streamer.enter(unit)
@@ -285,10 +296,7 @@ class Hooks:
             finally:
                 for unit in entered:
                     streamer.exit(unit)
-                if torch.is_autocast_enabled(session.torch_device.type):
-                    # The cache would keep a copy of every weight that autocast has converted, until
-                    # the pass ends.
-                    torch.clear_autocast_cache()
+                self._casts.forget()
                 if checkpointing:
                     module.gradient_checkpointing = checkpointing
 
@@ -319,12 +327,11 @@ class Hooks:
             with streamer.forward_pass(grad), explained(session.device_plan), caching:
                 for unit in direct:
                     streamer.enter_loose(unit)
-                if not grad:
-                    return original(*args, **kwargs)
-                with self.saving_names():
+                with self.saving_names() if grad else nullcontext():
                     result = original(*args, **kwargs)
-            session.generations.start()
-            return result
+            if grad:
+                session.generations.start()
+            return conceal(result, session)
 
         return forward
 

@@ -115,6 +115,10 @@ class ResidentParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _assign(self, value)
 
+    def __repr__(self) -> str:
+        """Show the values as those of an ordinary parameter."""
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
 
 def disguise(place: Place) -> None:
     """Have the parameter at `place` be a stand-in from now on, whenever its values are not in memory."""
@@ -170,8 +174,9 @@ def _located(tensor: torch.Tensor) -> tuple[Session, Place, _Source | None]:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a stand-in for the same values without autograd's history."""
     session, place, source = _located(tensor)
-    if source is None and session.streamer.depth:
-        session.streamer.enter_loose(place.tensor.unit)
+    if source is None:
+        session.streamer.enter_loose(place.tensor.unit)  # in a pass, and then until its end
+    if not is_stand_in(tensor):
         return tensor.detach()
     with as_held():
         alias = tensor.detach()
@@ -374,6 +379,23 @@ def _stand_in(tensor: torch.Tensor, arguments: list[torch.Tensor], loans: list[_
     return tensor
 
 
+def conceal(result: Any, session: Session) -> Any:
+    """Have tensors that a pass returns as views of weights be stand-ins: the weights leave memory after it."""
+    by_address = session.streamer.by_address
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if is_stand_in(tensor) or isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        unit = by_address.get(tensor.untyped_storage().data_ptr())
+        if unit is None:
+            return tensor
+        storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        loans = [_Loan(_whole(place), place.view(storage).view(-1)) for place in unit.places]
+        return _stand_in(tensor, [], loans)
+
+    return pytree.tree_map_only(torch.Tensor, replace, result)
+
+
 def _run_on_copies(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     """Run a function that takes more weights at once than there are buffers: on copies, made one at a time."""
     copies = {id(tensor): tensor.clone() for tensor in stand_ins}
@@ -421,6 +443,11 @@ def _lay_out(func: Callable) -> Callable[..., Any]:
 def _offset(tensor: torch.Tensor) -> int:
     _, _, source = _located(tensor)
     return 0 if source is None else source.offset
+
+
+def _describe(tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
+    copy = copy_of(tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    return copy.__repr__(tensor_contents=tensor_contents)
 
 
 def _fill(tensor: torch.Tensor, value: Any = 0.0) -> torch.Tensor:
@@ -476,11 +503,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             located = place_of(parameter)
             name = "a parameter" if located is None else located[1].name
-            own = {"Adam", "AdamW", "SGD", "Lion"} & {kind.__name__ for kind in type(optimizer).__mro__}
-            instead = f"memascend.{min(own, key=len)}" if own else "memascend.AdamW, Adam, SGD or Lion"
+            kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+            own = next((kind for kind in kinds if kind in ("Adam", "AdamW", "SGD", "Lion")), "AdamW")
             raise MemascendError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {name}, which is on SSD: use "
-                f"{instead}(model.parameters(), ...)"
+                f"memascend.{own}(model.parameters(), ...)"
             )
 
 
@@ -543,6 +570,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _assign,
     _T.detach: _alias,
     torch.detach: _alias,
+    _T.__repr__: _describe,
     _T.zero_: _fill,
     torch.zero_: _fill,
     _T.fill_: _fill,
