@@ -38,8 +38,8 @@ class CastWeights:
         if module in self._used:
             raise MemascendError(
                 f"a {type(module).__name__} is used twice in one autocast block, in which PyTorch adds up the "
-                "gradients of both uses in the lower precision: use torch.autocast(..., cache_enabled=False), one block "
-                "for each forward pass, or a model in bfloat16 without autocast"
+                "gradients of both uses in the lower precision: use torch.autocast(..., cache_enabled=False), a block "
+                "of its own for each forward pass, or a model in bfloat16 without autocast"
             )
         self._used.add(module)
 

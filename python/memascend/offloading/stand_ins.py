@@ -12,7 +12,7 @@ In a pass a parameter whose unit is in memory is an ordinary parameter to PyTorc
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -345,7 +345,7 @@ def _run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     stand_ins = [tensor for tensor in stand_ins if is_stand_in(tensor)]
     if not stand_ins:
         return func(*args, **kwargs)
-    if name.startswith(("_foreach_", "_amp_foreach_")):
+    if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
         return _one_by_one(func, args, kwargs)
     try:
         return _run_on_values(func, args, kwargs, stand_ins)
@@ -362,6 +362,9 @@ def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_in
         if torch.is_grad_enabled():
             stack.enter_context(session.saving_names())
         result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _UNCOUNTED:
+            for tensor in stand_ins:
+                torch.autograd.graph.increment_version(tensor)
         return pytree.tree_map_only(torch.Tensor, lambda tensor: _stand_in(tensor, stand_ins, loans), result)
 
 
@@ -477,16 +480,19 @@ def _backward_to(
     """Compute `torch.autograd.grad` with respect to stand-ins, whose values it does not need."""
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
-    gradients = torch.autograd.grad(
-        outputs,
-        ends,
-        grad_outputs,
-        retain_graph,
-        create_graph,
-        only_inputs,
-        True if materialize_grads else allow_unused,
-        is_grads_batched,
-    )
+    session = next(_located(tensor)[0] for tensor in inputs if is_stand_in(tensor))
+    # The graph of the gradients saves weights too.
+    with session.saving_names() if create_graph else nullcontext():
+        gradients = torch.autograd.grad(
+            outputs,
+            ends,
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            only_inputs,
+            True if materialize_grads else allow_unused,
+            is_grads_batched,
+        )
     if materialize_grads:
         zeros = (torch.zeros_like(tensor) for tensor in inputs)
         return tuple(zero if gradient is None else gradient for zero, gradient in zip(zeros, gradients, strict=True))
@@ -525,6 +531,8 @@ _REFUSED = {
     **dict.fromkeys(("__dlpack__", "__dlpack_device__", "share_memory_", "is_set_to", "as_subclass"), _ADDRESS),
     **dict.fromkeys(("set_", "resize_", "resize_as_"), "would change its memory: resize before memascend.offload"),
 }
+#: Functions that write to tensors without counting it in their version.
+_UNCOUNTED = frozenset(("apply_", "map_", "map2_", "_amp_foreach_non_finite_check_and_unscale_"))
 _T = torch.Tensor
 #: What is asked of a tensor without its values, so that the stand-in itself can answer.
 _AS_HELD: set[Any] = {
