@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("products_in_float32")
 # ---- absent parameters --------------------------------------------------------------------------------------
 
 
-def test_an_absent_parameter_describes_itself_and_shows_nan(offloaded: Callable[..., nn.Module]) -> None:
+def test_an_absent_parameter_describes_itself(offloaded: Callable[..., nn.Module]) -> None:
     expected = tiny.build("gpt2")
     model = offloaded(tiny.build("gpt2"))
     optimizer = memascend.AdamW(model.parameters())
@@ -34,22 +34,11 @@ def test_an_absent_parameter_describes_itself_and_shows_nan(offloaded: Callable[
             assert parameter.shape == other.shape and parameter.dtype == other.dtype, name
             assert parameter.numel() == other.numel() and parameter.device == other.device, name
             assert parameter.requires_grad and parameter.is_leaf and parameter.element_size() == 2
-            assert parameter.detach().isnan().all(), f"{name} shows values {moment}"
+            assert isinstance(parameter, nn.Parameter) and parameter.stride() == other.stride()
             if moment == "with gradients":
                 assert parameter.grad is not None and parameter.grad.shape == other.shape
-                assert parameter.grad.isnan().all(), f"the gradient of {name} shows values"
         assert count > 20
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in expected.parameters())
-
-
-def test_writing_to_an_absent_parameter_is_told(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
-    with pytest.raises(RuntimeError):  # one element stands for all
-        next(model.parameters()).data.mul_(2)
-    next(model.parameters()).data.zero_()  # PyTorch lets this pass
-    with pytest.raises(memascend.MemascendError, match="was written to while it was on SSD"):
-        model(**tiny.batch("llama", 0))
-    tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
 
 
 def test_absent_again_after_a_failed_forward(offloaded: Callable[..., nn.Module]) -> None:
@@ -60,19 +49,12 @@ def test_absent_again_after_a_failed_forward(offloaded: Callable[..., nn.Module]
         hook = model.model.layers[1].mlp.register_forward_hook(_stop)
         model(**tiny.batch("llama", 0))
     hook.remove()
-    assert all(parameter.isnan().all() for parameter in model.parameters())
+    assert not any(residency.users for residency in memascend.offload_of(model).streamer.residencies.values())
     tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
 
 
 def _stop(*_: Any) -> None:
     raise ValueError("stop here")
-
-
-def test_state_dict_is_refused_not_filled_with_nan(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
-    with pytest.raises(memascend.MemascendError, match="save_pretrained"):
-        model.state_dict()
-    memascend.close(model)
 
 
 # ---- weights used elsewhere ---------------------------------------------------------------------------------

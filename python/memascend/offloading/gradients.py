@@ -71,7 +71,8 @@ class GradientCapture:
 
         # A hook of the node, not of the tensor: `torch.autograd.grad` runs hooks of the tensor too,
         # and accumulates nothing.
-        node = get_gradient_edge(parameter).node
+        with as_held():
+            node = get_gradient_edge(parameter).node
         captured = parameter.register_post_accumulate_grad_hook(after)
         # The program's own hooks see what is captured, wherever it has registered them.
         parameter._post_accumulate_grad_hooks.move_to_end(captured.id, last=False)

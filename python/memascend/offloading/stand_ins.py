@@ -332,7 +332,7 @@ def _run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in _AS_HELD:
         with as_held():
             return func(*args, **kwargs)
-    if func is torch.autograd.grad or (func in _OWN and args and is_stand_in(args[0])):
+    if func in (torch.autograd.grad, torch.autograd.backward) or (func in _OWN and args and is_stand_in(args[0])):
         return _OWN[func](*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
@@ -479,7 +479,8 @@ def _backward_to(
 ) -> Any:
     """Compute `torch.autograd.grad` with respect to stand-ins, whose values it does not need."""
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
+    with as_held():
+        ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
     session = next(_located(tensor)[0] for tensor in inputs if is_stand_in(tensor))
     # The graph of the gradients saves weights too.
     with session.saving_names() if create_graph else nullcontext():
@@ -521,6 +522,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def refuse_other_optimizers() -> None:
     """Have every optimizer checked before its step, from now on."""
     register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """Compute `torch.autograd.backward` towards stand-ins, or from them."""
+    if inputs is not None:
+        with as_held():
+            inputs = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
+    tensors = [tensor.view_as(tensor) if is_stand_in(tensor) else tensor for tensor in tensors]
+    with as_held():
+        ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in tensors]
+    torch.autograd.backward(ends, *args, inputs=inputs, **kwargs)
 
 
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
@@ -587,4 +599,5 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _T.is_contiguous: _lay_out(_T.is_contiguous),
     _T.storage_offset: _offset,
     torch.autograd.grad: _backward_to,
+    torch.autograd.backward: _backward,
 }
