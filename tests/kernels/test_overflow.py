@@ -235,6 +235,8 @@ def test_kept_gradients_are_judged_by_what_was_recorded(offloaded: Callable[...,
         check(parameter.grad[:1])
     gradient = parameter.grad
     parameter.grad = None
+    assert not check(gradient).found_inf
+    model(**tiny.batch("llama", 1)).loss.backward()
     with pytest.raises(ValueError, match="discarded"):
         check(gradient)
 

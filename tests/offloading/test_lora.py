@@ -182,7 +182,6 @@ def test_saved_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path, fir
     base = tiny.build("llama")
     model = adapt(offloaded(base)) if first == "offload" else offloaded(adapt(base))
     weights = Run(model).weights
-    adapters = {name for name in weights if "lora" in name}
     state = model.state_dict()
     assert state.keys() == weights.keys()
     tiny.assert_same_weights({name: value.clone() for name, value in state.items()}, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -238,6 +239,7 @@ class GradientCapture:
         """Set every element of a parameter's gradient to a value."""
         self._discard(place)
         place.held, place.filled = True, value
+        place.sum_squares, place.non_finite = value * value * place.numel, not math.isfinite(value)
         place.added += 1
 
     def values(self, place: Place) -> torch.Tensor:

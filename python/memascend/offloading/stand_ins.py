@@ -146,12 +146,25 @@ def make_marker(place: Place) -> torch.Tensor:
 
 
 def kept_gradient(tensor: Any) -> tuple[Place, bool] | None:
-    """Return the parameter whose kept gradient `tensor` stands for, and whether for the whole of it."""
+    """Return the parameter whose gradient `tensor` stands for, and whether for the whole of it.
+
+    None for a tensor that stands for something else. Raises MemascendError if the gradient is gone.
+    """
     source = getattr(tensor, "_memascend_source", None)
     if source is None or not source.is_gradient:
         return None
     place = source.place()
-    return None if place is None else (place, source.marker() is tensor)
+    if place is None or not place.held or place.marker is not source.marker():
+        raise MemascendError(_gone("a parameter" if place is None else place.name))
+    whole = _whole(place)
+    return place, (source.dtype, source.size, source.offset) == (whole.dtype, whole.size, whole.offset)
+
+
+def _gone(name: str) -> str:
+    return (
+        f"this gradient of {name} is gone: optimizer.step() or zero_grad() has consumed it, or a later backward pass has "
+        "replaced it; read it before, or keep a clone"
+    )
 
 
 # ---- where the values are ---------------------------------------------------------------------------------------
@@ -256,10 +269,7 @@ def _values(tensor: torch.Tensor) -> Iterator[_Loan]:
     session, place, source = _located(tensor)
     if source is not None and source.is_gradient:
         if source.marker is None or place.marker is not source.marker() or not place.held:
-            raise MemascendError(
-                f"this gradient of {place.name} is gone: optimizer.step() or zero_grad() has consumed it, or a later "
-                "backward pass has replaced it; read it before, or keep a clone"
-            )
+            raise MemascendError(_gone(place.name))
         stored = session.gradients.values(place)
         with _Showing(tensor, source, stored) as shown:
             yield _Loan(source, stored)
@@ -455,13 +465,11 @@ def _describe(tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
 
 def _fill(tensor: torch.Tensor, value: Any = 0.0) -> torch.Tensor:
     """Fill a stand-in. The whole of a gradient is neither read nor written for that."""
-    kept = kept_gradient(tensor)
-    if kept is not None and kept[1] and not isinstance(value, torch.Tensor):
-        place, _ = kept
-        session, _, _ = _located(tensor)
-        if place.marker is tensor:
-            session.gradients.fill(place, float(value))
-            return tensor
+    session, place, source = _located(tensor)
+    # The gradient that a step has consumed has no values, but may get some.
+    if place.marker is tensor and source is not None and not isinstance(value, torch.Tensor):
+        session.gradients.fill(place, float(value))
+        return tensor
     _run_on_values(torch.Tensor.fill_, (tensor, value), {}, [tensor])
     return tensor
 

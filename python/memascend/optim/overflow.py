@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend._memascend import check_overflow
+from memascend.errors import MemascendError
 from memascend.kernels import launcher
 from memascend.offloading.places import finish_gradient, place_of
 from memascend.offloading.stand_ins import is_stand_in, kept_gradient
@@ -198,7 +199,10 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
     for index, tensor in enumerate(tensors):
         if not is_stand_in(tensor):
             continue
-        kept = kept_gradient(tensor)
+        try:
+            kept = kept_gradient(tensor)
+        except MemascendError as error:
+            raise ValueError(f"tensors[{index}] was discarded since: {error}") from None
         if kept is None:
             located = place_of(tensor)
             name = "a view of a parameter" if located is None else f"the parameter {located[1].name}"
@@ -208,8 +212,6 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
             raise ValueError(
                 f"tensors[{index}] is a part of {place.name}'s gradient, which memascend keeps: pass it whole"
             )
-        if place.marker is not tensor or not place.held:
-            raise ValueError(f"tensors[{index}] is a gradient of {place.name} that was discarded since")
         places[index] = place
     return places
 
