@@ -273,7 +273,7 @@ def test_a_stand_in_put_back_is_refused(offloaded: Callable[..., nn.Module]) -> 
     optimizer.zero_grad()
     for parameter, gradient in saved.items():
         parameter.grad = gradient
-    with pytest.raises(memascend.MemascendError, match="values of the gradient of .* are gone"):
+    with pytest.raises(memascend.MemascendError, match=r"values of the gradient of .* are gone"):
         optimizer.step()
     optimizer.zero_grad()
     backward(model)

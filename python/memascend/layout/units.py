@@ -13,8 +13,6 @@ from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch.utils.hooks import RemovableHandle
-
     from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -81,7 +79,7 @@ class Place:
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
     #: Autograd hooks that take over gradients.
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

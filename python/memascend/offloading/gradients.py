@@ -76,7 +76,8 @@ class GradientCapture:
             node = get_gradient_edge(parameter).node
         captured = parameter.register_post_accumulate_grad_hook(after)
         # The program's own hooks see what is captured, wherever it has registered them.
-        parameter._post_accumulate_grad_hooks.move_to_end(captured.id, last=False)
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        hooks.move_to_end(captured.id, last=False)
         place.hooks = [_HeldNode(node, node.register_prehook(before)), captured]
 
     def _before(self, place: Place) -> None:

@@ -21,7 +21,8 @@ from memascend.offloading.activations import Recomputation
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import register
-from memascend.offloading.stand_ins import as_held, conceal, disguise, is_stand_in, refuse_other_optimizers
+from memascend.offloading.stand_ins import as_held, disguise, is_stand_in
+from memascend.offloading.torch_functions import conceal, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -343,7 +344,7 @@ class Hooks:
             if tensor.device == device and tensor.layout is torch.strided:
                 with as_held():
                     address = tensor.untyped_storage().data_ptr()
-                    start = tensor.storage_offset() * tensor.itemsize
+                    start = int(tensor.storage_offset()) * tensor.itemsize
                 unit = streamer.by_address.get(address)
                 if unit is not None:
                     place = next(place for place in unit.places if place.offset <= start < place.offset + place.nbytes)

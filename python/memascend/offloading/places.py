@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from memascend.layout.units import Place
-    from memascend.offloading.session import Session
 
 #: Weak references to (Session, Place), by identity of the parameter.
 _registry = WeakIdKeyDictionary()
 
 
-def register(session: Session, place: Place) -> None:
+def register(session: object, place: Place) -> None:
     """Enter the place of a parameter, so that optimizers find it. References to both are weak."""
     _registry[place.parameter] = (weakref.ref(session), weakref.ref(place))
 
 
-def place_of(parameter: nn.Parameter) -> tuple[Session, Place] | None:
-    """Return the session and the place of an offloaded parameter, or None for an ordinary one."""
+def place_of(parameter: nn.Parameter | torch.Tensor) -> tuple[Any, Place] | None:
+    """Return the session and the place of an offloaded parameter, or None for an ordinary one.
+
+    The session is a `memascend.offloading.session.Session`, which is made of what imports this module.
+    """
     references = _registry.get(parameter)
     if references is None:
         return None

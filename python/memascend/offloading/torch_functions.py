@@ -1,0 +1,309 @@
+"""Functions of PyTorch that are called with stand-ins: run on the values, answered without them, or refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from memascend.errors import MemascendError
+from memascend.offloading.places import place_of
+from memascend.offloading.stand_ins import (
+    Loan,
+    OffloadedTensor,
+    Session,
+    alias_of,
+    as_held,
+    assign,
+    copy_of,
+    is_stand_in,
+    lent_values,
+    locate,
+    run_functions_by,
+    version_of,
+    whole_of,
+)
+from memascend.residency.host import NoBufferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function of PyTorch some of whose arguments are stand-ins."""
+    if func in _AS_HELD:
+        with as_held():
+            return func(*args, **kwargs)
+    if func in (torch.autograd.grad, torch.autograd.backward) or (func in _OWN and args and is_stand_in(args[0])):
+        return _OWN[func](*args, **kwargs)
+    name = getattr(func, "__name__", str(func))
+    stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
+    for tensor in stand_ins:
+        session, place, source = locate(tensor)
+        if source is None:
+            session.streamer.enter_loose(place.tensor.unit)  # in a pass, and then until its end
+        if name in _REFUSED or name.startswith("_fused_"):
+            raise MemascendError(f"{place.name} is on SSD: {name} {_REFUSED.get(name, _NOT_ON_SSD)}")
+    stand_ins = [tensor for tensor in stand_ins if is_stand_in(tensor)]
+    if not stand_ins:
+        return func(*args, **kwargs)
+    if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
+        return _one_by_one(func, args, kwargs)
+    try:
+        return _run_on_values(func, args, kwargs, stand_ins)
+    except NoBufferError:
+        if len(stand_ins) == 1:
+            raise
+    return _run_on_copies(func, args, kwargs, stand_ins)
+
+
+def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
+    session, _, _ = locate(stand_ins[0])
+    with ExitStack() as stack:
+        loans = [stack.enter_context(lent_values(tensor)) for tensor in stand_ins]
+        if torch.is_grad_enabled():
+            stack.enter_context(session.saving_names())
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _UNCOUNTED:
+            for tensor in stand_ins:
+                torch.autograd.graph.increment_version(tensor)
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: _stand_in(tensor, stand_ins, loans), result)
+
+
+def _stand_in(tensor: torch.Tensor, arguments: list[torch.Tensor], loans: list[Loan]) -> torch.Tensor:
+    """Have a result stand for its values if they are in memory that is lent."""
+    if tensor.layout is not torch.strided or any(tensor is argument for argument in arguments):
+        return tensor
+    source = next((part for loan in loans if (part := loan.part(tensor)) is not None), None)
+    if source is None:
+        return tensor
+    absent = torch.full((), float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=tensor.device)
+    tensor.data = absent.expand(tensor.shape)
+    return OffloadedTensor.become(tensor, source)
+
+
+def conceal(result: Any, session: Session) -> Any:
+    """Have tensors that a pass returns as views of weights be stand-ins: the weights leave memory after it."""
+    by_address = session.streamer.by_address
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if is_stand_in(tensor) or isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        unit = by_address.get(tensor.untyped_storage().data_ptr())
+        if unit is None:
+            return tensor
+        storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        loans = [Loan(whole_of(place), place.view(storage).view(-1)) for place in unit.places]
+        return _stand_in(tensor, [], loans)
+
+    return pytree.tree_map_only(torch.Tensor, replace, result)
+
+
+def _run_on_copies(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
+    """Run a function that takes more weights at once than there are buffers: on copies, made one at a time."""
+    copies = {id(tensor): tensor.clone() for tensor in stand_ins}
+    versions = [version_of(copy) for copy in copies.values()]
+    args, kwargs = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+    result = func(*args, **kwargs)
+    if versions != [version_of(copy) for copy in copies.values()]:
+        _, place, _ = locate(stand_ins[0])
+        raise MemascendError(
+            f"{getattr(func, '__name__', func)} was to write to {place.name} and {len(copies) - 1} more at once, which "
+            "host_memory has no buffers for; nothing has changed: write to one at a time"
+        )
+    return result
+
+
+def _one_by_one(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function on lists of tensors for one tensor of each list after the other."""
+    length = len(args[0])
+
+    def item(argument: Any, index: int) -> Any:
+        per_tensor = isinstance(argument, list | tuple) and len(argument) == length
+        return [argument[index]] if per_tensor else argument
+
+    results = [
+        func(*(item(argument, index) for argument in args), **{name: item(a, index) for name, a in kwargs.items()})
+        for index in range(length)
+    ]
+    if not results or results[0] is None:
+        return None
+    return type(results[0])(value for result in results for value in result)
+
+
+def _lay_out(func: Callable) -> Callable[..., Any]:
+    """Return a function that answers for a stand-in what `func` says of the layout of its values."""
+
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _, place, source = locate(tensor)
+        source = source or whole_of(place)
+        meta = torch.empty_strided(source.size, source.stride, dtype=source.dtype, device="meta")
+        return func(meta, *args, **kwargs)
+
+    return run
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    _, _, source = locate(tensor)
+    return 0 if source is None else source.offset
+
+
+def _describe(tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
+    copy = copy_of(tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    return _T.__repr__(copy, tensor_contents=tensor_contents)  # type: ignore[call-arg]
+
+
+def _fill(tensor: torch.Tensor, value: Any = 0.0) -> torch.Tensor:
+    """Fill a stand-in. The whole of a gradient is neither read nor written for that."""
+    session, place, source = locate(tensor)
+    # The gradient that a step has consumed has no values, but may get some.
+    if place.marker is tensor and source is not None and not isinstance(value, torch.Tensor):
+        session.gradients.fill(place, float(value))
+        return tensor
+    _run_on_values(torch.Tensor.fill_, (tensor, value), {}, [tensor])
+    return tensor
+
+
+def _backward_to(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """Compute `torch.autograd.grad` with respect to stand-ins, whose values it does not need."""
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    with as_held():
+        ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
+    session = next(locate(tensor)[0] for tensor in inputs if is_stand_in(tensor))
+    # The graph of the gradients saves weights too.
+    with session.saving_names() if create_graph else nullcontext():
+        gradients = torch.autograd.grad(
+            outputs,
+            ends,
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            only_inputs,
+            True if materialize_grads else allow_unused,
+            is_grads_batched,
+        )
+    if materialize_grads:
+        zeros = (torch.zeros_like(tensor) for tensor in inputs)
+        return tuple(zero if gradient is None else gradient for zero, gradient in zip(zeros, gradients, strict=True))
+    return gradients
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise MemascendError before an optimizer of another kind steps on parameters that are on SSD."""
+    if getattr(optimizer, "updates_on_store", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not is_stand_in(parameter) or parameter.grad is None:
+                continue
+            located = place_of(parameter)
+            name = "a parameter" if located is None else located[1].name
+            kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+            own = next((kind for kind in kinds if kind in ("Adam", "AdamW", "SGD", "Lion")), "AdamW")
+            raise MemascendError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {name}, which is on SSD: use "
+                f"memascend.{own}(model.parameters(), ...)"
+            )
+
+
+@lru_cache(maxsize=1)
+def refuse_other_optimizers() -> None:
+    """Have every optimizer checked before its step, from now on."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
+    """Compute `torch.autograd.backward` towards stand-ins, or from them."""
+    if inputs is not None:
+        with as_held():
+            inputs = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
+    tensors = [tensor.view_as(tensor) if is_stand_in(tensor) else tensor for tensor in tensors]
+    with as_held():
+        ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in tensors]
+    torch.autograd.backward(ends, inputs=inputs, **kwargs)
+
+
+_NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
+_ADDRESS = "asks for its address in memory; take a copy by .detach().clone() first"
+#: Functions that have no meaning for values on SSD, and what the error says of them.
+_REFUSED = {
+    **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "typed_storage", "_typed_storage"), _ADDRESS),
+    **dict.fromkeys(("__dlpack__", "__dlpack_device__", "share_memory_", "is_set_to", "as_subclass"), _ADDRESS),
+    **dict.fromkeys(("set_", "resize_", "resize_as_"), "would change its memory: resize before memascend.offload"),
+}
+#: Functions that write to tensors without counting it in their version.
+_UNCOUNTED = frozenset(("apply_", "map_", "map2_", "_amp_foreach_non_finite_check_and_unscale_"))
+_T = torch.Tensor
+#: What is asked of a tensor without its values, so that the stand-in itself can answer.
+_AS_HELD: set[Any] = {
+    *(
+        getattr(getattr(_T, name), "__get__", None)
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad"),
+            *("version_of", "output_nr", "name", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"),
+            *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "retains_grad", "_base"),
+            *("_backward_hooks", "_post_accumulate_grad_hooks", "is_xla", "is_mps", "is_xpu"),
+        )
+        if hasattr(_T, name)
+    ),
+    *(
+        getattr(getattr(_T, name), method)
+        for name in ("requires_grad", "grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        for method in ("__set__", "__delete__")
+    ),
+    *(
+        getattr(owner, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"),
+            *("is_signed", "is_inference", "is_conj", "is_neg", "requires_grad_", "register_hook", "retain_grad"),
+            *(
+                "register_post_accumulate_grad_hook",
+                "get_device",
+                "__len__",
+                "detach_",
+                "is_same_size",
+                "is_distributed",
+            ),
+            *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "is_pinned"),
+            *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+            *("__dir__", "result_type", "__hash__"),
+        )
+        for owner in (_T, torch)
+        if hasattr(owner, name)
+    ),
+} - {None}
+#: Functions that are answered here.
+_OWN: dict[Any, Callable[..., Any]] = {
+    vars(torch._C.TensorBase)["data"].__get__: lambda tensor, *_: alias_of(tensor),
+    vars(torch._C.TensorBase)["data"].__set__: assign,
+    _T.detach: alias_of,
+    torch.detach: alias_of,
+    _T.__repr__: _describe,
+    _T.zero_: _fill,
+    torch.zero_: _fill,
+    _T.fill_: _fill,
+    torch.fill_: _fill,
+    _T.stride: _lay_out(_T.stride),
+    _T.is_contiguous: _lay_out(_T.is_contiguous),
+    _T.storage_offset: _offset,
+    torch.autograd.grad: _backward_to,
+    torch.autograd.backward: _backward,
+}
+
+run_functions_by(run)
