@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -117,6 +120,32 @@ class Views(nn.Module):
         return x * self.second.clone()
 
 
+class Counter(nn.Module):
+    """Its state is a number, and one that the program sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.gain = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.gain is None:
+            self.gain = 0.5
+        return x * self.calls * self.gain
+
+
+class Rolling(nn.Module):
+    """Draws from generators that are not PyTorch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand(x.shape, generator=self.generator)
+        return x.sin() * mask * (1 + random.random()) * (1 + np.random.random())
+
+
 BODIES: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch_norm_average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
@@ -125,6 +154,8 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     "attribute": Attribute,
     "lazy": Lazy,
     "views": Views,
+    "counter": Counter,
+    "rolling": Rolling,
     "spectral_norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "parametrized": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
 }
@@ -141,10 +172,12 @@ def inputs(number: int) -> torch.Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every buffer and tensor attribute of a model, and every gradient."""
+    """Every buffer, tensor attribute and count of a model, and every gradient."""
     state = {f"gradient of {name}": gradient for name, gradient in tiny.gradients_of(model)}
     for name, module in model.named_modules():
         attributes = {key: value for key, value in module.__dict__.items() if type(value) is torch.Tensor}
+        if isinstance(module, Counter):
+            attributes["calls"] = torch.tensor(module.calls)
         for key, value in {**module._buffers, **attributes}.items():
             if value is not None and "weight" not in key:
                 state[f"{name}.{key}"] = value.detach().clone()
@@ -193,9 +226,14 @@ def same_layer_twice(model: nn.Module) -> None:
 @pytest.mark.parametrize("use", [once, twice_each, out_of_order, same_layer_twice], ids=lambda use: use.__name__)
 def test_buffers_that_a_layer_writes(offloaded: Offload, body: str, use: Callable[[nn.Module], None]) -> None:
     expected, model = layers(BODIES[body]), offloaded(layers(BODIES[body]))
-    use(expected)
-    use(model)
+    drawn = []
+    for each in (expected, model):
+        random.seed(1)
+        np.random.seed(1)
+        use(each)
+        drawn.append((random.random(), np.random.random()))
     assert_as_in_memory(model, expected)
+    assert drawn[0] == drawn[1]
 
 
 def test_a_buffer_shared_between_layers(offloaded: Offload) -> None:
@@ -233,13 +271,64 @@ def test_layers_within_layers(offloaded: Offload) -> None:
     assert_as_in_memory(model, expected)
 
 
+def test_what_changes_before_the_backward_pass(offloaded: Offload) -> None:
+    def fresh() -> nn.Module:
+        return layers(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), Counter(), nn.Dropout(0.5)))
+
+    expected, model = fresh(), offloaded(fresh())
+    for each in (expected, model):
+        torch.manual_seed(1)
+        loss = each(inputs(0)).square().sum()
+        each.eval()
+        for layer in each:
+            layer.body[1].gain, layer.body[2].p = 7.0, 0.1
+        loss.backward()
+        assert (each[1].body.training, each[1].body[1].gain, each[1].body[2].p) == (False, 7.0, 0.1)
+    assert_as_in_memory(model, expected)
+
+
+def test_a_generator_that_is_passed(offloaded: Offload) -> None:
+    class Masked(Layer):
+        def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return super().forward(x) * torch.rand(x.shape, generator=generator)
+
+    expected, model = (layers(layer=lambda _: Masked()) for _ in range(2))
+    drawn = []
+    for each in (expected, offloaded(model)):
+        generator = torch.Generator().manual_seed(1)
+        each[1](each[0](inputs(0), generator), generator).square().sum().backward()
+        drawn.append(torch.rand((), generator=generator))
+    assert_as_in_memory(model, expected)
+    assert torch.equal(*drawn)
+
+
+def test_a_module_that_is_replaced_before_the_backward_pass_is_refused(offloaded: Offload) -> None:
+    model = offloaded(layers(nn.Tanh))
+    loss = model(inputs(0)).sum()
+    model[1].body = nn.Sigmoid()
+    with pytest.raises(memascend.MemascendError, match="was replaced"):
+        loss.backward()
+
+
+def test_other_tensors_than_the_first_forward_saved_are_refused(offloaded: Offload) -> None:
+    class Alternating(nn.Module):
+        shapes = itertools.cycle([(4, WIDTH), (2, 2 * WIDTH)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(next(self.shapes)).sin().reshape(x.shape)
+
+    model = offloaded(layers(Alternating))
+    with pytest.raises(memascend.MemascendError, match="not deterministic"):
+        model(inputs(0)).sum().backward()
+
+
 class Failing(nn.Module):
     """Writes its buffer, and then fails if it is told to."""
 
-    fail = False
-
     def __init__(self) -> None:
         super().__init__()
+        # A list, since a recomputation sees plain values as they were.
+        self.fail: list[bool] = []
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,10 +343,10 @@ def test_a_recomputation_that_fails_leaves_buffers_alone(offloaded: Offload) -> 
     for each in (expected, model):
         loss = each(inputs(0)).square().sum()
         if each is model:
-            each[1].body.fail = True
+            each[1].body.fail.append(True)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
-            each[1].body.fail = False
+            each[1].body.fail.clear()
             each.zero_grad()
         each(inputs(1)).square().sum().backward()
     assert_as_in_memory(model, expected)

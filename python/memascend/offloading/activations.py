@@ -23,6 +23,7 @@ from memascend.layout.units import CPU
 from memascend.machine.cuda import autocast, autocast_of
 from memascend.offloading.buffers import BufferCopies, BufferState, version_of
 from memascend.offloading.caches import CacheState, is_state
+from memascend.offloading.randomness import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -245,9 +246,13 @@ class Recomputation:
         ]
         self._versions = self._count_writes()
         self.device = stash.device
-        self.random_state = _shared_random_state(), None if stash.device is None else stash.device.random_state()
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        self.random_state = RandomState(
+            stash.device, [*self.buffers.generators, *generators], torch_only=self.buffers.checkpointed
+        )
         self.autocast = autocast_of(CPU if stash.device is None else stash.device.torch_device)
-        self.saved = 0
+        #: Shape and dtype of each tensor that the first forward saved.
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
         #: Recomputed tensors, and the version of each when it was saved.
         self.values: dict[int, tuple[torch.Tensor, int | None]] = {}
 
@@ -260,9 +265,9 @@ class Recomputation:
             self.caches.drop_new([leaves[index] for index in self.cached])
         return result
 
-    def _drop(self, _: torch.Tensor) -> int:
-        self.saved += 1
-        return self.saved - 1
+    def _drop(self, tensor: torch.Tensor) -> int:
+        self.saved.append((tensor.shape, tensor.dtype))
+        return len(self.saved) - 1
 
     def _recall(self, index: int) -> torch.Tensor:
         if index not in self.values:
@@ -303,15 +308,15 @@ class Recomputation:
             span("recompute"),
             self.buffers.restored(),
             torch.enable_grad(),
-            _random_state(self.random_state, self.device),
+            self.random_state.restored(),
             autocast(*self.autocast),
             torch.autograd.graph.saved_tensors_hooks(keep, refuse),
         ):
             self.function(*args, **kwargs)
-        if len(values) != self.saved:
+        if [(value.shape, value.dtype) for value, _ in values.values()] != self.saved:
             raise MemascendError(
-                f"recomputing a unit saved {len(values)} tensors where the first forward saved {self.saved}: its "
-                "forward is not deterministic; pass recompute=False"
+                f"recomputing a unit saved {len(values)} tensors where the first forward saved {len(self.saved)}, or "
+                "tensors of other shapes: its forward is not deterministic; pass recompute=False"
             )
         self.values = values
         _holding.add(self)
@@ -328,31 +333,3 @@ def refuse_overwritten(tensor: torch.Tensor, version: int | None) -> None:
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
             "instead. Hint: change a copy of it, outside of the operation that needs its value"
         )
-
-
-_latest_random_state = torch.empty(0, dtype=torch.uint8)
-
-
-def _shared_random_state() -> torch.Tensor:
-    """Return the CPU generator's state (5 KB), as the same tensor until a random number is drawn."""
-    global _latest_random_state
-    state = torch.get_rng_state()
-    if not torch.equal(state, _latest_random_state):
-        _latest_random_state = state
-    return _latest_random_state
-
-
-@contextmanager
-def _random_state(states: tuple[torch.Tensor, torch.Tensor | None], device: ComputeDevice | None) -> Iterator[None]:
-    current = torch.get_rng_state(), None if device is None else device.random_state()
-
-    def set_(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if device is not None:
-            device.set_random_state(states[1])
-
-    set_(states)
-    try:
-        yield
-    finally:
-        set_(current)

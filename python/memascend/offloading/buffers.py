@@ -1,13 +1,13 @@
 """Buffers of recomputed units: each recomputation sees them as the first forward did, and leaves them as they are now.
 
 Batch-norm's statistics, an EMA, or the vectors of spectral-norm would otherwise be updated once more in the backward
-pass. PyTorch does not count the writes of batch-norm in `_version`, so values are compared, not versions.
+pass. PyTorch does not count the writes of batch-norm in `_version`, so values are compared, not versions. Attributes
+that are tensors or plain values, `training` among them, are treated alike.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ COPY_MAX_BYTES = 1024 * 1024
 COMPARE_FROM_BYTES = 64 * 1024
 
 _MISSING = object()
-#: Types of most of a module's attributes.
-_ORDINARY = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})
+#: Types of attributes that are values, and are restored as tensors are.
+_VALUES = frozenset({bool, int, float, str, type(None)})
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -119,14 +119,16 @@ class BufferState:
     def __init__(self, module: nn.Module, copies: BufferCopies) -> None:
         """Record what the modules of `module` hold now."""
         self.module = module
-        #: PyTorch's checkpointing, in whose place the recomputation is, writes buffers twice.
-        self._written_twice = _is_checkpointed(module)
+        #: Generators that are attributes of the modules.
+        self.generators: list[torch.Generator] = []
+        #: PyTorch's checkpointing, in whose place the recomputation is, restores nothing, and so
+        #: writes buffers twice.
+        self.checkpointed = _is_checkpointed(module)
+        self._modules = [] if self.checkpointed else list(module.modules())
         #: (where a module holds its buffers or attributes, a copy of that dictionary)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._recorded: dict[int, Recorded] = {}
-        if self._written_twice:
-            return
-        for inner in module.modules():
+        for inner in self._modules:
             for holder in (inner._buffers, inner.__dict__):
                 held = dict(holder)
                 self._held.append((holder, held))
@@ -135,11 +137,13 @@ class BufferState:
                     state = is_plain(value) or (holder is inner._buffers and value is not None)
                     if state and id(value) not in self._recorded:
                         self._recorded[id(value)] = Recorded(value, copies)
+                    elif type(value) is torch.Generator:
+                        self.generators.append(value)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the modules hold the values of then; afterwards they hold the present tensors again, untouched."""
-        if self._written_twice:
+        """Have the modules hold the values of then; afterwards they hold the present ones again, untouched."""
+        if self.checkpointed:
             yield
             return
         self._check()
@@ -149,14 +153,14 @@ class BufferState:
         values = {key: recorded.values(storages) for key, recorded in self._recorded.items()}
         try:
             for (holder, held), now in zip(self._held, present, strict=True):
-                for name in _tensors(held) | _tensors(now):
-                    value = held.get(name, _MISSING)
-                    _put(holder, name, values.get(id(value), value))
+                _restore(holder, held, now)
+                for name, value in held.items():
+                    if id(value) in values:
+                        holder[name] = values[id(value)]
             yield
         finally:
-            for (holder, held), now in zip(self._held, present, strict=True):
-                for name in _tensors(held) | _tensors(now) | _tensors(holder):
-                    _put(holder, name, now.get(name, _MISSING))
+            for (holder, _), now in zip(self._held, present, strict=True):
+                _restore(holder, now, dict(holder))
         if versions != self._versions():
             raise MemascendError(
                 f"a buffer of {type(self.module).__name__} was written under another name than its own while its "
@@ -167,6 +171,11 @@ class BufferState:
         return [version_of(recorded.tensor) for recorded in self._recorded.values()]
 
     def _check(self) -> None:
+        if list(self.module.modules()) != self._modules:
+            raise MemascendError(
+                f"a module of {type(self.module).__name__} was replaced after the forward pass that is to be "
+                "recomputed: call backward() before, or pass recompute=False to memascend.offload"
+            )
         for recorded in self._recorded.values():
             if recorded.written():
                 nbytes = recorded.tensor.untyped_storage().nbytes()
@@ -178,14 +187,11 @@ class BufferState:
                 )
 
     def _name(self, tensor: torch.Tensor) -> str:
-        holders = [held for _, held in self._held]
-        for (name, _), buffers, attributes in zip(
-            self.module.named_modules(), holders[::2], holders[1::2], strict=True
-        ):
-            for held in (buffers, attributes):
-                for key, value in held.items():
-                    if value is tensor:
-                        return f"the buffer {name}.{key}".replace(" .", " ")
+        names = [name for name, _ in self.module.named_modules() for _ in ("buffers", "attributes")]
+        for name, (_, held) in zip(names, self._held, strict=True):
+            for key, value in held.items():
+                if value is tensor:
+                    return f"the buffer {name}.{key}".replace(" .", " ")
         raise AssertionError("recorded from one of these dictionaries")
 
 
@@ -197,13 +203,17 @@ def _is_checkpointed(module: nn.Module) -> bool:
     return innermost_hooks is not None and getattr(innermost_hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _tensors(held: dict[str, Any]) -> set[str]:
-    # Tensors have a metaclass, whose instance check is slow for what is no tensor.
-    return {name for name, value in held.items() if type(value) not in _ORDINARY and isinstance(value, torch.Tensor)}
+def _restore(holder: dict[str, Any], wanted: dict[str, Any], present: dict[str, Any]) -> None:
+    """Have `holder`, which holds what `present` does, hold the tensors and values of `wanted`."""
+    for name in wanted.keys() | present.keys():
+        value, other = wanted.get(name, _MISSING), present.get(name, _MISSING)
+        if value is other or not (_is_value(value) or _is_value(other)):
+            continue
+        if value is _MISSING:
+            del holder[name]
+        else:
+            holder[name] = value
 
 
-def _put(holder: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        holder.pop(name, None)
-    else:
-        holder[name] = value
+def _is_value(value: Any) -> bool:
+    return type(value) in _VALUES or isinstance(value, torch.Tensor)
