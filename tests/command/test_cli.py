@@ -112,6 +112,27 @@ BAD_INPUT = {
     "a masked language model": (save_config(BertConfig(architectures=["BertForMaskedLM"])), {}, (), "BertForMaskedLM"),
     "an encoder": (save_config(BertConfig()), {}, (), "sees the tokens"),
     "deep config": (write("model/config.json", "[" * 100_000), {}, (), "config.json is nested"),
+    "deep index, in memory": (
+        write("model/model.safetensors.index.json", '{"weight_map":' + "[" * 5000 + "]" * 5000 + "}"),
+        MEMORY,
+        ("--in-memory",),
+        "index.json is nested",
+    ),
+    "deep generation config, in memory": (
+        write("model/generation_config.json", "[" * 5000 + "]" * 5000),
+        MEMORY,
+        ("--in-memory",),
+        "generation_config.json is nested",
+    ),
+    "an index of something else, in memory": (
+        lambda room: (
+            (room / "model/model.safetensors").rename(room / "model/other.safetensors"),
+            (room / "model/model.safetensors.index.json").write_text('{"metadata": {}}'),
+        ),
+        MEMORY,
+        ("--in-memory",),
+        "model (other.safetensors) cannot be loaded",
+    ),
     "deep data": (write("text.jsonl", "[" * 100_000), {"data": "{room}/text.jsonl"}, (), "line 1 is not JSON"),
     "code beside it": (
         rewrite_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),

@@ -193,8 +193,11 @@ def test_saved_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path, fir
         again = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / directory)
         tiny.assert_same_weights(dict(memascend.parameters_of(again)), weights)
     if first == "offload":
+        for part in (base, base.model, base.model.layers):
+            with pytest.raises(memascend.CheckpointError, match="save adapters with"):
+                memascend.save_pretrained(part, tmp_path / "base")
         with pytest.raises(memascend.CheckpointError, match="save adapters with"):
-            memascend.save_pretrained(base, tmp_path / "base")
+            memascend.save_pretrained(model, tmp_path / "base", "float32")
         memascend.close(base)
         with pytest.raises(memascend.MemascendError, match="was closed"):
             memascend.stats(model)

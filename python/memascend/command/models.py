@@ -11,7 +11,9 @@ import torch
 
 from memascend.command.exits import tell
 from memascend.errors import CheckpointError, first_line
+from memascend.formats.json_files import read_json
 from memascend.formats.transformers_models import explained_code
+from memascend.formats.weights import INDEX_NAME
 
 # What a model directory holds beside its weights and config: tokenizer, generation defaults, chat
 # template.
@@ -24,6 +26,9 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
     import transformers
     from safetensors import SafetensorError
 
+    for name in (INDEX_NAME, "generation_config.json"):
+        if (model_dir / name).exists():
+            read_json(model_dir / name)
     named = (config.architectures or [""])[0]
     model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
     try:
@@ -36,7 +41,7 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
             ignore_mismatched_sizes=True,  # the error below names them
             trust_remote_code=False,
         )
-    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+    except (SafetensorError, RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         files = ", ".join(sorted(file.name for file in model_dir.glob("*.safetensors")))
         raise CheckpointError(
             explained_code(error, model_dir) or f"{model_dir} ({files}) cannot be loaded: {first_line(error)}"

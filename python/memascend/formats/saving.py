@@ -111,7 +111,7 @@ def save_pretrained(
         own: Any = type(model)
         own.save_pretrained(model, directory)
         return
-    if sessions and has_adapters(model):
+    if sessions and (saves_adapters(model) or has_adapters(model)):
         raise CheckpointError(
             f"{type(model).__name__} holds adapters beside its parameters, which the format of its checkpoint has no "
             "names for: save adapters with the save_pretrained of PEFT's model"
