@@ -38,6 +38,19 @@ pub enum IoError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// A flush failed. What was written since the flush before may be lost, even if a later flush
+    /// succeeds: the system drops pages that it could not write, and reports that once.
+    #[error(
+        "cannot flush {path}: {source}{}; what was written since the last durable step may be lost, so that no later step \
+         can become durable: end this run, and resume it from its last durable step",
+        in_parentheses(errno_hint(source))
+    )]
+    Flush {
+        /// The file, directory or device.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
     /// The directory's filesystem or the device has not enough space.
     #[error(
         "not enough space in {path}: {needed_bytes} bytes needed, {free_bytes} free; \
@@ -112,7 +125,10 @@ pub enum IoError {
 
 impl From<BlockDeviceError> for IoError {
     fn from(error: BlockDeviceError) -> Self {
-        Self::Device(Box::new(error))
+        match error {
+            BlockDeviceError::Flush { path, source } => Self::Flush { path, source },
+            error => Self::Device(Box::new(error)),
+        }
     }
 }
 
@@ -122,6 +138,7 @@ impl IoError {
         match self {
             Self::Transfer { source, .. }
             | Self::File { source, .. }
+            | Self::Flush { source, .. }
             | Self::RingUnavailable { source }
             | Self::NoThread { source } => source.raw_os_error(),
             Self::Directory { source, .. } => source.raw_os_error(),
@@ -139,6 +156,7 @@ impl IoError {
         match self {
             Self::Transfer { path, .. }
             | Self::File { path, .. }
+            | Self::Flush { path, .. }
             | Self::Directory { path, .. }
             | Self::InUse { path, .. }
             | Self::Kept { path, .. }
@@ -153,7 +171,7 @@ impl IoError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Transfer { hint, .. } => hint,
-            Self::File { source, .. } => errno_hint(source),
+            Self::File { source, .. } | Self::Flush { source, .. } => errno_hint(source),
             Self::Directory { source, .. } => directory_hint(source),
             Self::RingUnavailable { source } => ring_hint(source),
             Self::NoSpace { .. } => "free some space or add a second --store on another drive",
@@ -176,6 +194,11 @@ fn directory_hint(source: &io::Error) -> &'static str {
 /// An error of the operating system on a file.
 pub(crate) fn file_error(action: &'static str, path: &Path, source: io::Error) -> IoError {
     IoError::File { action, path: path.to_owned(), source }
+}
+
+/// An error of flushing a file or directory.
+pub(crate) fn flush_error(path: &Path, source: io::Error) -> IoError {
+    IoError::Flush { path: path.to_owned(), source }
 }
 
 /// Remedies for the errors of files and drives.

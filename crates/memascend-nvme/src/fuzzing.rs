@@ -64,10 +64,6 @@ impl Medium for Area {
         self.0.lock().unwrap()[at..at + blocks.bytes().len()].copy_from_slice(blocks.bytes());
         Ok(())
     }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Finds the note in two slots of arbitrary content, then writes and finds another.

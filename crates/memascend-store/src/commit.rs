@@ -6,6 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::manifest::{Body, Common, Version, Written, is_tag};
+use crate::member::Member;
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError};
 use memascend_mem::LockExt;
@@ -91,7 +92,7 @@ impl Store {
                 // opened, and blocks a new one.
                 let cleared = table.is_clean()
                     && self.members[..begun].iter().all(|member| member.clear_note().is_ok());
-                if cleared {
+                if cleared || begun == 0 {
                     table.release(generation, !self.in_place);
                 } else {
                     table.doubt(generation);
@@ -107,11 +108,31 @@ impl Store {
         current: Option<&Generation>,
         snapshots: &[Tagged],
     ) -> std::result::Result<(), NotWritten> {
+        let refused = |error| NotWritten { error, begun: 0 };
+        self.members.iter().try_for_each(Member::check_flushes).map_err(refused)?;
         let body = self.body(current, snapshots);
         let common = Common::of(&body);
+        self.check_length(&body, &common).map_err(refused)?;
         for (index, member) in self.members.iter().enumerate() {
             if let Err(error) = member.write_note(&common.note(index)) {
                 return Err(NotWritten { error, begun: index + 1 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a manifest that one of the volumes could not hold, before any has it.
+    fn check_length(&self, body: &Body, common: &Common) -> Result<()> {
+        for (index, member) in self.members.iter().enumerate() {
+            let (bytes, limit_bytes) = (common.note_bytes(index), member.note_limit_bytes());
+            if bytes > limit_bytes {
+                let written = body.snapshots.iter().chain(&body.current);
+                return Err(StoreError::ManifestTooLong {
+                    path: member.volume.path().to_owned(),
+                    bytes,
+                    limit_bytes,
+                    state_bytes: written.map(|written| written.state.len() as u64).sum(),
+                });
             }
         }
         Ok(())
@@ -272,14 +293,37 @@ impl Store {
     /// are created, and what was not committed is lost. No transfer may be under way.
     pub fn restore_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
-        let generation = {
-            let mut table = self.table();
-            let snapshot = self.tagged(&table, tag)?.generation.clone();
-            let generation = Generation { number: table.last_number + 1, time: now(), ..snapshot };
-            table.pin(&generation);
-            generation
-        };
+        let generation = self.renewed(tag)?;
         self.make_durable(generation, Table::restore)
+    }
+
+    /// Makes the current values those of a snapshot, and leaves what is durable as it is, until
+    /// [`Store::confirm_snapshot`]. No transfer may be under way.
+    pub fn take_up_snapshot(&self, tag: &str) -> Result<()> {
+        let _alone = self.writer();
+        let mut table = self.table();
+        let generation = self.tagged(&table, tag)?.generation.clone();
+        table.take_up(&generation, !self.in_place);
+        Ok(())
+    }
+
+    /// Makes the content of a snapshot the newest generation, whose tensors are current since
+    /// [`Store::take_up_snapshot`]. Tensors made since then stay.
+    pub fn confirm_snapshot(&self, tag: &str) -> Result<()> {
+        let _alone = self.writer();
+        let generation = self.renewed(tag)?;
+        self.make_durable(generation, |table, generation, two_slots| {
+            table.commit(Some(generation), two_slots)
+        })
+    }
+
+    /// The content of a snapshot as a new generation, pinned.
+    fn renewed(&self, tag: &str) -> Result<Generation> {
+        let mut table = self.table();
+        let snapshot = self.tagged(&table, tag)?.generation.clone();
+        let generation = Generation { number: table.last_number + 1, time: now(), ..snapshot };
+        table.pin(&generation);
+        Ok(generation)
     }
 
     /// The snapshot named `tag`.
@@ -319,6 +363,8 @@ impl Store {
         if !has_current {
             return Ok(());
         }
+        // It is the last durable one: no other can follow it.
+        self.members.iter().try_for_each(Member::check_flushes)?;
         if snapshots.is_empty() {
             return self.take_back();
         }

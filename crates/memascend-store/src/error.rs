@@ -73,6 +73,36 @@ pub enum StoreError {
     /// There is no generation to take a snapshot of.
     #[error("nothing was committed to the store yet: there is nothing that a snapshot could keep")]
     NothingCommitted,
+    /// The manifest would not fit, and nothing was written.
+    #[error(
+        "the store's manifest would take {bytes} bytes, and {path} holds one of {limit_bytes}: the states that its \
+         generation and its snapshots keep take {state_bytes} bytes of it. What was durable before stays: keep less with \
+         a step, or delete snapshots"
+    )]
+    ManifestTooLong {
+        /// The volume.
+        path: PathBuf,
+        /// Length of the manifest.
+        bytes: u64,
+        /// The longest one.
+        limit_bytes: u64,
+        /// How much of it the callers' states take.
+        state_bytes: u64,
+    },
+    /// A volume was found to be another one than the store has.
+    #[error(
+        "{path} holds a volume that its store has in {recorded}: it is a copy, or was moved. Opened alone it would be \
+         combined with {others}, where the original's other volumes are. Name every volume of the store, and for a copy \
+         those that were copied with it"
+    )]
+    Copied {
+        /// The volume that was given.
+        path: PathBuf,
+        /// Where the store has it.
+        recorded: String,
+        /// Where the store has its other volumes.
+        others: String,
+    },
     /// The manifest on a volume cannot be used.
     #[error("the store kept in {path} cannot be opened: {reason}")]
     Manifest {
@@ -95,7 +125,11 @@ impl StoreError {
     /// The file, directory or device that the error concerns, if there is one.
     pub fn path(&self) -> Option<&Path> {
         match self {
-            Self::Duplicate { path } | Self::Manifest { path, .. } | Self::Changed { path } => Some(path),
+            Self::Duplicate { path }
+            | Self::Manifest { path, .. }
+            | Self::ManifestTooLong { path, .. }
+            | Self::Copied { path, .. }
+            | Self::Changed { path } => Some(path),
             Self::Damaged(damage) => damage.places.first().map(|(path, _)| path.as_path()),
             _ => self.io().and_then(IoError::path),
         }
@@ -106,6 +140,7 @@ impl StoreError {
         match self {
             // The errno that filesystems return when one of their own checksums does not match.
             Self::Damaged(_) => Some(libc::EBADMSG),
+            Self::ManifestTooLong { .. } => Some(libc::EFBIG),
             _ => self.io().and_then(IoError::errno),
         }
     }

@@ -114,6 +114,13 @@ impl Common {
         Self(json)
     }
 
+    /// Length of the note for one of the volumes.
+    pub(crate) fn note_bytes(&self, volume: usize) -> u64 {
+        let (begin, rest) = (format!("{{\"volume\":{volume},"), &self.0[1..]);
+        let json_bytes = begin.len() + rest.len();
+        (first_line(json_bytes, 0).len() + json_bytes) as u64
+    }
+
     /// The note for one of the volumes.
     pub(crate) fn note(&self, volume: usize) -> Vec<u8> {
         let (begin, rest) = (format!("{{\"volume\":{volume},"), &self.0[1..]);

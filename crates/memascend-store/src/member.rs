@@ -1,9 +1,11 @@
 //! A volume of a store with its engine.
 
-use std::sync::Arc;
+use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use memascend_nvme::{Engine, FoundNote, NoteKeeper, OpenedEngine, Volume, VolumeFile};
+use memascend_nvme::{Engine, FoundNote, IoError, NoteKeeper, OpenedEngine, Volume, VolumeFile};
 
 use crate::Result;
 
@@ -21,6 +23,9 @@ pub(crate) struct Member {
     /// Bytes written before this store was opened.
     pub life_before: u64,
     note_bytes: AtomicU64,
+    /// The file and the errno of the first flush that failed. The system reports lost writes once:
+    /// a later flush succeeds without them.
+    lost: OnceLock<(PathBuf, i32)>,
 }
 
 impl Member {
@@ -28,7 +33,8 @@ impl Member {
     pub(crate) fn open(volume: Volume, open: OpenEngine<'_>) -> Result<(Self, Option<String>)> {
         let OpenedEngine { engine, notice } = open(volume.file())?;
         let notes = engine.notes();
-        Ok((Self { engine, volume, notes, life_before: 0, note_bytes: AtomicU64::new(0) }, notice))
+        let note_bytes = AtomicU64::new(0);
+        Ok((Self { engine, volume, notes, life_before: 0, note_bytes, lost: OnceLock::new() }, notice))
     }
 
     fn notes(&self) -> &dyn NoteKeeper {
@@ -39,13 +45,39 @@ impl Member {
         Ok(self.notes().find_note()?)
     }
 
+    /// The longest note that can be written.
+    pub(crate) fn note_limit_bytes(&self) -> u64 {
+        self.notes().limit_bytes()
+    }
+
+    /// Flushes the volume. Once a flush has failed, none succeeds any more.
+    pub(crate) fn flush(&self) -> Result<()> {
+        self.check_flushes()?;
+        self.remembering(self.engine.flush())
+    }
+
     pub(crate) fn write_note(&self, note: &[u8]) -> Result<()> {
         self.note_bytes.fetch_add(note.len() as u64, Ordering::Relaxed);
-        Ok(self.notes().write_note(note)?)
+        self.remembering(self.notes().write_note(note))
     }
 
     pub(crate) fn clear_note(&self) -> Result<()> {
-        Ok(self.notes().clear_note()?)
+        self.remembering(self.notes().clear_note())
+    }
+
+    /// The error of a flush that has failed.
+    pub(crate) fn check_flushes(&self) -> Result<()> {
+        let Some((path, errno)) = self.lost.get() else { return Ok(()) };
+        let source = io::Error::from_raw_os_error(*errno);
+        Err(IoError::Flush { path: path.clone(), source }.into())
+    }
+
+    fn remembering(&self, result: memascend_nvme::Result<()>) -> Result<()> {
+        if let Err(IoError::Flush { path, source }) = &result {
+            // Only the first failure counts.
+            let _ = self.lost.set((path.clone(), source.raw_os_error().unwrap_or(libc::EIO)));
+        }
+        Ok(result?)
     }
 
     /// Bytes written to the volume over the store's whole life.

@@ -78,7 +78,11 @@ impl Store {
             let newest = newest(&candidates)?;
             let body = &newest.body;
             let present = |index: usize| candidates.iter().any(|volume| place(volume, newest) == Some(index));
-            let Some(missing) = (0..body.volumes.len()).find(|index| !present(*index)) else { break };
+            let missing = (0..body.volumes.len()).find(|index| !present(*index));
+            if missing.is_some() || candidates.len() > paths.len() {
+                candidates.iter().try_for_each(|volume| refuse_copy(volume, newest))?;
+            }
+            let Some(missing) = missing else { break };
             let path = PathBuf::from(&body.volumes[missing]);
             let volume = Candidate::read(&path, options, open, &mut notices)?;
             let is_missing = |volume: &Candidate| place(volume, newest) == Some(missing);
@@ -230,6 +234,24 @@ fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
         }
     }
     Ok(newest)
+}
+
+/// Refuses a volume that is not the one its store has: the store's other volumes are found by what
+/// the manifest says, and belong to the original.
+fn refuse_copy(volume: &Candidate, newest: &Manifest) -> Result<()> {
+    let Some(index) = place(volume, newest) else { return Ok(()) };
+    let volumes = &newest.body.volumes;
+    if volumes[index] == volume.member.volume.identity() {
+        // A clone of a device has its UUID.
+        return Ok(volume.member.volume.refuse_clone()?);
+    }
+    let others = volumes.iter().enumerate().filter(|(other, _)| *other != index);
+    let others: Vec<&str> = others.map(|(_, identity)| identity.as_str()).collect();
+    Err(StoreError::Copied {
+        path: volume.path.clone(),
+        recorded: volumes[index].clone(),
+        others: others.join(" and "),
+    })
 }
 
 /// The index of a volume in its store: from its own manifest, or from the newest one, which names

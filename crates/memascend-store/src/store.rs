@@ -160,9 +160,10 @@ impl Store {
         self.members.iter().for_each(|member| member.engine.register(pool));
     }
 
-    /// Flushes every volume: every write that has ended is durable when this returns.
+    /// Flushes every volume: every write that has ended is durable when this returns. Once a flush
+    /// of a volume has failed, all later ones fail too.
     pub fn sync(&self) -> Result<()> {
-        self.members.iter().try_for_each(|member| member.engine.flush().map_err(StoreError::from))
+        self.members.iter().try_for_each(Member::flush)
     }
 
     /// Names and extents of the current values of all tensors and of all other allocations, in the

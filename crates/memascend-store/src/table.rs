@@ -199,11 +199,13 @@ impl Table {
     /// How many spares a tensor needs so that no rewrite has to allocate, neither this one nor
     /// those after commits. Two if a snapshot holds the extent of the current value.
     fn spares_needed(&self, tensor: &Tensor, durable: Option<u64>) -> usize {
+        let in_snapshot = |key: u64| usize::from(self.entries[&key].snapshots > 0);
         match durable {
-            Some(key) if key == tensor.current => 1 + usize::from(self.entries[&key].snapshots > 0),
-            // What the next commit supersedes becomes the spare.
-            Some(key) => usize::from(self.entries[&key].snapshots > 0),
-            None => 1,
+            Some(key) if key == tensor.current => 1 + in_snapshot(key),
+            // What the next commit supersedes becomes the spare. A value taken up from a snapshot
+            // needs one before.
+            Some(key) => in_snapshot(key) + in_snapshot(tensor.current),
+            None => 1 + in_snapshot(tensor.current),
         }
     }
 
@@ -298,8 +300,22 @@ impl Table {
         self.release(snapshot.generation, two_slots);
     }
 
-    /// Makes the tensors those of a pinned generation.
+    /// Makes a pinned generation the durable one, and the tensors those that it has.
     pub(crate) fn restore(&mut self, generation: Generation, two_slots: bool) {
+        let superseded = self.become_those_of(&generation);
+        self.commit(Some(generation), two_slots);
+        self.reclaim_keys(&superseded, two_slots);
+    }
+
+    /// Makes the tensors those of a pinned generation. The durable one stays.
+    pub(crate) fn take_up(&mut self, generation: &Generation, two_slots: bool) {
+        let superseded = self.become_those_of(generation);
+        self.reclaim_keys(&superseded, two_slots);
+    }
+
+    /// Makes the tensors those of a pinned generation. Returns the names and extents of the values
+    /// that they had.
+    fn become_those_of(&mut self, generation: &Generation) -> Vec<(Arc<str>, u64)> {
         let gone: Vec<TensorId> = self
             .tensors
             .iter()
@@ -318,8 +334,7 @@ impl Table {
                 None => drop(self.create_tensor(Arc::clone(name), *key)),
             }
         }
-        self.commit(Some(generation), two_slots);
-        self.reclaim_keys(&superseded, two_slots);
+        superseded
     }
 
     /// Reclaims extents of generations that nothing holds any more: they become spares where spares

@@ -171,7 +171,8 @@ impl Device {
         }
         notes
             .write(&self.file, note)
-            .map_err(|source| BlockDeviceError::io("write the note of", &self.path, source))
+            .map_err(|source| BlockDeviceError::io("write the note of", &self.path, source))?;
+        self.flush()
     }
 
     /// Removes the note. Returns once the removal is on the medium.
@@ -181,7 +182,12 @@ impl Device {
     pub fn clear_note(&self) -> BlockDeviceResult<()> {
         self.notes()
             .clear(&self.file)
-            .map_err(|source| BlockDeviceError::io("clear the note of", &self.path, source))
+            .map_err(|source| BlockDeviceError::io("clear the note of", &self.path, source))?;
+        self.flush()
+    }
+
+    fn flush(&self) -> BlockDeviceResult<()> {
+        self.file.sync_data().map_err(|source| BlockDeviceError::Flush { path: self.path.clone(), source })
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {

@@ -297,6 +297,14 @@ pub enum BlockDeviceError {
         /// The longest.
         limit_bytes: u64,
     },
+    /// A flush failed: what was written since the one before may be lost.
+    #[error("cannot flush {path}: {source}{}", hint(source))]
+    Flush {
+        /// The device.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
     /// The operating system refused something.
     #[error("cannot {action} {path}: {source}{}", hint(source))]
     Io {
@@ -313,7 +321,7 @@ impl BlockDeviceError {
     /// The errno behind the error, or the one that fits it.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            Self::Io { source, .. } => source.raw_os_error(),
+            Self::Io { source, .. } | Self::Flush { source, .. } => source.raw_os_error(),
             Self::Missing { .. } => Some(libc::ENOENT),
             Self::NotFound { .. } => Some(libc::ENODEV),
             Self::NotBlockDevice { .. } => Some(libc::ENOTBLK),
@@ -354,6 +362,7 @@ impl BlockDeviceError {
             | Self::Overwritten { path, .. }
             | Self::Shrunk { path, .. }
             | Self::NoteTooLong { path, .. }
+            | Self::Flush { path, .. }
             | Self::Io { path, .. } => Some(path),
             Self::NotFound { .. } | Self::Clone { .. } | Self::NotUuid { .. } => None,
         }

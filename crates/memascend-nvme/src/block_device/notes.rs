@@ -45,8 +45,6 @@ pub(crate) trait Medium {
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks>;
     /// Writes all blocks at `offset`.
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()>;
-    /// Waits until everything written is on the medium.
-    fn sync(&self) -> io::Result<()>;
 }
 
 impl Medium for File {
@@ -56,10 +54,6 @@ impl Medium for File {
 
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
         blocks.write(self, offset)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.sync_data()
     }
 }
 
@@ -120,13 +114,12 @@ impl Notes {
         Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
-    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). Returns once the note is on the
-    /// medium.
+    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). The caller flushes the medium.
     pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> io::Result<()> {
         self.put(medium, KEPT, note)
     }
 
-    /// Records that there is no note. Returns once the record is on the medium.
+    /// Records that there is no note. The caller flushes the medium.
     pub(crate) fn clear(&self, medium: &impl Medium) -> io::Result<()> {
         self.put(medium, CLEARED, &[])
     }
@@ -148,8 +141,7 @@ impl Notes {
         let crc = crc32(&bytes[..CRC_AT]);
         bytes[CRC_AT..BLOCK_BYTES].copy_from_slice(&crc.to_le_bytes());
         bytes[BLOCK_BYTES..BLOCK_BYTES + note.len()].copy_from_slice(note);
-        medium.write(self.slot_offsets()[index as usize], &blocks)?;
-        medium.sync()
+        medium.write(self.slot_offsets()[index as usize], &blocks)
     }
 
     /// The valid slot with the highest sequence number, and whether the other one is damaged and

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::LeaseSlice;
 
-use crate::error::file_error;
+use crate::error::flush_error;
 use crate::volume::geometry::has_poll_queues;
 use crate::{Geometry, Result};
 
@@ -54,7 +54,7 @@ impl VolumeFile {
 
     /// Waits until everything written is on the medium.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| file_error("sync", &self.path, source))
+        self.file.sync_data().map_err(|source| flush_error(&self.path, source))
     }
 
     /// Whether the volume can carry out a transfer between `buffer` and `offset`; if not, an errno

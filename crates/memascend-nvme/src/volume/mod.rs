@@ -20,7 +20,7 @@ use memascend_mem::{LockExt, Origin};
 use crate::error::file_error;
 use crate::volume::directory::{HeldDirectory, write_in_place};
 use crate::volume::file::VolumeFile;
-use crate::{Device, FoundNote, Geometry, IoError, NoteKeeper, Result};
+use crate::{BlockDeviceError, Device, FoundNote, Geometry, IoError, NoteKeeper, Result, find_device};
 
 /// One directory with a preallocated file in it, or one raw block device formatted for memascend.
 /// It is held exclusively. A directory's file is removed on drop unless [`Volume::keep`] was
@@ -180,6 +180,16 @@ impl Volume {
         }
     }
 
+    /// Refuses a device of which a clone is attached, which has the same identity.
+    pub fn refuse_clone(&self) -> Result<()> {
+        let Place::Device(device) = &self.place else { return Ok(()) };
+        match find_device(device.id()) {
+            Err(error @ BlockDeviceError::Clone { .. }) => Err(error.into()),
+            // Whatever else is wrong was found when the device was opened.
+            _ => Ok(()),
+        }
+    }
+
     /// Whether transfers bypass the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct
@@ -316,6 +326,13 @@ impl NoteKeeper for Volume {
         match &self.place {
             Place::Device(device) => Ok(device.find_note()?),
             Place::Directory(directory) => notes::find(directory.path()),
+        }
+    }
+
+    fn limit_bytes(&self) -> u64 {
+        match &self.place {
+            Place::Device(device) => device.note_limit_bytes(),
+            Place::Directory(_) => notes::NOTE_BYTES_MAX,
         }
     }
 

@@ -7,9 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::error::file_error;
+use crate::error::{file_error, flush_error};
 use crate::volume::directory::write_in_place;
-use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
+use crate::{BLOCK_BYTES, FoundNote, IoError, Result, Volume};
 
 /// The place of a volume's note.
 pub trait NoteKeeper: Send + Sync {
@@ -18,17 +18,20 @@ pub trait NoteKeeper: Send + Sync {
     /// before refers to.
     fn find_note(&self) -> Result<FoundNote>;
 
+    /// The longest note that can be written.
+    fn limit_bytes(&self) -> u64;
+
     /// Replaces the note. When this returns, the note is on the medium. An interrupted write leaves
-    /// the note before.
+    /// the note before. [`IoError::Flush`](crate::IoError::Flush) if the medium may not have it.
     fn write_note(&self, note: &[u8]) -> Result<()>;
 
     /// Removes the note. When this returns, the removal is on the medium.
     fn clear_note(&self) -> Result<()>;
 }
 
-/// The longest note that is read from a directory: far longer than any that a store writes, and
-/// small enough to load.
-const NOTE_BYTES_MAX: u64 = 256 << 20;
+/// The longest note in a directory: far longer than any that a store needs, and small enough to
+/// load.
+pub(super) const NOTE_BYTES_MAX: u64 = 256 << 20;
 
 /// The contents of a note's file. A symbolic link is refused.
 fn read_no_link(path: &Path) -> io::Result<Vec<u8>> {
@@ -64,33 +67,41 @@ pub(super) fn find(directory: &Path) -> Result<FoundNote> {
 /// when the filesystem is full.
 pub(super) fn write(directory: &Path, bytes: &[u8]) -> Result<()> {
     let (path, spare) = (directory.join(Volume::NOTE_NAME), spare_of(directory));
-    let replace = || {
-        let length = fill_spare(&spare, bytes, 0)?;
-        if exchange(&spare, &path).is_err() {
-            // There was no note before, or the filesystem cannot exchange files.
-            std::fs::rename(&spare, &path)?;
-            // Make the spare file for the next note. A failure is ignored here: the next write
-            // reports it.
-            let _ = fill_spare(&spare, &[], length);
-        }
-        File::open(directory)?.sync_all()
-    };
-    replace().map_err(|source| file_error("write", &path, source))
+    let failed = |source| file_error("write", &path, source);
+    if bytes.len() as u64 > NOTE_BYTES_MAX {
+        return Err(failed(io::Error::from_raw_os_error(libc::EFBIG)));
+    }
+    let file = fill_spare(&spare, bytes, 0).map_err(failed)?;
+    file.sync_all().map_err(|source| flush_error(&path, source))?;
+    if exchange(&spare, &path).is_err() {
+        // There was no note before, or the filesystem cannot exchange files.
+        std::fs::rename(&spare, &path).map_err(failed)?;
+        // Make the spare file for the next note. A failure is ignored here: the next write reports
+        // it.
+        let length = file.metadata().map_or(0, |metadata| metadata.len());
+        let _ = fill_spare(&spare, &[], length).and_then(|spare| spare.sync_all());
+    }
+    flush_directory(directory, failed)
+}
+
+/// Waits until the names in `directory` are on the medium.
+fn flush_directory(directory: &Path, failed: impl FnOnce(io::Error) -> IoError) -> Result<()> {
+    let directory_file = File::open(directory).map_err(failed)?;
+    directory_file.sync_all().map_err(|source| flush_error(directory, source))
 }
 
 /// Removes the note in `directory`, and the spare file for the next.
 pub(super) fn clear(directory: &Path) -> Result<()> {
     let path = directory.join(Volume::NOTE_NAME);
     remove_spare(directory);
-    let removed = match std::fs::remove_file(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    };
+    let failed = |source| file_error("remove", &path, source);
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        removed => removed.map_err(failed)?,
+    }
     // The caller is about to change the data that the note describes, so the removal must be
     // durable.
-    removed
-        .and_then(|()| File::open(directory)?.sync_all())
-        .map_err(|source| file_error("remove", &path, source))
+    flush_directory(directory, failed)
 }
 
 fn spare_of(directory: &Path) -> PathBuf {
@@ -103,8 +114,8 @@ pub(super) fn remove_spare(directory: &Path) {
 }
 
 /// Overwrites the whole spare file with `bytes` and zeros, and extends it to at least `least`
-/// bytes. Returns its length.
-fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
+/// bytes. The caller flushes the file that this returns.
+fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<File> {
     let open = || {
         let mut options = OpenOptions::new();
         options
@@ -129,12 +140,13 @@ fn fill_spare(spare: &Path, bytes: &[u8], least: u64) -> io::Result<u64> {
     }
     // A little more than needed: the next note may be longer.
     let wanted = (bytes.len() as u64 + bytes.len() as u64 / 8).next_multiple_of(4 * BLOCK_BYTES as u64);
+    // A longer file could not be read.
+    let wanted = wanted.min(NOTE_BYTES_MAX);
     let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
     let mut padded = bytes.to_vec();
     padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
     file.write_all_at(&padded, 0)?;
-    file.sync_all()?;
-    Ok(length)
+    Ok(file)
 }
 
 /// Exchanges the names of two files atomically.

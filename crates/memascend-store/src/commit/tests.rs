@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
 use memascend_nvme::testing::{Faults, Power, SimDisk, SimEngine, SimNotePlace};
-use memascend_nvme::{OpenedEngine, Operation, VolumeFile};
+use memascend_nvme::{IoError, OpenedEngine, Operation, VolumeFile};
 use proptest::prelude::*;
 
 use super::*;
@@ -111,6 +111,12 @@ enum Action {
         pick: prop::sample::Index,
         fails_at: Option<u64>,
     },
+    /// The values of a snapshot become current. The rest may follow, or never does.
+    TakeUp {
+        pick: prop::sample::Index,
+        confirm: bool,
+        fails_at: Option<u64>,
+    },
     Plain {
         blocks: u64,
     },
@@ -132,6 +138,8 @@ fn action() -> impl Strategy<Value = Action> {
         2 => fails().prop_map(|fails_at| Action::Snapshot { fails_at }),
         1 => (pick(), fails()).prop_map(|(pick, fails_at)| Action::Delete { pick, fails_at }),
         1 => (pick(), fails()).prop_map(|(pick, fails_at)| Action::Restore { pick, fails_at }),
+        1 => (pick(), any::<bool>(), fails())
+            .prop_map(|(pick, confirm, fails_at)| Action::TakeUp { pick, confirm, fails_at }),
         2 => (1_u64..4).prop_map(|blocks| Action::Plain { blocks }),
         1 => Just(Action::FreePlain),
         2 => any::<bool>().prop_map(|crash| Action::Reopen { crash }),
@@ -157,6 +165,8 @@ struct Trial<'a> {
     /// As it is known to be, and as it may be on the medium after failures.
     world: World,
     doubtful: Vec<World>,
+    /// A flush has failed since the store was opened.
+    lost: bool,
     present: Values,
     plain: Vec<Extent>,
     values: u8,
@@ -225,6 +235,13 @@ impl Trial<'_> {
         let done = run(self.store());
         let failed = self.power.is_off();
         self.power.restore();
+        let flush_failed = matches!(done, Err(StoreError::Volume(IoError::Flush { .. })));
+        let had_failed = self.lost;
+        self.lost |= flush_failed;
+        if had_failed {
+            assert!(flush_failed, "nothing becomes durable once a flush has failed: {done:?}");
+            return false;
+        }
         assert_eq!(done.is_err(), failed, "{done:?}");
         if failed {
             self.doubtful.push(after);
@@ -311,6 +328,18 @@ impl Trial<'_> {
                     self.present = values;
                 }
             }
+            Action::TakeUp { pick, confirm, fails_at } => {
+                if self.world.snapshots.is_empty() {
+                    return;
+                }
+                let (tag, values) = self.world.snapshots[pick.index(self.world.snapshots.len())].clone();
+                self.store().take_up_snapshot(&tag).unwrap();
+                self.present = values.clone();
+                if confirm {
+                    let after = World { durable: Some(values), ..self.world.clone() };
+                    self.change(fails_at, after, |store| store.confirm_snapshot(&tag));
+                }
+            }
             Action::Plain { blocks } => {
                 let extent = self.store().allocate("plain", blocks * 4096).unwrap();
                 assert!(!self.pinned().contains(&extent.offset));
@@ -333,6 +362,7 @@ impl Trial<'_> {
             return;
         }
         self.store = None;
+        self.lost = false;
         if crash {
             self.disks.iter().for_each(|disk| disk.crash());
         }
@@ -382,6 +412,7 @@ proptest! {
             store: None,
             world: World::default(),
             doubtful: Vec::new(),
+            lost: false,
             present: Values::new(),
             plain: Vec::new(),
             values: 0,
@@ -394,6 +425,9 @@ proptest! {
         }
         for (value, extent) in trial.present.clone().into_values() {
             trial.transfer(Operation::Read, extent, value);
+        }
+        if trial.lost {
+            trial.reopen(false);
         }
         for (tag, values) in trial.world.snapshots.clone() {
             trial.store().restore_snapshot(&tag).unwrap();

@@ -315,6 +315,93 @@ fn lack_of_room_is_known_before_anything_is_written() {
     assert_eq!(store.used_bytes(), 0);
 }
 
+/// Copies the files of a volume in a directory.
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn a_copy_of_one_volume_does_not_take_the_others_of_its_original() {
+    let root = tempfile::tempdir().unwrap();
+    let [one, two, copy_of_one, copy_of_two] =
+        ["1", "2", "copy 1", "copy 2"].map(|name| root.path().join(name));
+    let directories = [one.clone(), two.clone()];
+    let store = Store::create(&directories, &StoreOptions::default()).unwrap();
+    let id = store.create_tensor("weights", 5 << 20).unwrap();
+    fill(&store, store.current(id), 1);
+    store.commit("one").unwrap();
+    drop(store);
+    copy(&one, &copy_of_one);
+    copy(&two, &copy_of_two);
+    let refused = |paths: &[&PathBuf]| {
+        let paths: Vec<PathBuf> = paths.iter().map(|path| (*path).clone()).collect();
+        let error = Store::open(&paths, &StoreOptions::default()).err().unwrap();
+        let StoreError::Copied { path, .. } = &error else { panic!("{error}") };
+        let told = error.to_string();
+        assert!(told.contains("it is a copy, or was moved") && told.contains("Name every volume"), "{told}");
+        path.clone()
+    };
+    assert_eq!(refused(&[&copy_of_one]), copy_of_one);
+    assert_eq!(refused(&[&copy_of_two]), copy_of_two);
+    // All volumes of the copy are one store, and those of the original stay another.
+    let store = open(&[copy_of_two.clone(), copy_of_one.clone()]);
+    let id = store.find_tensor("weights").unwrap();
+    fill(&store, store.rewrite(id).unwrap().target, 2);
+    store.commit("two").unwrap();
+    drop(store);
+    for (path, seed) in [(&one, 1), (&two, 1), (&copy_of_one, 2)] {
+        let store = open(std::slice::from_ref(path));
+        assert!(holds(&store, store.current(store.find_tensor("weights").unwrap()), seed));
+    }
+    // One volume moves to another drive: the other then names the new one, and the old one is out.
+    std::fs::remove_dir_all(&copy_of_two).unwrap();
+    copy(&two, &copy_of_two);
+    std::fs::remove_dir_all(&copy_of_one).unwrap();
+    let store = open(&[one.clone(), copy_of_two.clone()]);
+    store.commit("three").unwrap();
+    drop(store);
+    assert_eq!(refused(&[&two]), two);
+    assert_eq!(open(&[copy_of_two]).state().as_deref(), Some("three"));
+    assert_eq!(open(&[one]).state().as_deref(), Some("three"));
+}
+
+#[test]
+fn a_snapshot_is_taken_up_and_durable_only_once_confirmed() {
+    let root = tempfile::tempdir().unwrap();
+    let directories = [root.path().join("1")];
+    let store = Store::create(&directories, &StoreOptions::default()).unwrap();
+    let id = store.create_tensor("weights", 2 << 20).unwrap();
+    fill(&store, store.current(id), 1);
+    store.commit("one").unwrap();
+    store.snapshot("one").unwrap();
+    store.make_spare(id).unwrap();
+    let later = store.create_tensor("later", 1 << 20).unwrap();
+    fill(&store, store.current(later), 7);
+    fill(&store, store.rewrite(id).unwrap().target, 2);
+    store.commit("two").unwrap();
+    store.take_up_snapshot("one").unwrap();
+    assert!(holds(&store, store.current(id), 1));
+    assert_eq!((store.find_tensor("later"), store.state().as_deref()), (None, Some("two")));
+    drop(store);
+    // Whatever was refused then has changed nothing.
+    let store = open(&directories);
+    assert_eq!(store.state().as_deref(), Some("two"));
+    assert!(holds(&store, store.current(store.find_tensor("later").unwrap()), 7));
+    let id = store.find_tensor("weights").unwrap();
+    store.make_spare(id).unwrap();
+    store.take_up_snapshot("one").unwrap();
+    let made = store.create_tensor("made meanwhile", 4096).unwrap();
+    store.make_spare(id).unwrap();
+    store.confirm_snapshot("one").unwrap();
+    assert_eq!((store.state().as_deref(), store.current(made).bytes), (Some("one"), 4096));
+    assert_eq!(store.spare_bytes(id), 0, "no step has to allocate");
+    store.table().check();
+}
+
 #[test]
 fn a_directory_given_twice_is_refused() {
     let root = tempfile::tempdir().unwrap();

@@ -61,6 +61,7 @@ pub(super) enum Die {
     LostFlush,
     Crash,
     Latency,
+    FlushError,
 }
 
 /// How many faults of each kind a disk has committed.
@@ -78,6 +79,8 @@ pub struct Injected {
     pub misdirected: u64,
     /// Flushes not done.
     pub lost_flushes: u64,
+    /// Flushes failed.
+    pub flush_errors: u64,
 }
 
 impl SimDisk {
@@ -108,23 +111,7 @@ impl SimDisk {
     /// may be used again.
     pub fn crash(&self) {
         let mut disk = self.lock();
-        let cached = std::mem::take(&mut disk.cached);
-        for (number, block) in cached {
-            let choice = self.cast(&mut disk, Die::Crash, number);
-            let old = disk.durable.entry(number).or_insert_with(zeros);
-            match choice % 3 {
-                0 => {}
-                1 if self.faults.torn => {
-                    let sectors = old.chunks_mut(SECTOR_BYTES).zip(block.chunks(SECTOR_BYTES));
-                    for (index, (old, new)) in sectors.enumerate() {
-                        if choice >> (8 + index) & 1 == 1 {
-                            old.copy_from_slice(new);
-                        }
-                    }
-                }
-                _ => *old = block,
-            }
-        }
+        self.forget(&mut disk);
         let Some(renamed) = disk.file.renamed.take() else { return };
         let choice = self.cast(&mut disk, Die::Crash, NOTE_OFFSET);
         if choice.is_multiple_of(2) {
@@ -140,6 +127,27 @@ impl SimDisk {
             }
             bytes
         });
+    }
+
+    /// Ends what was not flushed: each block is on the medium or is not.
+    fn forget(&self, disk: &mut Disk) {
+        let cached = std::mem::take(&mut disk.cached);
+        for (number, block) in cached {
+            let choice = self.cast(disk, Die::Crash, number);
+            let old = disk.durable.entry(number).or_insert_with(zeros);
+            match choice % 3 {
+                0 => {}
+                1 if self.faults.torn => {
+                    let sectors = old.chunks_mut(SECTOR_BYTES).zip(block.chunks(SECTOR_BYTES));
+                    for (index, (old, new)) in sectors.enumerate() {
+                        if choice >> (8 + index) & 1 == 1 {
+                            old.copy_from_slice(new);
+                        }
+                    }
+                }
+                _ => *old = block,
+            }
+        }
     }
 
     /// The faults so far.
@@ -164,11 +172,22 @@ impl SimDisk {
             return Err(gone());
         }
         let mut disk = self.lock();
+        self.fail_flush(&mut disk)?;
         if !self.loses_flush(&mut disk) {
             let cached = std::mem::take(&mut disk.cached);
             disk.durable.extend(cached);
         }
         Ok(())
+    }
+
+    /// Fails a flush if a fault says so, and forgets what was not flushed.
+    pub(super) fn fail_flush(&self, disk: &mut Disk) -> io::Result<()> {
+        if self.hits(disk, self.faults.flush_error_one_in, Die::FlushError, 0).is_none() {
+            return Ok(());
+        }
+        disk.injected.flush_errors += 1;
+        self.forget(disk);
+        Err(io::Error::from_raw_os_error(libc::EIO))
     }
 
     pub(super) fn loses_flush(&self, disk: &mut Disk) -> bool {

@@ -25,6 +25,9 @@ pub struct Faults {
     pub misdirected_one_in: u64,
     /// Flushes that do nothing and report success.
     pub lost_flush_one_in: u64,
+    /// Flushes that fail with EIO and forget what was not flushed, as Linux drops pages that it
+    /// could not write: some of it is on the medium, the rest is not, and the next flush succeeds.
+    pub flush_error_one_in: u64,
     /// Whether a crash may write only some sectors of a block. If not, blocks are written whole or
     /// not at all.
     pub torn: bool,
@@ -50,6 +53,7 @@ impl FromStr for Faults {
                 "again_one_in" => faults.again_one_in = number,
                 "misdirected_one_in" => faults.misdirected_one_in = number,
                 "lost_flush_one_in" => faults.lost_flush_one_in = number,
+                "flush_error_one_in" => faults.flush_error_one_in = number,
                 "torn" => faults.torn = number != 0,
                 "reorder" => faults.reorder = number as usize,
                 other => return Err(format!("unknown fault {other:?}")),

@@ -23,7 +23,8 @@ pub use self::notes::SimNotePlace;
 use self::notes::SimNotes;
 pub use self::power::Power;
 use crate::engine::schedule::{Ended, Schedule};
-use crate::{Counters, CountersSnapshot, Engine, IoError, NoteKeeper, Request, Result, VolumeFile};
+use crate::error::flush_error;
+use crate::{Counters, CountersSnapshot, Engine, NoteKeeper, Request, Result, VolumeFile};
 
 /// An engine over a [`SimDisk`]: the scheduling of the real ones, seeded faults and reordering, for
 /// tests.
@@ -171,8 +172,8 @@ impl Engine for SimEngine {
     }
 
     fn flush(&self) -> Result<()> {
-        let path = || self.shared.file.path().to_owned();
-        self.shared.disk.flush().map_err(|source| IoError::File { action: "sync", path: path(), source })
+        let Shared { disk, file, .. } = &*self.shared;
+        disk.flush().map_err(|source| flush_error(file.path(), source))
     }
 
     fn counters(&self) -> CountersSnapshot {

@@ -8,7 +8,8 @@ use crate::block_device::notes::{Medium, Notes};
 use crate::engine::sim::SimDisk;
 use crate::engine::sim::disk::{Die, NOTE_OFFSET, PART_BYTES};
 use crate::engine::sim::power::gone;
-use crate::{FoundNote, IoError, NoteKeeper, Operation, Result, Uuid, VolumeFile};
+use crate::error::{file_error, flush_error};
+use crate::{FoundNote, NoteKeeper, Operation, Result, Uuid, VolumeFile};
 
 /// How long the slots for notes are together.
 const NOTE_BYTES: u64 = 1 << 20;
@@ -23,10 +24,6 @@ impl Medium for SimDisk {
 
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
         self.carry_out_whole(Operation::Write, offset, &mut blocks.bytes().to_vec())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.flush()
     }
 }
 
@@ -46,28 +43,36 @@ impl SimDisk {
         Ok(())
     }
 
-    /// Replaces the note's file: the new file is written and flushed, then renamed, then the
-    /// directory is flushed.
-    fn replace_file(&self, note: Option<&[u8]>) -> io::Result<()> {
-        let mut flushed = false;
-        if note.is_some() {
-            let cut = self.power.step()?;
-            let mut disk = self.lock();
-            let draw = self.hits(&mut disk, self.faults.write_error_one_in, Die::WriteError, NOTE_OFFSET);
-            if draw.is_some() && !cut {
-                disk.injected.write_errors += 1;
-                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
-            }
-            flushed = !self.loses_flush(&mut disk);
-            drop(disk);
-            // The file is not visible under its name yet.
-            if cut || self.power.step()? {
-                return Err(gone());
-            }
-        }
+    /// Writes the new file of a note, which has no name yet.
+    fn write_file(&self) -> io::Result<()> {
         let cut = self.power.step()?;
-        self.lock().file.renamed = Some(note.map(|note| (note.to_vec(), flushed)));
-        if cut { Err(gone()) } else { self.flush_directory() }
+        let mut disk = self.lock();
+        let draw = self.hits(&mut disk, self.faults.write_error_one_in, Die::WriteError, NOTE_OFFSET);
+        if cut {
+            return Err(gone());
+        }
+        if draw.is_some() {
+            disk.injected.write_errors += 1;
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        Ok(())
+    }
+
+    /// Flushes the new file. Returns whether its bytes are on the medium.
+    fn flush_file(&self) -> io::Result<bool> {
+        if self.power.step()? {
+            return Err(gone());
+        }
+        let mut disk = self.lock();
+        self.fail_flush(&mut disk)?;
+        Ok(!self.loses_flush(&mut disk))
+    }
+
+    /// Gives the new file the note's name, or removes the name.
+    fn rename_file(&self, file: Option<(Vec<u8>, bool)>) -> io::Result<()> {
+        let cut = self.power.step()?;
+        self.lock().file.renamed = Some(file);
+        if cut { Err(gone()) } else { Ok(()) }
     }
 
     fn flush_directory(&self) -> io::Result<()> {
@@ -75,6 +80,7 @@ impl SimDisk {
             return Err(gone());
         }
         let mut disk = self.lock();
+        self.fail_flush(&mut disk)?;
         // A name that reaches the medium before the bytes do is visible only after a crash.
         let unflushed = matches!(disk.file.renamed, Some(Some((_, false))));
         if !self.loses_flush(&mut disk)
@@ -102,7 +108,11 @@ impl SimNotes {
     }
 
     fn failed<T>(&self, action: &'static str, result: io::Result<T>) -> Result<T> {
-        result.map_err(|source| IoError::File { action, path: self.file.path().to_owned(), source })
+        result.map_err(|source| file_error(action, self.file.path(), source))
+    }
+
+    fn flushed<T>(&self, result: io::Result<T>) -> Result<T> {
+        result.map_err(|source| flush_error(self.file.path(), source))
     }
 }
 
@@ -122,20 +132,30 @@ impl NoteKeeper for SimNotes {
         self.failed("read the note of", outcome)
     }
 
+    fn limit_bytes(&self) -> u64 {
+        self.slots.map_or(NOTE_BYTES, |notes| notes.limit_bytes())
+    }
+
     fn write_note(&self, note: &[u8]) -> Result<()> {
-        let written = match &self.slots {
-            Some(notes) => notes.write(&*self.disk, note),
-            None => self.disk.replace_file(Some(note)),
-        };
-        self.failed("write the note of", written)
+        let (disk, action) = (&self.disk, "write the note of");
+        if let Some(notes) = &self.slots {
+            self.failed(action, notes.write(&**disk, note))?;
+            return self.flushed(disk.flush());
+        }
+        self.failed(action, disk.write_file())?;
+        let whole = self.flushed(disk.flush_file())?;
+        self.failed(action, disk.rename_file(Some((note.to_vec(), whole))))?;
+        self.flushed(disk.flush_directory())
     }
 
     fn clear_note(&self) -> Result<()> {
-        let cleared = match &self.slots {
-            Some(notes) => notes.clear(&*self.disk),
-            None => self.disk.replace_file(None),
-        };
-        self.failed("clear the note of", cleared)
+        let (disk, action) = (&self.disk, "clear the note of");
+        if let Some(notes) = &self.slots {
+            self.failed(action, notes.clear(&**disk))?;
+            return self.flushed(disk.flush());
+        }
+        self.failed(action, disk.rename_file(None))?;
+        self.flushed(disk.flush_directory())
     }
 }
 

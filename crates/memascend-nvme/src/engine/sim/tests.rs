@@ -77,12 +77,13 @@ fn a_seed_repeats_and_another_differs() {
         again_one_in: 4,
         misdirected_one_in: 9,
         lost_flush_one_in: 2,
+        flush_error_one_in: 0,
         torn: true,
         reorder: 6,
     };
     let first = trace(faults);
     assert_eq!(first.0.len(), 120);
-    let Injected { read_errors, write_errors, short, again, misdirected, lost_flushes } = first.1;
+    let Injected { read_errors, write_errors, short, again, misdirected, lost_flushes, .. } = first.1;
     assert!([read_errors, write_errors, short, again, misdirected, lost_flushes].iter().all(|n| *n > 0));
     assert!(first == trace(faults), "seed 4 repeats");
     assert!(first != trace(Faults { seed: 5, ..faults }), "seed 5 is another");
@@ -227,6 +228,30 @@ fn a_lost_flush_says_all_is_well_and_a_crash_then_takes_data() {
 }
 
 #[test]
+fn a_flush_that_fails_forgets_and_the_next_one_succeeds() {
+    let disk = disk("seed=5,flush_error_one_in=2");
+    let mut failed = 0;
+    for round in 1..=40_u8 {
+        write(&disk, 0, round, 20 * BLOCK_BYTES).unwrap();
+        let Err(error) = disk.flush() else {
+            assert!(read(&disk, 0, 20 * BLOCK_BYTES).iter().all(|byte| *byte == round));
+            continue;
+        };
+        failed += 1;
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        let after = read(&disk, 0, 20 * BLOCK_BYTES);
+        let lost = after.iter().filter(|byte| **byte != round).count();
+        assert!(lost > 0, "round {round}");
+        while disk.flush().is_err() {
+            failed += 1;
+        }
+        assert!(after == read(&disk, 0, 20 * BLOCK_BYTES), "a flush brings nothing back");
+    }
+    assert!(failed > 10, "{failed}");
+    assert_eq!(disk.injected(), Injected { flush_errors: failed, ..Injected::default() });
+}
+
+#[test]
 fn a_misdirected_write_changes_another_place_and_not_its_own() {
     let disk = disk("seed=5,misdirected_one_in=1");
     let (place, bytes) = (1000 * BLOCK_BYTES, BLOCKS * BLOCK_BYTES);
@@ -262,7 +287,7 @@ fn what_is_not_in_whole_blocks_of_the_drive_is_refused() {
 #[test]
 fn faults_are_read_from_text() {
     let text = "seed=7, read_error_one_in=1,write_error_one_in=2,short_one_in=3,again_one_in=4,\
-                misdirected_one_in=5,lost_flush_one_in=6,torn=1,reorder=9";
+                misdirected_one_in=5,lost_flush_one_in=6,flush_error_one_in=7,torn=1,reorder=9";
     let expected = Faults {
         seed: 7,
         read_error_one_in: 1,
@@ -271,6 +296,7 @@ fn faults_are_read_from_text() {
         again_one_in: 4,
         misdirected_one_in: 5,
         lost_flush_one_in: 6,
+        flush_error_one_in: 7,
         torn: true,
         reorder: 9,
     };
