@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import memascend
-from memascend._memascend import KeptStore
+from memascend._memascend import KeptStore, format_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +61,76 @@ def test_forked_data_loader_workers(offloaded: Callable[..., nn.Module], store: 
     assert (store / lab.VOLUME).exists(), "a worker removed its parent's store"
 
 
+#: A run whose DataLoader's worker outlives it: it works on a batch when its parent is killed.
+WITH_WORKER = """
+    import os, sys, time, torch, memascend
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+        def __getitem__(self, index):
+            if index > 2:
+                time.sleep(600)
+            return torch.full((256,), 0.1), os.getpid()
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+    if __name__ == "__main__":
+        store, engine = sys.argv[1:]
+        model = memascend.offload(model(), store=store, host_memory="64MiB", allocator="pageable", engine=engine)
+        optimizer = memascend.AdamW(model.parameters())
+        loader = torch.utils.data.DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")
+        batches = iter(loader)  # Its end would end the worker.
+        for _ in range(2):
+            batch, worker = next(batches)
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            memascend.flush(model)
+        print(worker.item(), flush=True)
+        sys.stdin.read()
+"""
+
+
+def resume_beside_a_worker(store: Path | str, engine: str) -> None:
+    """Kill a run, and resume it while a worker that it has forked lives."""
+    command = [sys.executable, "-c", textwrap.dedent(WITH_WORKER), str(store), engine]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None and other.stdout is not None
+    worker = 0
+    try:
+        worker = int(other.stdout.readline())
+        with pytest.raises(memascend.StoreError, match="in use"):
+            memascend.can_resume(store)
+        other.kill()
+        other.wait()
+        layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        resumed = memascend.resume(store, model=layers, allocator="pageable")
+        os.kill(worker, 0)  # Raises if the worker has gone.
+        assert resumed.steps == 2
+        memascend.close(resumed.model)
+    finally:
+        other.kill()
+        other.stdin.close()
+        other.stdout.close()
+        other.wait()
+        if worker:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_worker_that_outlives_its_run_does_not_keep_the_store(store: Path, engine: str) -> None:
+    resume_beside_a_worker(store, engine)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_worker_that_outlives_its_run_does_not_keep_the_device(engine: str) -> None:
+    with lab.loop_device(64 << 20) as device:
+        uuid = format_device(device.path)[0]
+        resume_beside_a_worker(f"UUID={uuid}", engine)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..., nn.Module], store: Path) -> None:
     model = offloaded(tiny.build("llama"))
@@ -75,7 +147,6 @@ def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    import signal
     import time
 
     end = time.monotonic() + seconds

@@ -9,6 +9,7 @@ mod block_device;
 mod engine;
 mod error;
 pub mod testing;
+mod unforked;
 mod volume;
 
 /// Entry points for the fuzz targets.

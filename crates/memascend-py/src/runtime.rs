@@ -223,6 +223,19 @@ impl Runtime {
         py.detach(|| parts.store.delete_snapshot(tag)).map_err(|error| store_error(&error))
     }
 
+    /// Makes the current values those of a snapshot; what is durable stays until
+    /// `confirm_snapshot`.
+    fn take_up_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.store.take_up_snapshot(tag)).map_err(|error| store_error(&error))
+    }
+
+    /// Makes a snapshot that was taken up the newest generation.
+    fn confirm_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.store.confirm_snapshot(tag)).map_err(|error| store_error(&error))
+    }
+
     /// Raises StoreError if `bytes` more bytes do not fit on the volumes.
     fn check_room(&self, bytes: u64) -> PyResult<()> {
         self.parts()?.store.check_room(bytes).map_err(|error| store_error(&error))

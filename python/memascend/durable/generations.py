@@ -8,6 +8,8 @@ record (`memascend.durable.record`).
 
 from __future__ import annotations
 
+import errno
+import json
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -201,7 +203,7 @@ class Generations:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
 
         `optimizer` is about to step, or to begin training a parameter. Raises StoreError if the generation could not be
-        committed; the next call tries again.
+        committed; the next call tries again, unless the generation's record is too large.
         """
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
             # No pass of the whole model since its last step: the training loop calls parts of the
@@ -215,11 +217,27 @@ class Generations:
             try:
                 with self._session.timeline.waiting("ssd_write"):
                     self._commit.wait()
-            except MemascendError:
+            except MemascendError as error:
                 self._commit = None
+                if isinstance(error, StoreError) and error.errno == errno.EFBIG and error.operation is None:
+                    self._refuse_record(error)
                 raise
             self._commit = self._due = None
             self._committed_steps = self.steps
+
+    def _refuse_record(self, error: StoreError) -> None:
+        """Give up a record that does not fit into the manifest, and raise an error that names what is large in it.
+
+        The generation before it stays. Later steps have records of their own.
+        """
+        assert self._due is not None
+        tracked = json.loads(self._due)["tracked"]
+        self._due = None
+        if tracked:
+            sizes = {name: len(exact_json.as_json(state)) for name, state in tracked.items()}
+            name, size = max(sizes.items(), key=lambda item: item[1])
+            told = f"{error}. Of what memascend.track was given, {name!r} takes the most: {format_size(size)}"
+            raise StoreError(error.errno, told, error.filename) from error
 
     def commit(self) -> None:
         """Make the present state of the run a durable generation. Apply all updates before."""

@@ -67,8 +67,9 @@ class Session:
         source: dict[str, Any],
         options: dict[str, Any],
         resume: bool = False,
+        tag: str | None = None,
     ) -> None:
-        """Create the store for `units`, without contents, or open it to `resume`.
+        """Create the store for `units`, without contents, or open it to `resume`, with the values of a snapshot `tag`.
 
         `source` describes how to make the model again, and becomes part of every generation.
         """
@@ -85,6 +86,8 @@ class Session:
         self.host_memory = plan.budget
         self.plan, self.runtime = self._open(plan, store, options, resume)
         try:
+            if tag is not None:
+                self.runtime.take_up_snapshot(tag)
             self._find_tensors(resume)
             self.timeline = Timeline(updating=lambda: self.runtime.update_seconds)
             self.streamer = self._make_streamer()

@@ -124,19 +124,21 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
 
 
 def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore: str | None) -> None:
-    """Delete the checkpoints `delete` of a store, then go back to the checkpoint `restore`.
+    """Go back to the checkpoint `restore` of a store, then delete the checkpoints `delete`.
 
-    Raises StoreError for a checkpoint that the store does not have. If one of `delete` is missing, none is deleted.
+    Raises StoreError for a checkpoint that the store does not have. If any is missing, nothing has changed.
     """
     if not delete and restore is None:
         return
     with closing(KeptStore(list(paths))) as store:
         tags = {tag for tag, _, _, _ in store.snapshots()}
         missing = next((tag for tag in delete if tag not in tags), None)
-        for tag in delete if missing is None else [missing]:
-            store.delete_snapshot(tag)
+        if missing is not None:
+            store.delete_snapshot(missing)  # Raises, naming the tag.
         if restore is not None:
             store.restore_snapshot(restore)
+        for tag in delete:
+            store.delete_snapshot(tag)
 
 
 def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, host_memory: int | None) -> int:

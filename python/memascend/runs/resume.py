@@ -107,10 +107,6 @@ def resume(
     computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
     units = _divide(model, record, computing.torch_device)
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
-    if tag is not None:
-        # Nothing is wrong with the snapshot: now the steps after it can be given up.
-        with closing(KeptStore(paths)) as kept_store:
-            kept_store.restore_snapshot(tag)
     session = Session(
         model,
         units,
@@ -122,6 +118,7 @@ def resume(
         source=record["model"],
         options=options,
         resume=True,
+        tag=tag,
     )
     hooks = Hooks(session)
     try:
@@ -133,6 +130,9 @@ def resume(
             _make_optimizer(session, described, classes[described["class"]]) for described in record["optimizers"]
         ]
         restore_random_states(record["random"])
+        if tag is not None:
+            # Nothing can be refused any more: now the steps after the snapshot are given up.
+            session.runtime.confirm_snapshot(tag)
     except BaseException:
         session.keep_store = None
         session.close(failed=True)

@@ -14,6 +14,7 @@ use crate::block_device::notes::{FoundNote, Notes};
 use crate::block_device::signatures::Blkid;
 use crate::block_device::superblock::{Superblock, VERSION};
 use crate::block_device::uuid::parse_uuid;
+use crate::unforked::Unforked;
 use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Uuid};
 
 /// What a path begins with that names a device by its UUID.
@@ -24,6 +25,7 @@ const BY_UUID: &str = "UUID=";
 /// way.
 #[derive(Debug)]
 pub struct Device {
+    _unforked: Unforked,
     file: File,
     path: PathBuf,
     superblock: Superblock,
@@ -95,7 +97,8 @@ impl Device {
             )
         });
         let notes = Mutex::new(Notes::of(&superblock));
-        Ok(Self { file, path, superblock, logical_block_bytes, notice, notes })
+        let _unforked = Unforked::of(&file);
+        Ok(Self { _unforked, file, path, superblock, logical_block_bytes, notice, notes })
     }
 
     /// The file to transfer on, open with O_DIRECT.

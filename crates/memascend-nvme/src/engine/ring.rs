@@ -12,6 +12,7 @@ use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squ
 use memascend_mem::{LockExt, Origin, Pool};
 
 use crate::engine::schedule::Schedule;
+use crate::unforked::Unforked;
 use crate::{
     Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
 };
@@ -337,6 +338,8 @@ impl Arena {
 impl Driver {
     fn start(mut self, mut built: Built, ready: &Sender<io::Result<()>>) {
         let Built { ring, features, .. } = &mut built;
+        // The ring holds the volume's file.
+        let _unforked = Unforked::of(ring);
         // A single-issuer ring belongs to the thread that enables it.
         if let Err(error) = ring.submitter().register_enable_rings() {
             let _ = ready.send(Err(error));

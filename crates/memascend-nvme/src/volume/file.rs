@@ -9,12 +9,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memascend_mem::LeaseSlice;
 
 use crate::error::flush_error;
+use crate::unforked::Unforked;
 use crate::volume::geometry::has_poll_queues;
 use crate::{Geometry, Result};
 
 /// The open file or device of a volume, shared with the engine that transfers on it.
 #[derive(Debug)]
 pub struct VolumeFile {
+    pub(super) _unforked: Unforked,
     pub(super) file: File,
     pub(super) path: PathBuf,
     pub(super) geometry: Geometry,

@@ -6,12 +6,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::unforked::Unforked;
 use crate::{IoError, Result};
 
 /// Exclusive use of a directory. The kernel releases the lock when the process ends in any way, so
-/// the lock file of a killed process does not block other processes.
+/// the lock file of a killed process does not block other processes. Forked children have no part in
+/// it.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
+    _unforked: Unforked,
     _file: File,
     path: PathBuf,
 }
@@ -56,7 +59,7 @@ impl DirectoryLock {
                 .set_len(0)
                 .and_then(|()| file.rewind())
                 .and_then(|()| write!(file, "{}", std::process::id()));
-            let lock = Self { _file: file, path: path.clone() };
+            let lock = Self { _unforked: Unforked::of(&file), _file: file, path: path.clone() };
             return match written {
                 Ok(()) => Ok(lock),
                 Err(source) => {

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex};
 use memascend_mem::{LockExt, Origin};
 
 use crate::error::file_error;
+use crate::unforked::Unforked;
 use crate::volume::directory::{HeldDirectory, write_in_place};
 use crate::volume::file::VolumeFile;
 use crate::{BlockDeviceError, Device, FoundNote, Geometry, IoError, NoteKeeper, Result, find_device};
@@ -106,6 +107,7 @@ impl Volume {
         });
         let reserved = if create { 0 } else { opened.file.metadata().map_or(0, |metadata| metadata.len()) };
         let file = VolumeFile {
+            _unforked: Unforked::of(&opened.file),
             file: opened.file,
             path: opened.path,
             geometry: opened.geometry,
@@ -127,6 +129,7 @@ impl Volume {
             ..Geometry::buffered()
         });
         let file = VolumeFile {
+            _unforked: Unforked::of(&file),
             file,
             path: device.path().to_owned(),
             geometry,
