@@ -236,6 +236,14 @@ def test_buffers_that_a_layer_writes(offloaded: Offload, body: str, use: Callabl
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("activations", ["recompute", "ssd"])
+def test_buffers_on_a_device(on_device: Offload, activations: str) -> None:
+    expected, model = layers(BODIES["batch_norm"]), on_device(layers(BODIES["batch_norm"]), activations=activations)
+    for each in (expected, model):
+        out_of_order(each)
+    assert_as_in_memory(model, expected)
+
+
 def test_a_buffer_shared_between_layers(offloaded: Offload) -> None:
     def fresh() -> nn.Module:
         shared = Average()
