@@ -2,16 +2,18 @@
 
 Batch-norm's statistics, an EMA, or the vectors of spectral-norm would otherwise be updated once more in the backward
 pass. PyTorch does not count the writes of batch-norm in `_version`, so values are compared, not versions. Attributes
-that are tensors or plain values, `training` among them, are treated alike.
+that are tensors, plain values (`training` among them) or containers are treated alike.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend.common.sizes import format_size
@@ -20,8 +22,6 @@ from memascend.errors import MemascendError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
-
 #: Larger buffers are not copied: a checksum tells whether they were written.
 COPY_MAX_BYTES = 1024 * 1024
 #: Smaller buffers on a device are copied at each call: comparing them would wait for the device.
@@ -29,7 +29,12 @@ COMPARE_FROM_BYTES = 64 * 1024
 
 _MISSING = object()
 #: Types of attributes that are values, and are restored as tensors are.
-_VALUES = frozenset({bool, int, float, str, type(None)})
+_VALUES = frozenset({bool, int, float, str, tuple, type(None), list, dict, set, deque})
+#: Those among them that are changed in place, and the most elements of one that is restored.
+_CONTAINERS = frozenset({list, dict, set, deque})
+CONTAINER_MAX_ELEMENTS = 1000
+#: What every module has: its parameters, submodules and hooks.
+_INTERNAL = frozenset(nn.Module().__dict__)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -128,17 +133,21 @@ class BufferState:
         #: (where a module holds its buffers or attributes, a copy of that dictionary)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._recorded: dict[int, Recorded] = {}
+        #: (container that is an attribute, its elements)
+        self._containers: list[tuple[Any, Any]] = []
         for inner in self._modules:
             for holder in (inner._buffers, inner.__dict__):
                 held = dict(holder)
                 self._held.append((holder, held))
-                for value in held.values():
+                for name, value in held.items():
                     # An attribute of another class may stand for a weight, which is not read here.
                     state = is_plain(value) or (holder is inner._buffers and value is not None)
                     if state and id(value) not in self._recorded:
                         self._recorded[id(value)] = Recorded(value, copies)
                     elif type(value) is torch.Generator:
                         self.generators.append(value)
+                    elif _is_container(name, value):
+                        self._containers.append((value, value.copy()))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -148,6 +157,7 @@ class BufferState:
             return
         self._check()
         present = [dict(holder) for holder, _ in self._held]
+        elements = [container.copy() for container, _ in self._containers]
         versions = self._versions()
         storages: dict[int, torch.Tensor] = {}
         values = {key: recorded.values(storages) for key, recorded in self._recorded.items()}
@@ -157,8 +167,12 @@ class BufferState:
                 for name, value in held.items():
                     if id(value) in values:
                         holder[name] = values[id(value)]
+            for container, held in self._containers:
+                _fill(container, held)
             yield
         finally:
+            for (container, _), now in zip(self._containers, elements, strict=True):
+                _fill(container, now)
             for (holder, _), now in zip(self._held, present, strict=True):
                 _restore(holder, now, dict(holder))
         if versions != self._versions():
@@ -213,6 +227,15 @@ def _restore(holder: dict[str, Any], wanted: dict[str, Any], present: dict[str, 
             del holder[name]
         else:
             holder[name] = value
+
+
+def _is_container(name: str, value: Any) -> bool:
+    return type(value) in _CONTAINERS and name not in _INTERNAL and len(value) <= CONTAINER_MAX_ELEMENTS
+
+
+def _fill(container: Any, elements: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(elements)
 
 
 def _is_value(value: Any) -> bool:
