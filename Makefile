@@ -32,7 +32,8 @@ check: lint ## check formatting, lints and types, and run the tests that find mo
 
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
-# Long sweeps: more seeds of power cuts and faults, more kills of whole runs.
+# Long sweeps: more seeds of power cuts and faults, more kills of whole runs, every module of PyTorch and every
+# architecture of transformers.
 SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
 soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS): an hour or more

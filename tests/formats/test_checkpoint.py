@@ -14,6 +14,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import IBertConfig, IBertForMaskedLM
 
 import memascend
 
@@ -517,3 +518,23 @@ def test_plain_modules_have_no_checkpoint_format(tmp_path: Path, offloaded: Call
     model = offloaded(tiny.build("plain"))
     memascend.save_pretrained(model, tmp_path / "out")
     tiny.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), dict(memascend.parameters_of(model)))
+
+
+def test_buffers_made_from_weights(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 1024, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+    model = IBertForMaskedLM(IBertConfig(**sizes, num_hidden_layers=1, max_position_embeddings=32))
+    shift = model.ibert.encoder.layer[0].intermediate.dense.weight_integer  # made as zeros like the weight
+    shift.fill_(3)
+    directory = tmp_path / "saved"
+    model.save_pretrained(directory)
+    loaded = opened(directory, dtype="float32")
+    assert_equal_models(loaded, model, "ibert")
+    tensors = load_file(directory / WEIGHTS)
+    name = next(
+        name for name, value in tensors.items() if name.endswith("weight_integer") and value.shape == shift.shape
+    )
+    del tensors[name]
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(memascend.CheckpointError, match=f"lacks the buffer {name}, which .* makes from its weights"):
+        opened(directory, dtype="float32")

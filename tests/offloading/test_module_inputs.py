@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-import tempfile
 import warnings
 from collections import Counter
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import bits
 import needs
@@ -22,9 +21,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import memascend
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -123,12 +119,12 @@ class Case:
         try:
             memascend.offload(model, store=store, host_memory=HOST_MEMORY, compute_threads=1, **options)
         except (memascend.MemascendError, ValueError) as error:
-            return "refused", _first_sentence(error)
+            return "refused", _reason(error)
         try:
             expected = self.train(beside)  # every one of these inputs is for training, so nothing may be raised
             actual = self.train(model)
         except memascend.MemascendError as error:
-            return "refused", _first_sentence(error)
+            return "refused", _reason(error)
         finally:
             memascend.close(model)
         wrong = bits.differing(actual, expected)
@@ -145,8 +141,8 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
     return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype)).sum().float() for o in trained)
 
 
-def _first_sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).split('. ')[0]}"
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("parameter layers.0.", "parameter ")
 
 
 @cache
@@ -159,14 +155,6 @@ def cases(name: str, dtype: str) -> list[Case]:
         for one in given:
             made += [Case(info.module_cls, DTYPES[dtype], one, training, layers) for layers in (False, True)]
     return made
-
-
-@pytest.fixture
-def room() -> Iterator[Path]:
-    """A directory in memory, where the system has one: opening a store is most of the time of these tests."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
-        yield Path(directory)
 
 
 def run(name: str, dtype: str, chosen: list[Case], room: Path) -> Counter[str]:

@@ -105,6 +105,15 @@ class Sources:
             raise CheckpointError(
                 f"{self.files.directory} lacks weights that {type(self.model).__name__} needs: {listed}"
             )
+        # A buffer made from a parameter is on the meta device, as the parameter is.
+        unmade = next(
+            (name for name, value in self.model.named_buffers() if value.is_meta and name not in targets), None
+        )
+        if unmade is not None:
+            raise CheckpointError(
+                f"{self.files.directory} lacks the buffer {unmade}, which {type(self.model).__name__} makes from its "
+                "weights: load the model with transformers, then call memascend.offload"
+            )
         for name, key in self._plain.items():
             parameter = self._expected.get(name)
             if parameter is None:
@@ -190,9 +199,14 @@ class Sources:
 
     def read_buffers(self) -> None:
         """Fill the model's persistent buffers that the checkpoint has."""
-        for name, buffer in self.model.named_buffers():
-            key = self._plain.get(name)
-            if key is not None:
+        for prefix, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                key = self._plain.get(name)
+                if key is None:
+                    continue
+                if buffer.is_meta:
+                    buffer = torch.empty_like(buffer, device="cpu")
+                    module._buffers[name.rpartition(".")[2]] = buffer
                 self.files.where[key].read_into(key, buffer)
 
 
