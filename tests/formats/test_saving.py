@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import needs
 import pytest
 import tiny
 import torch
@@ -200,6 +201,41 @@ def test_options_that_cannot_be_followed_are_refused_by_name(
     with pytest.raises(ValueError, match=f"{option}=.*{says}"):
         save(tmp_path / "out", **{option: value})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
+@pytest.mark.parametrize("by", ["PEFT", "transformers"])
+def test_adapters_on_the_store_are_saved_as_in_memory(
+    tmp_path: Path, offloaded: Callable[..., nn.Module], by: str
+) -> None:
+    peft = needs.package("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(5)
+        model: Any = tiny.build("llama")
+        config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        if by == "PEFT":
+            model = peft.get_peft_model(model, config)
+        else:
+            model.add_adapter(config)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter)
+        return model
+
+    model: Any = offloaded(adapted())
+    twin: Any = adapted()
+    save = saver_of(model)
+    assert save is not None
+    options = {"save_embedding_layers": True} if by == "PEFT" else {}
+    for number, chosen in enumerate(({}, options)):
+        save(tmp_path / f"ours{number}", **chosen)
+        twin.save_pretrained(tmp_path / f"theirs{number}", **chosen)
+        saved = tensors_in(tmp_path / f"theirs{number}")
+        assert len(saved) == 12 + 2 * len(chosen)
+        tiny.assert_same_weights(tensors_in(tmp_path / f"ours{number}"), saved)
+    memascend.save_pretrained(model, tmp_path / "again")
+    tiny.assert_same_weights(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "theirs0"))
 
 
 # ---- buffers --------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.api import sessions_of
 from memascend.offloading.hooks import has_adapters
 from memascend.offloading.places import place_of
+from memascend.offloading.stand_ins import is_stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -108,8 +109,7 @@ def save_pretrained(
     converted_dtype = None if dtype is None else parse_dtype(dtype)
     sessions = sessions_of(model)
     if saves_adapters(model) and converted_dtype is None:
-        own: Any = type(model)
-        own.save_pretrained(model, directory)
+        _save_adapters(model, directory)
         return
     if sessions and (saves_adapters(model) or has_adapters(model)):
         raise CheckpointError(
@@ -119,7 +119,7 @@ def save_pretrained(
     if not sessions and not hasattr(model, "save_pretrained"):
         raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
     if not sessions and converted_dtype is None:
-        own = model
+        own: Any = model
         own.save_pretrained(directory, max_shard_size=max_shard_size)
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -132,8 +132,11 @@ def save_pretrained(
 def saver_of(module: nn.Module) -> Callable[..., None] | None:
     """Return what takes the place of `module.save_pretrained` while `module` is offloaded; None for what has none.
 
-    Only models of transformers have one that the format of `save_pretrained` here is the same as.
+    Only models of transformers have one that the format of `save_pretrained` here is the same as. Models of PEFT save
+    their adapters themselves, but want them in memory.
     """
+    if hasattr(module, "get_base_model") and hasattr(module, "save_pretrained"):
+        return partial(_save_adapters, module)
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
@@ -145,11 +148,10 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
 
     Raises ValueError for an option that cannot be carried out, beside the errors of `save_pretrained`.
     """
-    own = type(model).save_pretrained
     if saves_adapters(model):
-        own(model, save_directory, *args, **kwargs)
+        _save_adapters(model, save_directory, *args, **kwargs)
         return
-    signature = inspect.signature(own)
+    signature = inspect.signature(type(model).save_pretrained)
     chosen = signature.bind(model, save_directory, *args, **kwargs).arguments
     options = {**chosen, **chosen.pop("kwargs", {})}
     for name in ("self", "save_directory", "kwargs", *_WITHOUT_EFFECT):
@@ -165,6 +167,27 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
             )
     if saves:
         save_pretrained(model, save_directory, max_shard_size=shard)
+
+
+class _Values(dict[str, Any]):
+    """A state dict whose stand-ins are read when they are asked for: only adapters stay in memory."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value.detach().clone() if isinstance(value, torch.Tensor) and is_stand_in(value) else value
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+
+def _save_adapters(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """Let a model save its adapters as its class does; those on the store are given to it in memory."""
+    own = type(model).save_pretrained
+    chosen = inspect.signature(own).bind(model, save_directory, *args, **kwargs).arguments
+    sessions = sessions_of(model)
+    if sessions and {**chosen, **chosen.get("kwargs", {})}.get("state_dict") is None:
+        kwargs["state_dict"] = _Values(model.state_dict())
+    own(model, save_directory, *args, **kwargs)
 
 
 def _written_parameters(model: nn.Module) -> _Group:
