@@ -177,7 +177,7 @@ def is_stand_in(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 def make_marker(place: Place) -> torch.Tensor:
     """Return a new stand-in for the gradient of a parameter."""
-    marker = absent_like(place.shape, place.dtype, place.absent.device)
+    marker = place.absent.detach()
     source = whole_of(place)
     source.is_gradient, source.marker = True, weakref.ref(marker)
     return OffloadedTensor.become(marker, source)
@@ -334,8 +334,11 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
 
 def whole_of(place: Place) -> Source:
     """Describe all values of a parameter."""
-    stride = torch.empty(place.shape, device="meta").stride()
-    return Source(weakref.ref(place), False, None, place.dtype, tuple(place.shape), stride, 0)
+    size = tuple(place.shape)
+    stride = [1]
+    for length in reversed(size[1:]):
+        stride.append(stride[-1] * max(length, 1))
+    return Source(weakref.ref(place), False, None, place.dtype, size, tuple(reversed(stride[: len(size)])), 0)
 
 
 class _Showing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,7 +256,8 @@ class OffloadedOptimizer(Optimizer):
             for home in self._homes_with_gradient():
                 home.clear_gradient(set_to_none)
         self._factors.clear()
-        super().zero_grad(set_to_none)
+        with as_held() if set_to_none else nullcontext():
+            super().zero_grad(set_to_none)
 
     def flush(self) -> None:
         """Apply deferred updates now, and wait until they are on the store's drives."""
