@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from memascend.errors import MemascendError
-from memascend.layout.units import absent_like
 from memascend.offloading.places import place_of
 
 if TYPE_CHECKING:
