@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import memascend
@@ -546,6 +548,7 @@ def _change_between(model: Net) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half": (lambda model: model.half(), "cannot become torch.float16.*before memascend.offload"),
+    "shared memory": (lambda model: model.share_memory(), "share_memory_ asks for its address"),
     "double": (lambda model: model.layers.to(torch.float64), "cannot become torch.float64"),
     "data of another dtype": (lambda model: setattr(model.scale, "data", torch.zeros((), dtype=torch.half)), "float16"),
     "data of another shape": (lambda model: setattr(model.head.bias, "data", torch.zeros(3)), "shape"),
@@ -587,6 +590,25 @@ def test_a_refusal_changes_nothing(pair: Callable[..., tuple[nn.Module, nn.Modul
     for run in (expected, model):
         step(run, memascend.SGD(run.parameters(), lr=0.1), 3)
     assert_same(expected, model)
+    memascend.close(model)
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    expected, model = tiny.build("llama"), tiny.build("llama")
+    memascend.offload(model, store=tmp_path / "store", host_memory="64MiB", keep_store=False)
+    for refused in (lambda: model.resize_token_embeddings(model.config.vocab_size + 8), model.model.float):
+        with pytest.raises(memascend.MemascendError, match=r"model\.embed_tokens\.weight is on SSD as .*before"):
+            refused()
+    read = memascend.stats(model)["ssd_bytes_read"]
+    assert (
+        model.to("cpu").eval().train().dtype == expected.dtype and model.num_parameters() == expected.num_parameters()
+    )
+    assert memascend.stats(model)["ssd_bytes_read"] == read  # nothing of that takes a weight
+    for directory, part in ("whole", lambda model: model), ("part", lambda model: model.model):
+        part(model).save_pretrained(tmp_path / directory)
+        saved = load_file(tmp_path / directory / "model.safetensors")
+        tiny.assert_same_weights(saved, dict(part(expected).named_parameters()))
+    assert torch.equal(model(**tiny.batch("llama", 0)).loss, expected(**tiny.batch("llama", 0)).loss)
     memascend.close(model)
 
 

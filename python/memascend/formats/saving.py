@@ -24,7 +24,7 @@ from memascend.formats.transformers_models import revert_conversions, saves_adap
 from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.api import sessions_of
-from memascend.offloading.hooks import has_adapters
+from memascend.offloading.hooks import Hooks, has_adapters
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import is_stand_in
 
@@ -141,6 +141,9 @@ def saver_of(module: nn.Module) -> Callable[..., None] | None:
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
     return partial(_save_as_transformers, module)
+
+
+Hooks.saver_of = staticmethod(saver_of)
 
 
 def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:

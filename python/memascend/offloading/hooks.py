@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,7 +20,7 @@ from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
-from memascend.offloading.places import register
+from memascend.offloading.places import place_of, register
 from memascend.offloading.stand_ins import as_held, disguise, is_stand_in
 from memascend.offloading.torch_functions import conceal, refuse_other_optimizers
 
@@ -95,6 +95,10 @@ class _WatchedParameters(dict):
 class Hooks:
     """The hooks of one session in its model."""
 
+    #: Returns what takes the place of a module's `save_pretrained`, or None. The format of saved
+    #: models is a matter of `memascend.formats`, which sets this.
+    saver_of: ClassVar[Callable[[nn.Module], Callable[..., None] | None]] = staticmethod(lambda module: None)
+
     def __init__(self, session: Session) -> None:
         """Become the session's attachment; `attach` installs the hooks."""
         self.session = session
@@ -162,6 +166,8 @@ class Hooks:
         blocks = {module for unit in units if unit.repeated for module in unit.modules}
         inside_blocks = {inner for block in blocks for inner in block.modules()}
         for module in model.modules():
+            if (saver := Hooks.saver_of(module)) is not None:
+                self._replace(module, "save_pretrained", saver)
             if module._parameters:
                 watched = _WatchedParameters(module._parameters)
                 watched.lookup = self._lookup
@@ -377,9 +383,9 @@ class Hooks:
         apply = module._apply
 
         def apply_unless_converting(fn: Callable, recurse: bool = True) -> nn.Module:
-            for name, parameter in module._parameters.items():
-                if parameter in self._owners:
-                    self._check_conversion(fn, type(module).__name__, name, parameter)
+            own = [parameter for parameter in module._parameters.values() if parameter in self._owners]
+            if all([_leaves_alone(fn, parameter) for parameter in own]):
+                return apply(lambda tensor: tensor if is_stand_in(tensor) else fn(tensor), recurse)
             return apply(fn, recurse)
 
         def refuse_assign(_: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any], *_rest: Any) -> None:
@@ -392,15 +398,25 @@ class Hooks:
         self._replace(module, "_apply", apply_unless_converting)
         self._handles.append(module.register_load_state_dict_pre_hook(refuse_assign))
 
-    def _check_conversion(self, fn: Callable, owner: str, name: str, parameter: nn.Parameter) -> None:
-        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        converted = fn(probe)
-        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
-            raise MemascendError(
-                f"{owner}.{name} is on SSD as {probe.dtype} for {probe.device} and cannot become {converted.dtype} on "
-                f"{converted.device}: convert the model before memascend.offload, or give dtype= to "
-                "memascend.from_pretrained and device= to both"
-            )
+
+def _leaves_alone(fn: Callable, parameter: nn.Parameter) -> bool:
+    """Whether `fn`, which `Module._apply` is to call, leaves the parameter as it is.
+
+    Raises MemascendError if it gives the parameter another dtype, device or order of elements in memory.
+    """
+    probe = torch.ones((2,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+    converted = fn(probe.clone())
+    kinds = [(tensor.dtype, tensor.device, tensor.stride()) for tensor in (probe, converted)]
+    if kinds[0] != kinds[1]:
+        located = place_of(parameter)
+        name = "a parameter" if located is None else located[1].name
+        dtype, device, stride = kinds[1]
+        order = "" if stride == probe.stride() else " in another memory format"
+        raise MemascendError(
+            f"{name} is on SSD as {probe.dtype} for {probe.device} and cannot become {dtype} on {device}{order}: "
+            "convert the model before memascend.offload, or give dtype= to memascend.from_pretrained, and device= to both"
+        )
+    return torch.equal(probe, converted) and not converted.is_shared()
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -282,7 +282,7 @@ _AS_HELD: set[Any] = {
             ),
             *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "is_pinned"),
             *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-            *("__dir__", "result_type", "__hash__"),
+            *("__dir__", "result_type", "__hash__", "_has_compatible_shallow_copy_type"),
         )
         for owner in (_T, torch)
         if hasattr(owner, name)
