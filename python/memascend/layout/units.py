@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,9 @@ class Place:
         parameter = self.parameter
         # Neither class of an offloaded parameter has an ordinary `data`.
         parameter.__class__ = nn.Parameter
-        parameter.data = self.view(storage)
+        # A view made in inference mode would not count writes.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            parameter.data = self.view(storage)
         parameter.__class__ = self.resident_class
         self.shown_version = parameter._version
 

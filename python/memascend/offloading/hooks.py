@@ -7,7 +7,7 @@ its module is fetched too; and has autograd save names of weights instead of vie
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,10 +22,10 @@ from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, 
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import place_of, register
 from memascend.offloading.stand_ins import as_held, disguise, is_stand_in
-from memascend.offloading.torch_functions import conceal, refuse_other_optimizers
+from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -44,15 +44,10 @@ class _SavedWeight:
 
     def __init__(self, place: Place, tensor: torch.Tensor, offset: int) -> None:
         self.place = place
-        self.version = self.present_version()
+        self.version = _version(place)
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         #: Elements before the first one, in the unit's bytes.
         self.offset = offset
-
-    def present_version(self) -> tuple[int, int]:
-        """Count the steps taken on the parameter, and the program's writes to it."""
-        with as_held():
-            return self.place.version, self.place.parameter._version
 
 
 class _Saved:
@@ -257,19 +252,24 @@ class Hooks:
             )
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of
-                # weights already.
-                alone = session.streamer.depth == 0 and torch.is_grad_enabled()
+                # weights already, and in a backward pass torch.utils.checkpoint collects tensors.
+                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not _in_backward()
                 with self.saving_names() if alone else nullcontext():
                     result = run(*args, **kwargs)
                 return conceal(result, session) if session.streamer.depth == 0 else result
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
-            versions = [place.version for unit in needed for place in unit.places]
+            places = [place for unit in needed for place in unit.places]
+            versions = [_version(place) for place in places]
+            with as_held():
+                trained = [place.parameter.requires_grad for place in places]
 
             def run_unless_stepped(*args: Any, **kwargs: Any) -> Any:
-                if versions != [place.version for unit in needed for place in unit.places]:
-                    raise MemascendError(_stale(f"the parameters of {needed[0].name}"))
-                return run(*args, **kwargs)
+                for place, version in zip(places, versions, strict=True):
+                    if _version(place) != version:
+                        raise MemascendError(_stale(place.name))
+                with _trained_as(places, trained):
+                    return run(*args, **kwargs)
 
             written = [session.streamer.residencies[unit].module_writes for unit in needed]
             result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
@@ -287,13 +287,14 @@ class Hooks:
         session, streamer = self.session, self.session.streamer
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._casts.use(module)
+            check_transforms(needed[0].name)
             # Our recomputation replaces transformers' own, which would call the layer without this
             # wrapper.
             checkpointing = module.__dict__.get("gradient_checkpointing")
             if checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             entered: list[Unit] = []
-            self._casts.use(module)
             try:
                 for unit in needed:
                     streamer.enter(unit)
@@ -322,6 +323,7 @@ class Hooks:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
+            check_transforms("the model")
             if grad:
                 for place in session.places:
                     if not place.hooks:
@@ -367,7 +369,7 @@ class Hooks:
                     raise RuntimeError(_modified(saved.tensor, saved.version))
                 return saved.tensor
             place = saved.place
-            if saved.present_version() != saved.version:
+            if _version(place) != saved.version:
                 raise MemascendError(_stale(place.name))
             storage = streamer.storage(place.tensor.unit).untyped_storage()
             offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
@@ -399,6 +401,33 @@ class Hooks:
         self._handles.append(module.register_load_state_dict_pre_hook(refuse_assign))
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _version(place: Place) -> tuple[int, int]:
+    """Count the steps taken on a parameter, and the program's writes to it."""
+    with as_held():
+        return place.version, place.parameter._version
+
+
+@contextmanager
+def _trained_as(places: list[Place], trained: list[bool]) -> Iterator[None]:
+    """Have parameters require gradients as they did before: a graph computed again is that of then."""
+    with as_held():
+        changed = [
+            place.parameter for place, was in zip(places, trained, strict=True) if place.parameter.requires_grad != was
+        ]
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        with as_held():
+            for parameter in changed:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
 def _leaves_alone(fn: Callable, parameter: nn.Parameter) -> bool:
     """Whether `fn`, which `Module._apply` is to call, leaves the parameter as it is.
 
@@ -414,7 +443,7 @@ def _leaves_alone(fn: Callable, parameter: nn.Parameter) -> bool:
         order = "" if stride == probe.stride() else " in another memory format"
         raise MemascendError(
             f"{name} is on SSD as {probe.dtype} for {probe.device} and cannot become {dtype} on {device}{order}: "
-            "convert the model before memascend.offload, or give dtype= to memascend.from_pretrained, and device= to both"
+            "convert the model before memascend.offload, or give dtype= to memascend.from_pretrained"
         )
     return torch.equal(probe, converted) and not converted.is_shared()
 

@@ -249,6 +249,10 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         _, other, part = locate(value)
         if other is place and (part or whole_of(place)) == (source or whole_of(place)):
             return  # its own values
+        raise MemascendError(
+            f"{place.name} and {other.name} cannot share their values on SSD: copy them by .data.copy_(...), or tie "
+            "the parameters before memascend.offload"
+        )
     with torch.no_grad():
         alias_of(tensor).copy_(value)
 
@@ -305,7 +309,8 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
     if source is not None and source.is_gradient:
         if source.marker is None or place.marker is not source.marker() or not place.held:
             raise MemascendError(_gone(place.name))
-        stored = session.gradients.values(place)
+        with torch.inference_mode(False):
+            stored = session.gradients.values(place)
         with _Showing(tensor, source, stored) as shown:
             yield Loan(source, stored)
         if shown.written:
@@ -313,7 +318,8 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
         return
     unit = place.tensor.unit
     with session.streamer.lend(unit) as storage:
-        stored = storage[place.offset : place.offset + place.nbytes].view(place.dtype)
+        with torch.inference_mode(False):
+            stored = storage[place.offset : place.offset + place.nbytes].view(place.dtype)
         if source is None:
             source = whole_of(place)
             place.show(storage)
@@ -347,9 +353,11 @@ class _Showing:
 
     def __init__(self, tensor: torch.Tensor, source: Source, stored: torch.Tensor) -> None:
         """Prepare to show what `source` describes of `stored`."""
-        flat = stored.view(source.dtype)
         self._tensor = tensor
-        self._view = flat.as_strided(source.size, source.stride, flat.storage_offset() + source.offset)
+        # A view made in inference mode would not count writes.
+        with torch.inference_mode(False):
+            flat = stored.view(source.dtype)
+            self._view = flat.as_strided(source.size, source.stride, flat.storage_offset() + source.offset)
         self.written = False
 
     def __enter__(self) -> _Showing:

@@ -23,6 +23,7 @@ from memascend.offloading.stand_ins import (
     assign,
     copy_of,
     is_stand_in,
+    kept_gradient,
     lent_values,
     locate,
     run_functions_by,
@@ -43,6 +44,7 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in (torch.autograd.grad, torch.autograd.backward) or (func in _OWN and args and is_stand_in(args[0])):
         return _OWN[func](*args, **kwargs)
     name = getattr(func, "__name__", str(func))
+    check_transforms("a parameter")
     stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
     for tensor in stand_ins:
         session, place, source = locate(tensor)
@@ -63,11 +65,21 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _run_on_copies(func, args, kwargs, stand_ins)
 
 
+def check_transforms(name: str) -> None:
+    """Raise MemascendError within the transforms of torch.func: they would trace the coming and going of weights."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MemascendError(
+            f"{name} is on SSD, and cannot be used within torch.func's transforms (grad, vmap, jvp and others): use "
+            "torch.autograd, or call the transform on copies (.detach().clone()) of the weights"
+        )
+
+
 def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     session, _, _ = locate(stand_ins[0])
     with ExitStack() as stack:
         loans = [stack.enter_context(lent_values(tensor)) for tensor in stand_ins]
-        if torch.is_grad_enabled():
+        # In a backward pass, torch.utils.checkpoint collects what is saved now.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             stack.enter_context(session.saving_names())
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _UNCOUNTED:
@@ -106,16 +118,19 @@ def conceal(result: Any, session: Session) -> Any:
 
 
 def _run_on_copies(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
-    """Run a function that takes more weights at once than there are buffers: on copies, made one at a time."""
-    copies = {id(tensor): tensor.clone() for tensor in stand_ins}
+    """Run a function that takes more weights at once than there are buffers: on copies, but for what it writes to."""
+    name = getattr(func, "__name__", str(func))
+    in_place = name.endswith("_") and not name.endswith("__")
+    target = kwargs.get("out", args[0] if args and in_place else None)
+    copies = {id(tensor): tensor.clone() for tensor in stand_ins if tensor is not target}
     versions = [version_of(copy) for copy in copies.values()]
     args, kwargs = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
-    result = func(*args, **kwargs)
+    result = _run_on_values(func, args, kwargs, [target]) if is_stand_in(target) else func(*args, **kwargs)
     if versions != [version_of(copy) for copy in copies.values()]:
         _, place, _ = locate(stand_ins[0])
         raise MemascendError(
-            f"{getattr(func, '__name__', func)} was to write to {place.name} and {len(copies) - 1} more at once, which "
-            "host_memory has no buffers for; nothing has changed: write to one at a time"
+            f"{name} was to write to {place.name} and {len(copies) - 1} more at once, which host_memory has no buffers "
+            "for; nothing has changed: write to one at a time"
         )
     return result
 
@@ -152,6 +167,16 @@ def _lay_out(func: Callable) -> Callable[..., Any]:
 def _offset(tensor: torch.Tensor) -> int:
     _, _, source = locate(tensor)
     return 0 if source is None else source.offset
+
+
+def _set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set `parameter.grad`. The gradient of another parameter is copied: later it may be gone."""
+    if is_stand_in(value):
+        located, kept = locate(parameter), kept_gradient(value)
+        if kept is None or kept[0] is not located[1] or value is not kept[0].marker:
+            value = copy_of(value)
+    with as_held():
+        parameter.grad = value
 
 
 def _describe(tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
@@ -266,6 +291,7 @@ _AS_HELD: set[Any] = {
         getattr(getattr(_T, name), method)
         for name in ("requires_grad", "grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
         for method in ("__set__", "__delete__")
+        if (name, method) != ("grad", "__set__")
     ),
     *(
         getattr(owner, name)
@@ -295,6 +321,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _T.detach: alias_of,
     torch.detach: alias_of,
     _T.__repr__: _describe,
+    vars(torch._C.TensorBase)["grad"].__set__: _set_gradient,
     _T.zero_: _fill,
     torch.zero_: _fill,
     _T.fill_: _fill,

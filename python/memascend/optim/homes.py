@@ -182,6 +182,8 @@ class Home(ABC):
         """Return the gradient. Raises RuntimeError unless it is dense and like its parameter."""
         parameter, gradient = self.parameter, self.parameter.grad
         assert gradient is not None
+        if is_stand_in(gradient):
+            gradient = parameter.grad = copy_of(gradient)  # that of another parameter
         if gradient.layout is not torch.strided:
             optimizer_name = type(self.homes.optimizer).__name__
             raise RuntimeError(f"{optimizer_name} does not support sparse gradients: use sparse=False")
@@ -306,8 +308,6 @@ class OnModel(Home):
         gradients.settle(place)
         gradient = self.parameter.grad
         if gradient is not place.marker:
-            if is_stand_in(gradient):
-                self.parameter.grad = copy_of(gradient)
             self.check_gradient()
             gradients.capture(place, accumulate=False)
         elif not place.held:

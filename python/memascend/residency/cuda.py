@@ -102,7 +102,9 @@ class DevicePool:
 
     def use(self, buffer: Buffer) -> torch.Tensor:
         """Begin a use of a buffer and return its bytes (uint8); the use ends when no tensor refers to them."""
-        return self.device.view(Occupancy(self, buffer))
+        # An ordinary tensor in inference mode too: the parameters that show its bytes count writes.
+        with torch.inference_mode(False):
+            return self.device.view(Occupancy(self, buffer))
 
     def leave(self, buffer: Buffer, stream: int) -> None:
         """End a use of `buffer` by computation on `stream`."""

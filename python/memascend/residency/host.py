@@ -273,7 +273,9 @@ class Streamer:
             for update in residency.updates:
                 update.started()
             residency.updates = ()
-        residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
+        # An ordinary tensor in inference mode too: the parameters that show its bytes count writes.
+        with torch.inference_mode(False):
+            residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
         self.by_address[lease.address] = unit
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
