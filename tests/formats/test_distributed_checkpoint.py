@@ -238,6 +238,7 @@ def test_to_fsdp_and_back(offloaded: Callable[..., nn.Module], tmp_path: Path) -
     def step() -> dict[str, torch.Tensor]:
         model(torch.linspace(-1, 1, 2 * 129).view(2, 129)).square().sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         return dict(memascend.parameters_of(model))
 
     before = step()

@@ -182,10 +182,15 @@ class Generations:
         if self._wanted():
             self._moment = self._take_moment()
 
-    def begin(self) -> None:
-        """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that."""
+    def begin(self, late: bool = False) -> None:
+        """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that.
+
+        `late` says that parts of the model have run since the step: buffers are taken as they were then.
+        """
         self._counted = None
         if self._moment is not None and self._due is None and (self._wanted() or self._incomplete):
+            if not late:
+                self._moment["buffers"] = self._buffers.changed()
             self._due = self._record()
             self._moment = self._committed_moment = None
             self._incomplete = False
@@ -209,7 +214,7 @@ class Generations:
             # No pass of the whole model since its last step: the training loop calls parts of the
             # model.
             self._session.streamer.apply_updates()
-            self.begin()
+            self.begin(late=True)
         if self._due is not None and self._commit is None:
             self._session.streamer.apply_updates()
             self.start()
@@ -249,6 +254,8 @@ class Generations:
     def keep(self) -> None:
         """Commit a generation even if nothing changed: the store is to be kept, or a snapshot made."""
         self.settle()
+        if self._moment is not None:
+            self._moment["buffers"] = self._buffers.changed()
         self._due = self._record()
         self.settle()
         # Schedulers may follow the step only now. Their new states are committed with the next

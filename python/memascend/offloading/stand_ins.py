@@ -151,7 +151,7 @@ class ResidentParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values as those of an ordinary parameter."""
-        return nn.Parameter(self.detach(), self.requires_grad).__repr__(tensor_contents=tensor_contents)  # type: ignore
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
 def disguise(place: Place) -> None:
