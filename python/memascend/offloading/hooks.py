@@ -77,7 +77,10 @@ class _WatchedParameters(dict):
         return parameter
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+        raise MemascendError(
+            "an offloaded model cannot be pickled: use memascend.save_pretrained(model, directory), or torch.save of its "
+            "state_dict(), which takes it into memory"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy would share the original's forward, and train no parameters of its own.

@@ -67,7 +67,7 @@ class OffloadedOptimizer(Optimizer):
     fused; the last two are refused, since updates run outside of autograd.
 
     Differences from `torch.optim`: `clip_grad_norm_` is a method, and scales the gradient in fp32 inside the update;
-    `step` consumes gradients kept on SSD, as if `zero_grad` followed at once.
+    `step` consumes gradients kept on SSD: call `zero_grad` before the next backward pass, which else is refused.
     """
 
     #: Tells `memascend.offloading.stand_ins` that steps do not read parameters in memory.
