@@ -78,8 +78,8 @@ class _WatchedParameters(dict):
 
     def __reduce__(self) -> Any:
         raise MemascendError(
-            "an offloaded model cannot be pickled: use memascend.save_pretrained(model, directory), or torch.save of its "
-            "state_dict(), which takes it into memory"
+            "an offloaded model cannot be pickled: use memascend.save_pretrained(model, directory), or torch.save of "
+            "its state_dict(), which takes it into memory"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
