@@ -161,7 +161,8 @@ def saved(model: nn.Module, beside: Any, room: Path) -> tuple[str, str]:
     load = type(beside).from_pretrained
     try:
         beside.save_pretrained(room / "memory")
-        expected = load(room / "memory", dtype=torch.float32).state_dict()
+        loaded = load(room / "memory", dtype=torch.float32)
+        expected, parameters = loaded.state_dict(), dict(loaded.named_parameters())
     except Exception as error:
         return "not saved", reason_of(error)
     memascend.save_pretrained(model, room / "offloaded")
@@ -169,9 +170,8 @@ def saved(model: nn.Module, beside: Any, room: Path) -> tuple[str, str]:
     if wrong := bits.differing(load(room / "offloaded", dtype=torch.float32).state_dict(), expected):
         return "wrong", f"saved and loaded: {told(wrong, expected)}"
     model = memascend.from_pretrained(room / "offloaded", store=room / "again", dtype="float32", **WHERE)
-    trained = dict(memascend.parameters_of(beside))
-    if wrong := bits.differing(dict(memascend.parameters_of(model)), trained):
-        return "wrong", f"saved and read: {told(wrong, trained)}"
+    if wrong := bits.differing(dict(memascend.parameters_of(model)), parameters):
+        return "wrong", f"saved and read: {told(wrong, parameters)}"
     memascend.close(model)
     return "same", ""
 
