@@ -192,8 +192,8 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
     """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
 
-    Frozen ones are packed apart, so that updates do not rewrite them. The tensors that stand for absent parameters and
-    gradients are on `device`.
+    Frozen ones are packed apart, so that updates do not rewrite them. The tensors that absent parameters hold are on
+    `device`.
 
     Raises ValueError for a dtype that cannot be trained.
     """
@@ -220,8 +220,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             tensor = pack
             start = pack.numel
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
-        absent, marker = (absent_like(parameter.shape, dtype, device) for _ in range(2))
-        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, marker)
+        absent = absent_like(parameter.shape, dtype, device)
+        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, marker=absent)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -57,12 +56,7 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
         return _one_by_one(func, args, kwargs)
-    try:
-        return _run_on_values(func, args, kwargs, stand_ins)
-    except NoBufferError:
-        if len(stand_ins) == 1:
-            raise
-    return _run_on_copies(func, args, kwargs, stand_ins)
+    return _run_on_values(func, args, kwargs, stand_ins)
 
 
 def check_transforms(name: str) -> None:
@@ -77,7 +71,13 @@ def check_transforms(name: str) -> None:
 def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     session, _, _ = locate(stand_ins[0])
     with ExitStack() as stack:
-        loans = [stack.enter_context(lent_values(tensor)) for tensor in stand_ins]
+        try:
+            loans = [stack.enter_context(lent_values(tensor)) for tensor in stand_ins]
+        except NoBufferError:
+            if len(stand_ins) == 1:
+                raise
+            stack.close()
+            return _run_on_copies(func, args, kwargs, stand_ins)
         # In a backward pass, torch.utils.checkpoint collects what is saved now.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             stack.enter_context(session.saving_names())
@@ -105,7 +105,7 @@ def conceal(result: Any, session: Session) -> Any:
     by_address = session.streamer.by_address
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if is_stand_in(tensor) or isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
         unit = by_address.get(tensor.untyped_storage().data_ptr())
         if unit is None:

@@ -40,8 +40,7 @@ ESTIMATES_OFF = 1 / 4
 WORKSPACE_BYTES = 4 * 32 * 2**20
 #: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
-#: The allocator's smallest block. An absent parameter takes one for its stand-in and one for its
-#: gradient's.
+#: The allocator's smallest block. An absent parameter takes one, which its gradient's stand-in shares.
 BLOCK_BYTES = 512
 
 
@@ -150,7 +149,7 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
     return (
         Line("gradients on their way", largest, 1, "to host memory"),
         Line("gradient being made", largest, 1, "whole, by autograd"),
-        Line("absent parameters", 2 * BLOCK_BYTES * parameters, 1, "what stands for them and their gradients"),
+        Line("absent parameters", BLOCK_BYTES * parameters, 1, "what stands for them and their gradients"),
     )
 
 
