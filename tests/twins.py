@@ -1,0 +1,460 @@
+"""Two copies of a small model, one offloaded and one in memory, on which the same code runs.
+
+A failing program of `offloading/test_differential.py` is printed as a script that uses `Twins`: run it from tests/.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tiny
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: 147 KB in float32: a matrix of WIDTH x WIDTH is not packed.
+WIDTH = 192
+#: Rows of the embedding: packed with the small modules, and above 1 MiB, so that it is a unit of its own.
+SMALL, LARGE = 40, 1400
+
+
+class Gate(torch.autograd.Function):
+    """A function of a user's own, which saves a weight, and gives none for another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, gain = ctx.saved_tensors
+        return gradient * gain, (gradient * x).sum(dim=tuple(range(x.dim() - 1))), None
+
+
+class Block(nn.Module):
+    """A residual block with a buffer that it writes in training, dropout, and a function of its own."""
+
+    average: torch.Tensor
+
+    def __init__(self, norm: str, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm == "layer" else nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute (rows, columns, WIDTH) from the same."""
+        y = self.norm(x.flatten(0, -2)).view(x.shape)
+        y = functional.gelu(self.up(y))
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(y.detach().float().mean((0, 1)), 0.1)
+        return x + self.down(self.dropout(Gate.apply(y, self.gain, self.unused)))
+
+
+class Body(nn.Module):
+    """What transformers call the base model."""
+
+    def __init__(self, twins: Twins) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(twins.vocabulary, WIDTH, max_norm=twins.max_norm)
+        self.layers = nn.ModuleList(Block(twins.norm, twins.dropout) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute (rows, columns, WIDTH) from (rows, columns)."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@dataclass
+class Output:
+    """What a forward pass returns."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Model(nn.Module):
+    """A body, a head that may be tied to the embedding, and a scale of one element."""
+
+    def __init__(self, twins: Twins) -> None:
+        super().__init__()
+        self.body = Body(twins)
+        self.head = nn.Linear(WIDTH, twins.vocabulary, bias=False)
+        if twins.tied:
+            self.head.weight = self.body.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Output:
+        """Compute loss and logits from two tensors of (rows, columns)."""
+        h = self.body(ids)
+        # The gain of a block, outside of that block.
+        logits = self.head(h) * self.scale.exp() + 0.01 * self.body.layers[1].gain.sum()
+        return Output(functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), logits)
+
+
+class StopHere(Exception):
+    """An error of the program that runs on both copies."""
+
+
+#: What ours may refuse although PyTorch in memory does it, by a pattern of the message. The copy in memory then leaves
+#: it out, and both go on equal.
+REFUSED: dict[str, str] = {}
+
+
+class Different(AssertionError):
+    """The copies differ."""
+
+
+class Side:
+    """One copy of the model, the names that the program has, and random numbers of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, twins: Twins, reopen: Any, flush: Any) -> None:
+        self.twins, self.reopen = twins, reopen
+        self.shown: list[Any] = []
+        torch.manual_seed(3)
+        self.random = torch.get_rng_state()
+        self.given = {
+            "torch": torch,
+            "nn": nn,
+            "F": functional,
+            "copy": copy,
+            "StopHere": StopHere,
+            "batch": twins.batch,
+            "show": self.show,
+            "stop": stop,
+            "flush": flush,
+            "reopen": self.begin_again,
+        }
+        self.names: dict[str, Any] = {}
+        self.take(model, optimizer)
+
+    @property
+    def model(self) -> Model:
+        """The model as it is now."""
+        return self.names["model"]
+
+    def take(self, model: nn.Module, optimizer: Any) -> None:
+        """Begin anew with these, without anything that was kept."""
+        self.names.clear()
+        self.names |= self.given | {"model": model, "optimizer": optimizer, "kept": {}, "hooks": []}
+
+    def begin_again(self) -> None:
+        """Close and resume; all that the program kept is gone, and random numbers begin anew."""
+        for hook in self.names["hooks"]:
+            hook.remove()
+        model, optimizer = self.names["model"], self.names["optimizer"]
+        self.take(None, None)  # type: ignore[arg-type]
+        self.take(*self.reopen(model, optimizer))
+        torch.manual_seed(4)
+
+    def show(self, *values: Any) -> None:
+        """Note values for the comparison, as they are now."""
+        self.shown.append(pytree.tree_map(_copy, values))
+
+    def run(self, code: str) -> BaseException | None:
+        """Run code, and return the exception that ended it, without its traceback."""
+        self.shown = []
+        torch.set_rng_state(self.random)
+        try:
+            exec(_compiled(code), self.names)
+        except BaseException as error:
+            _strip(error)
+            return error
+        finally:
+            self.random = torch.get_rng_state()
+        return None
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Copies of all parameters, read as a program reads them."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Copies of all gradients."""
+        return {
+            name: None if parameter.grad is None else parameter.grad.detach().clone()
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def cheap(self) -> dict[str, Any]:
+        """What can be compared without reading a weight."""
+        return {
+            **{f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()},
+            **{f"requires_grad of {name}": p.requires_grad for name, p in self.model.named_parameters()},
+            **{f"whether {name} has a gradient": p.grad is not None for name, p in self.model.named_parameters()},
+            "random numbers": self.random,
+        }
+
+
+@functools.cache
+def _compiled(code: str) -> Any:
+    return compile(code, "<program>", "exec")
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _strip(error: BaseException | None) -> None:
+    """Let go of what the frames of an exception hold."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def stop(kind: type[BaseException] = StopHere) -> Any:
+    """Return a hook, of any kind, that raises."""
+
+    def hook(*_: Any) -> None:
+        raise kind
+
+    return hook
+
+
+def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
+    """Say where two structures of tensors differ first, or return None."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"{what}: {ours.dtype} {tuple(ours.shape)} is not {theirs.dtype} {tuple(theirs.shape)}"
+        if _equal(ours, theirs):
+            return None
+        differing = (~torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True)).nonzero()
+        first = tuple(differing[0].tolist())
+        return f"{what}{list(first)}: {ours[first].item()} is not {theirs[first].item()} ({len(differing)} differ)"
+    if type(ours) is not type(theirs):
+        return f"{what}: {ours!r:.80} is not {theirs!r:.80}"
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return f"{what}: keys {sorted(map(str, ours.keys() ^ theirs.keys()))[:4]} are in one of them only"
+        return _first(difference(ours[key], theirs[key], f"{what}[{key}]") for key in ours)
+    if isinstance(ours, list | tuple):
+        if len(ours) != len(theirs):
+            return f"{what}: {len(ours)} values are not {len(theirs)}"
+        return _first(
+            difference(one, other, f"{what}[{index}]") for index, (one, other) in enumerate(zip(ours, theirs))
+        )
+    same = ours == theirs or (ours != ours and theirs != theirs)
+    return None if same else f"{what}: {ours!r:.80} is not {theirs!r:.80}"
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours, theirs) or bool(torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _first(differences: Iterator[str | None]) -> str | None:
+    return next((found for found in differences if found is not None), None)
+
+
+@dataclass
+class Twins:
+    """An offloaded model and the same in memory, with an optimizer each.
+
+    `twins(code)` runs a piece of a program on both, and raises Different where they part. Ours runs first. Where it
+    refuses by one of the patterns in `REFUSED`, the copy in memory leaves the piece out. Any other exception must be
+    one in memory too.
+    """
+
+    norm: str = "layer"
+    tied: bool = False
+    max_norm: float | None = None
+    dropout: float = 0.0
+    vocabulary: int = SMALL
+    dtype: str = "float32"
+    optimizer: str = "AdamW"
+    budget: str = "least"
+    recompute: bool = True
+    durability: str = "step"
+    #: Whether all weights and gradients are read and compared after every piece, or at the end only.
+    watched: bool = True
+
+    def __post_init__(self) -> None:
+        # In memory where that is possible: what a drive does to a store is tested elsewhere.
+        memory = Path("/dev/shm")
+        self.folder = Path(tempfile.mkdtemp(prefix="twins", dir=memory if memory.is_dir() else None))
+        self.counts: dict[str, int] = {"same": 0, "refused": 0, "both raise": 0}
+        self.refusals: list[tuple[str, str]] = []
+        self.ours = self.theirs = None  # type: ignore[assignment]
+        try:
+            ours, theirs = self.build(), self.build()
+            self._offload(ours)
+            make = getattr(memascend, self.optimizer)
+            options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
+            self.ours: Side = Side(
+                ours, make(ours.parameters(), lr=1e-2, **options), self, self._resumed, self._flushed
+            )
+            self.theirs: Side = Side(
+                theirs, make(theirs.parameters(), lr=1e-2, **options), self, _as_if_resumed, _nothing
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def build(self) -> Model:
+        """Return the model as both begin."""
+        return copy.deepcopy(_prototype(**{name: getattr(self, name) for name in _OF_MODEL}))
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and targets (2, 5), always the same for a number."""
+        generator = torch.Generator().manual_seed(number)
+        both = torch.randint(self.vocabulary, (2, 2, 5), generator=generator)
+        return both[0], both[1]
+
+    def _offload(self, model: nn.Module) -> None:
+        budget = {"least": tiny.smallest_budget, "overlapping": tiny.overlapping_budget, "ample": lambda _: 1 << 28}
+        memascend.offload(
+            model,
+            store=self.folder / "store",
+            host_memory=budget[self.budget](model),
+            recompute=self.recompute,
+            durability=self.durability,
+            keep_store=True,
+            **_OPTIONS,
+        )
+
+    # ---- running ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            if kind is None:
+                self.compare_all()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the offloaded model, whatever became of the program, and remove its store."""
+        if self.ours is not None and self.ours.names.get("model") is not None:
+            memascend.close(self.ours.model)
+        gc.collect(0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __call__(self, code: str) -> str:
+        """Run a piece of a program on both; return "same", "refused" or "both raise"."""
+        before = self.ours.random
+        error = self.ours.run(code)
+        if isinstance(error, memascend.MemascendError) and (known := _refusal(error)):
+            self.ours.random = before
+            self.refusals.append((known, code))
+            result = "refused"
+        else:
+            expected = self.theirs.run(code)
+            self._compare_errors(error, expected)
+            self._raise(difference(self.ours.shown, self.theirs.shown, "shown"))
+            result = "same" if expected is None else "both raise"
+        self._raise(difference(self.ours.cheap(), self.theirs.cheap()))
+        if self.watched:
+            self._raise(self._all())
+        self.counts[result] += 1
+        return result
+
+    def compare_all(self) -> None:
+        """Compare every weight, read in both ways, every gradient, and the optimizers' states."""
+        self._raise(self._all())
+        stored = dict(memascend.parameters_of(self.ours.model))
+        theirs = self.theirs.parameters()
+        self._raise(difference(stored, {name: theirs[name] for name in stored}, "stored "))
+        ours, theirs = (side.names["optimizer"].state_dict() for side in (self.ours, self.theirs))
+        self._raise(difference(ours["state"], theirs["state"], "state of the optimizer"))
+
+    def _all(self) -> str | None:
+        return difference(self.ours.gradients(), self.theirs.gradients(), "gradient ") or difference(
+            self.ours.parameters(), self.theirs.parameters(), "weight "
+        )
+
+    def _compare_errors(self, error: BaseException | None, expected: BaseException | None) -> None:
+        if (error is None) != (expected is None):
+            self._raise(f"ours: {_told(error)}; in memory: {_told(expected)}")
+        if not isinstance(error, memascend.MemascendError) and type(error) is not type(expected):
+            self._raise(f"ours: {_told(error)}; in memory: {_told(expected)}")
+
+    def _raise(self, found: str | None) -> None:
+        if found is not None:
+            raise Different(found)
+
+    # ---- closing and resuming ---------------------------------------------------------------------------
+
+    def _resumed(self, model: nn.Module, _optimizer: Any) -> tuple[nn.Module, Any]:
+        memascend.close(model)
+        given = self.build()
+        with torch.no_grad():
+            for tensor in (*given.parameters(), *given.buffers()):
+                tensor.fill_(3)
+        resumed = memascend.resume(
+            self.folder / "store", model=given, keep_store=True, durability=self.durability, **_OPTIONS
+        )
+        return resumed.model, resumed.optimizer
+
+    def _flushed(self) -> None:
+        memascend.flush(self.ours.model)
+
+    # ---- text -------------------------------------------------------------------------------------------
+
+    def changed_options(self) -> dict[str, Any]:
+        """The options that are not as usual."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(type(self), name)}
+
+
+_OF_MODEL = ("norm", "tied", "max_norm", "dropout", "vocabulary", "dtype")
+_OPTIONS: dict[str, Any] = {"allocator": "pageable", "compute_threads": 1}
+
+
+@functools.cache
+def _prototype(**options: Any) -> Model:
+    random = torch.get_rng_state()
+    torch.manual_seed(0)
+    wanted = type("Wanted", (), options)
+    model = Model(wanted).to(getattr(torch, options["dtype"])).train()  # type: ignore[arg-type]
+    torch.set_rng_state(random)
+    return model
+
+
+def _as_if_resumed(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """What resuming leaves in memory: gradients are not kept, and the new model is in training mode."""
+    model.zero_grad()
+    model.train()
+    return model, optimizer
+
+
+def _nothing() -> None:
+    """Ours has something to flush; a model in memory has not."""
+
+
+def _told(error: BaseException | None) -> str:
+    return "no error" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _refusal(error: BaseException) -> str | None:
+    return next((pattern for pattern in REFUSED if re.search(pattern, str(error))), None)
+
+
+def program_text(options: dict[str, Any], pieces: list[str]) -> str:
+    """Return a script that runs a program."""
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    lines = ["from twins import Twins", "", f"with Twins({given}) as run:"]
+    for piece in pieces:
+        lines.append(f'    run("""\\\n{piece}\n""")' if "\n" in piece else f"    run({piece!r})")
+    return "\n".join(lines)
