@@ -149,6 +149,7 @@ group(
     show(loss)
     loss.backward()
 
+    model.eval()
     with torch.autocast("cpu", torch.bfloat16):
         show($block($block(torch.full((1, 3, 192), 0.5))).sum())
 
@@ -198,13 +199,18 @@ group(
 
     h = torch.sigmoid(model.body(batch($k)[0]))
     h.add_(1)
-    h.sum().backward()
+    try:
+        h.sum().backward()
+    finally:
+        model.zero_grad()
 
     h = model.body.embedding(batch($k)[0])
     loss = $block(h).square().mean()
     h.add_(1)
-    loss.backward()
-    show(loss)
+    try:
+        loss.backward()
+    finally:
+        model.zero_grad()
     """,
 )
 
@@ -350,7 +356,7 @@ group(
 
     show(kept["copy"])
 
-    show($p.requires_grad, $p.is_leaf, type($p), isinstance($p, nn.Parameter), $p.device, $p.stride(), $p.is_contiguous())
+    show($p.requires_grad, $p.is_leaf, isinstance($p, nn.Parameter), $p.device, $p.stride(), $p.is_contiguous())
 
     for name, p in model.named_parameters():
         show(name, p)
@@ -679,7 +685,11 @@ group(
     """
     optimizer.step()
 
-    optimizer.step()
     show([p.grad for p in model.parameters()])
+
+    optimizer.step()
+    loss = model(*batch($k)).loss
+    optimizer.zero_grad(set_to_none=$none)
+    loss.backward()
     """,
 )

@@ -5,6 +5,7 @@ A failing program of `offloading/test_differential.py` is printed as a script th
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import gc
@@ -119,9 +120,23 @@ class StopHere(Exception):
     """An error of the program that runs on both copies."""
 
 
-#: What ours may refuse although PyTorch in memory does it, by a pattern of the message. The copy in memory then leaves
-#: it out, and both go on equal.
-REFUSED: dict[str, str] = {}
+#: What ours may refuse although PyTorch in memory does it: a pattern of the message, and whether it comes in the middle
+#: of a pass, which may then have written buffers and some of the gradients. The copy in memory leaves it out, and both
+#: go on equal: after a refusal in a pass with ours' buffers, and without gradients.
+REFUSED = {
+    "used twice in one autocast block": True,
+    "no buffer of .* is free for .* raise host_memory to": True,
+    "was consumed by optimizer.step": True,
+    "this gradient of .* is gone": False,
+    r"load_state_dict\(assign=True\) would replace": False,
+    "is on SSD as .* cannot become": False,
+    "a module of an offloaded model cannot be copied": False,
+    r"cannot update .*: use memascend\.": False,
+}
+
+
+#: A gradient that ours no longer has after a step, where in memory it stays until `zero_grad`.
+CONSUMED = "consumed by a step"
 
 
 class Different(AssertionError):
@@ -191,12 +206,9 @@ class Side:
         """Copies of all parameters, read as a program reads them."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Copies of all gradients."""
-        return {
-            name: None if parameter.grad is None else parameter.grad.detach().clone()
-            for name, parameter in self.model.named_parameters()
-        }
+    def gradients(self) -> dict[str, torch.Tensor | str | None]:
+        """Copies of all gradients, but of those that a step has consumed."""
+        return {name: _gradient(parameter) for name, parameter in self.model.named_parameters()}
 
     def cheap(self) -> dict[str, Any]:
         """What can be compared without reading a weight."""
@@ -217,6 +229,15 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | str | None:
+    try:
+        return None if parameter.grad is None else parameter.grad.detach().clone()
+    except memascend.MemascendError as error:
+        if "is gone" not in str(error):
+            raise
+        return CONSUMED
+
+
 def _strip(error: BaseException | None) -> None:
     """Let go of what the frames of an exception hold."""
     while error is not None:
@@ -235,6 +256,8 @@ def stop(kind: type[BaseException] = StopHere) -> Any:
 
 def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
     """Say where two structures of tensors differ first, or return None."""
+    if isinstance(ours, str) and ours is CONSUMED:
+        return None
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{what}: {ours.dtype} {tuple(ours.shape)} is not {theirs.dtype} {tuple(theirs.shape)}"
@@ -293,8 +316,8 @@ class Twins:
         # In memory where that is possible: what a drive does to a store is tested elsewhere.
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="twins", dir=memory if memory.is_dir() else None))
-        self.counts: dict[str, int] = {"same": 0, "refused": 0, "both raise": 0}
-        self.refusals: list[tuple[str, str]] = []
+        self.counts = collections.Counter(same=0, refused=0)
+        self.refusals: collections.Counter[str] = collections.Counter()
         self.ours = self.theirs = None  # type: ignore[assignment]
         try:
             ours, theirs = self.build(), self.build()
@@ -358,7 +381,7 @@ class Twins:
         error = self.ours.run(code)
         if isinstance(error, memascend.MemascendError) and (known := _refusal(error)):
             self.ours.random = before
-            self.refusals.append((known, code))
+            self._leave_out(known)
             result = "refused"
         else:
             expected = self.theirs.run(code)
@@ -370,6 +393,15 @@ class Twins:
             self._raise(self._all())
         self.counts[result] += 1
         return result
+
+    def _leave_out(self, refusal: str) -> None:
+        self.refusals[refusal] += 1
+        if REFUSED[refusal]:
+            for side in (self.ours, self.theirs):
+                side.model.zero_grad()
+            with torch.no_grad():
+                for ours, theirs in zip(self.ours.model.buffers(), self.theirs.model.buffers(), strict=True):
+                    theirs.copy_(ours)
 
     def compare_all(self) -> None:
         """Compare every weight, read in both ways, every gradient, and the optimizers' states."""

@@ -73,7 +73,7 @@ def run(options: dict[str, Any], parts: list[str]) -> collections.Counter[str]:
                 twins(part)
     except Exception as error:
         raise AssertionError(f"{error}\n\n{program_text(options, parts)}\n") from error
-    return collections.Counter(twins.counts)
+    return twins.counts + twins.refusals
 
 
 @pytest.mark.parametrize("part", range(PARTS))
