@@ -31,6 +31,8 @@ VALUES: dict[str, list[str]] = {
     ],
     "vector": ["model.body.layers[1].gain", "model.body.layers[2].up.bias", "model.body.norm.weight"],
     "module": ["model.head", "model.body", "model.body.layers[1]", "model.body.layers[0].up", "model", "model.body.norm"],
+    # A hook inside a block runs when the block is computed again, too.
+    "outer": ["model.head", "model.body", "model.body.layers[1]", "model", "model.body.norm"],
     "block": ["model.body.layers[0]", "model.body.layers[1]", "model.body.layers[2]"],
     "k": ["0", "1", "2", "3"],
     "c": ["0.5", "0.9", "2.0", "-0.25"],
@@ -60,12 +62,15 @@ group(
     optimizer.step()
     optimizer.zero_grad()
 
-    for k in range(2):
-        loss = model(*batch(k)).loss
-        loss.backward()
-        show(loss)
-        optimizer.step()
-        $owner.zero_grad(set_to_none=$none)
+    loss = model(*batch($k)).loss
+    loss.backward()
+    optimizer.step()
+    $owner.zero_grad(set_to_none=$none)
+    loss = model(*batch(3)).loss
+    loss.backward()
+    optimizer.step()
+    $owner.zero_grad(set_to_none=$none)
+    show(loss)
 
     optimizer.step()
     $owner.zero_grad(set_to_none=$none)
@@ -149,9 +154,10 @@ group(
     show(loss)
     loss.backward()
 
-    model.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        show($block($block(torch.full((1, 3, 192), 0.5))).sum())
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = $block($block(torch.full((1, 3, 192), 0.5))).square().mean()
+    show(loss)
+    loss.backward()
 
     model.eval()
     run = lambda ids, targets: model(ids, targets).loss
@@ -504,7 +510,7 @@ group(
 group(
     "hooks",
     """
-    hooks.append($module.register_forward_hook(lambda m, x, y: show(y.sum()) if torch.is_tensor(y) else None))
+    hooks.append($outer.register_forward_hook(lambda m, x, y: show(y.sum()) if torch.is_tensor(y) else None))
 
     hooks.append($block.register_forward_hook(lambda m, x, y: y * $c))
 
@@ -673,9 +679,215 @@ group(
 
     model.body.norm.bias = None
 
+    model.head.weight = model.body.embedding.weight
+
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+    model.body.layers = model.body.layers[:2]
+
+    model.body.layers = nn.ModuleList([model.body.layers[k] for k in (2, 0, 1)])
+
+    model.body.layers[0].up = model.body.layers[1].up
+
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     torch.optim.AdamW(model.parameters(), fused=True).step()
+    """,
+)
+
+group(
+    "views and results",
+    """
+    show($p.view(-1).chunk(2), torch.split($p.view(-1), 1)[0], $p.flatten().unbind()[0], [x.sum() for x in $matrix][:2])
+
+    show($matrix.max(dim=0), torch.topk($matrix.flatten(), 3), torch.linalg.norm($matrix), $matrix[$matrix > 0.1].sum())
+
+    show(torch.where($p > 0, $p, 0.0), torch.cat([$p.flatten(), $vector]), $p.expand(2, *$p.shape).sum(), $matrix.T @ $matrix)
+
+    out = torch.empty_like($p)
+    torch.mul($p.detach(), $c, out=out)
+    show(out)
+
+    with torch.no_grad():
+        torch.add($p, $c, out=$p)
+
+    with torch.no_grad():
+        $matrix[$matrix.abs() < 0.01] = 0
+
+    $matrix.data.masked_fill_($matrix.data < 0, $c)
+
+    with torch.no_grad():
+        $matrix.index_fill_(0, torch.tensor([1, 3]), $c)
+        $matrix.t()[2].mul_(2)
+
+    with torch.no_grad():
+        model.body.layers[0].up.weight.copy_(model.body.layers[2].down.weight)
+
+    with torch.no_grad():
+        model.body.layers[0].up.weight.addmm_(model.body.layers[1].up.weight, model.body.layers[2].down.weight, alpha=0.1)
+
+    model.body.layers[0].up.weight.data = model.body.layers[2].down.weight.data
+
+    with torch.inference_mode():
+        $p.mul_($c)
+
+    with torch.inference_mode():
+        show($p.sum(), $p.view(-1)[:2].clone())
+
+    w = $p.detach().requires_grad_()
+    (w * w).sum().backward()
+    show(w.grad)
+
+    w = $p.clone()
+    w.mul_($c).sum().backward()
+
+    show(float(model.scale), f"{model.scale}", bool(model.scale > 0), model.scale.item())
+
+    kept["file"] = io.BytesIO()
+    torch.save($p, kept["file"])
+    show(torch.load(io.BytesIO(kept["file"].getvalue()), weights_only=True))
+
+    kept["file"] = io.BytesIO()
+    torch.save(model.state_dict(), kept["file"])
+
+    model.load_state_dict(torch.load(io.BytesIO(kept["file"].getvalue())))
+
+    lin = nn.Linear(192, 3)
+    lin.weight = model.body.layers[0].up.weight
+    lin.bias = None
+    lin(torch.full((2, 192), 0.5)).square().sum().backward()
+
+    show(torch.asarray($p.detach()).sum(), torch.tensor($p.tolist()), $p.type(torch.float64).half(), copy.copy($p))
+    """,
+)
+
+group(
+    "gradients exchanged",
+    """
+    a, b = model.body.layers[0].up.weight, model.body.layers[2].down.weight
+    a.grad, b.grad = b.grad, a.grad
+
+    $p.grad = $p.grad.clone()
+
+    $p.grad = $p.grad.detach()
+
+    $p.grad = $p.grad
+
+    for p in model.parameters():
+        p.grad = torch.full_like(p, $c)
+
+    with torch.no_grad():
+        $p.grad.sign_().mul_($c)
+
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.stack([g.norm() for g in grads]).norm()
+    for g in grads:
+        g.mul_(1 / (1 + total))
+    show(total)
+
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for name, g in grads.items():
+        model.get_parameter(name).grad = g
+    """,
+)
+
+group(
+    "around a pass",
+    """
+    hooks.append($outer.register_forward_pre_hook(lambda m, x: show(model.head.weight.norm(), $p.sum())))
+
+    hooks.append($block.register_forward_pre_hook(lambda m, x: show($p.sum())))
+
+    hooks.append(model.body.layers[1].register_full_backward_hook(lambda m, gi, go: show($p.sum())))
+
+    hooks.append($p.register_hook(lambda g: show($matrix.norm())))
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        model(*batch($k)).loss.backward()
+
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(*batch($k)).loss
+    loss.backward()
+    show(loss)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = model(*batch($k)).loss
+    loss.backward()
+
+    model.eval()
+    h = model.body.embedding(batch($k)[0])
+    h = torch.utils.checkpoint.checkpoint($block, h, use_reentrant=True)
+    h.square().mean().backward()
+
+    loss = model(*batch($k)).loss
+    $p.requires_grad_(False)
+    loss.backward()
+
+    loss = model(*batch($k)).loss
+    model.zero_grad(set_to_none=$none)
+    loss.backward()
+
+    kept["result"] = model(*batch($k))
+    kept["logits"] = kept["result"].logits.detach()
+    show(kept["logits"])
+
+    kept["result"].loss.backward()
+
+    try:
+        hook = $block.register_forward_hook(stop())
+        model(*batch($k))
+    except StopHere as error:
+        kept["error"] = error
+    finally:
+        hook.remove()
+
+    def work():
+        with torch.no_grad():
+            kept["from a thread"] = model(*batch($k)).loss
+    in_a_thread(work)
+    show(kept["from a thread"])
+
+    def work():
+        torch.manual_seed(5)
+        model(*batch($k)).loss.backward()
+    in_a_thread(work)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(*batch($k)).loss
+        loss.backward()
+        return loss
+    show(optimizer.step(closure))
+    optimizer.zero_grad()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(model(*batch($k)).loss).backward()
+    scaler.unscale_(optimizer)
+    show(optimizer.clip_grad_norm_(0.5))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+    scaler = memascend.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(model(*batch($k)).loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+    h = torch.full((1, 3, 192), 0.5)
+    show(torch.func.vmap(lambda x: F.linear(x, $matrix))(h))
+
+    $block.average.zero_()
+
+    $block.average = torch.full((192,), $c)
+
+    old = model.forward
+    model.forward = lambda *args: old(*args)
+
+    model(*batch($k)).loss.backward(create_graph=True)
     """,
 )
 

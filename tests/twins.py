@@ -5,13 +5,16 @@ A failing program of `offloading/test_differential.py` is printed as a script th
 
 from __future__ import annotations
 
+import ast
 import collections
 import copy
 import functools
 import gc
+import io
 import re
 import shutil
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,8 @@ from torch.utils import _pytree as pytree
 import memascend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import CodeType
 
 #: 147 KB in float32: a matrix of WIDTH x WIDTH is not packed.
 WIDTH = 192
@@ -127,7 +131,10 @@ REFUSED = {
     "used twice in one autocast block": True,
     "no buffer of .* is free for .* raise host_memory to": True,
     "was consumed by optimizer.step": True,
-    "this gradient of .* is gone": False,
+    "this gradient of .* is gone": True,
+    "the values of the gradient of .* are gone": False,
+    "has written to its own weights": True,
+    r"backward\(create_graph=True\) gives": True,
     r"load_state_dict\(assign=True\) would replace": False,
     "is on SSD as .* cannot become": False,
     "a module of an offloaded model cannot be copied": False,
@@ -155,7 +162,10 @@ class Side:
             "torch": torch,
             "nn": nn,
             "F": functional,
+            "memascend": memascend,
             "copy": copy,
+            "io": io,
+            "in_a_thread": in_a_thread,
             "StopHere": StopHere,
             "batch": twins.batch,
             "show": self.show,
@@ -175,9 +185,15 @@ class Side:
         """Begin anew with these, without anything that was kept."""
         self.names.clear()
         self.names |= self.given | {"model": model, "optimizer": optimizer, "kept": {}, "hooks": []}
+        self.original = [] if model is None else [id(parameter) for parameter in model.parameters()]
 
     def begin_again(self) -> None:
-        """Close and resume; all that the program kept is gone, and random numbers begin anew."""
+        """Close and resume; all that the program kept is gone, and random numbers begin anew.
+
+        A parameter that the program has put into the model is not on the store: then nothing is done.
+        """
+        if self.original != [id(parameter) for parameter in self.names["model"].parameters()]:
+            return
         for hook in self.names["hooks"]:
             hook.remove()
         model, optimizer = self.names["model"], self.names["optimizer"]
@@ -189,12 +205,12 @@ class Side:
         """Note values for the comparison, as they are now."""
         self.shown.append(pytree.tree_map(_copy, values))
 
-    def run(self, code: str) -> BaseException | None:
-        """Run code, and return the exception that ended it, without its traceback."""
+    def run(self, code: CodeType) -> BaseException | None:
+        """Run a statement, and return the exception that ended it, without its traceback."""
         self.shown = []
         torch.set_rng_state(self.random)
         try:
-            exec(_compiled(code), self.names)
+            exec(code, self.names)
         except BaseException as error:
             _strip(error)
             return error
@@ -221,8 +237,9 @@ class Side:
 
 
 @functools.cache
-def _compiled(code: str) -> Any:
-    return compile(code, "<program>", "exec")
+def _statements(code: str) -> list[CodeType]:
+    body = ast.parse(code).body
+    return [compile(ast.Module([statement], []), "<program>", "exec") for statement in body]
 
 
 def _copy(value: Any) -> Any:
@@ -252,6 +269,13 @@ def stop(kind: type[BaseException] = StopHere) -> Any:
         raise kind
 
     return hook
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Run a function in another thread."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
@@ -376,23 +400,29 @@ class Twins:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __call__(self, code: str) -> str:
-        """Run a piece of a program on both; return "same", "refused" or "both raise"."""
-        before = self.ours.random
-        error = self.ours.run(code)
-        if isinstance(error, memascend.MemascendError) and (known := _refusal(error)):
-            self.ours.random = before
-            self._leave_out(known)
-            result = "refused"
-        else:
-            expected = self.theirs.run(code)
-            self._compare_errors(error, expected)
-            self._raise(difference(self.ours.shown, self.theirs.shown, "shown"))
-            result = "same" if expected is None else "both raise"
+        """Run a piece of a program on both, statement by statement; return "same", "refused" or "both raise"."""
+        result = "same"
+        for statement in _statements(code):
+            result = self._run(statement)
+            if result != "same":
+                break  # An exception ends the piece.
         self._raise(difference(self.ours.cheap(), self.theirs.cheap()))
         if self.watched:
             self._raise(self._all())
         self.counts[result] += 1
         return result
+
+    def _run(self, statement: CodeType) -> str:
+        before = self.ours.random
+        error = self.ours.run(statement)
+        if isinstance(error, memascend.MemascendError) and (known := _refusal(error)):
+            self.ours.random = before
+            self._leave_out(known)
+            return "refused"
+        expected = self.theirs.run(statement)
+        self._compare_errors(error, expected)
+        self._raise(difference(self.ours.shown, self.theirs.shown, "shown"))
+        return "same" if expected is None else "both raise"
 
     def _leave_out(self, refusal: str) -> None:
         self.refusals[refusal] += 1
