@@ -32,13 +32,14 @@ check: lint ## check formatting, lints and types, and run the tests that find mo
 
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
-# Long sweeps: more seeds of power cuts and faults, more kills of whole runs, every module of PyTorch and every
-# architecture of transformers.
+# Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of
+# PyTorch and every architecture of transformers.
 SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
-soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS): an hour or more
+SOAK_PROGRAMS ?= 10000
+soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
-	export MEMASCEND_KILLS=$(SOAK_KILLS) && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+	export MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)

@@ -30,7 +30,14 @@ VALUES: dict[str, list[str]] = {
         "model.body.embedding.weight",
     ],
     "vector": ["model.body.layers[1].gain", "model.body.layers[2].up.bias", "model.body.norm.weight"],
-    "module": ["model.head", "model.body", "model.body.layers[1]", "model.body.layers[0].up", "model", "model.body.norm"],
+    "module": [
+        "model.head",
+        "model.body",
+        "model.body.layers[1]",
+        "model.body.layers[0].up",
+        "model",
+        "model.body.norm",
+    ],
     # A hook inside a block runs when the block is computed again, too.
     "outer": ["model.head", "model.body", "model.body.layers[1]", "model", "model.body.norm"],
     "block": ["model.body.layers[0]", "model.body.layers[1]", "model.body.layers[2]"],
@@ -159,6 +166,8 @@ group(
     show(loss)
     loss.backward()
 
+    for hook in hooks:
+        hook.remove()
     model.eval()
     run = lambda ids, targets: model(ids, targets).loss
     loss = torch.utils.checkpoint.checkpoint(run, *batch($k), use_reentrant=False)
@@ -344,7 +353,7 @@ group(
 
     show($matrix[0], $matrix[1:3, 2], $matrix.t()[3], $matrix.view(-1)[5].item())
 
-    show($p.double(), $p.to(torch.float16), $p.cpu(), $p.contiguous(), $p + 1, 2 - $p, -$p, $p @ $p if $p.dim() == 1 else 0)
+    show($p.double(), $p.to(torch.float16), $p.cpu(), $p.contiguous(), $p + 1, 2 - $p, -$p, $vector @ $vector)
 
     show($p.tolist())
 
@@ -442,7 +451,8 @@ group(
 
     model.body.layers[1].up.reset_parameters()
 
-    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(model.parameters()) * $c, model.parameters())
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()) * $c
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
 
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), $c)
@@ -526,7 +536,9 @@ group(
 
     hooks.append($p.register_post_accumulate_grad_hook(lambda p: show(p.grad.norm())))
 
-    hooks.append($p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_($c)))
+    hooks.append($p.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__(..., $c)))
+
+    hooks.append($p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * $c)))
 
     hooks.append($p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
 
@@ -702,7 +714,9 @@ group(
 
     show($matrix.max(dim=0), torch.topk($matrix.flatten(), 3), torch.linalg.norm($matrix), $matrix[$matrix > 0.1].sum())
 
-    show(torch.where($p > 0, $p, 0.0), torch.cat([$p.flatten(), $vector]), $p.expand(2, *$p.shape).sum(), $matrix.T @ $matrix)
+    show(torch.where($p > 0, $p, 0.0), torch.cat([$p.flatten(), $vector]), $p.expand(2, *$p.shape).sum())
+
+    show($matrix.T @ $matrix)
 
     out = torch.empty_like($p)
     torch.mul($p.detach(), $c, out=out)
@@ -724,7 +738,8 @@ group(
         model.body.layers[0].up.weight.copy_(model.body.layers[2].down.weight)
 
     with torch.no_grad():
-        model.body.layers[0].up.weight.addmm_(model.body.layers[1].up.weight, model.body.layers[2].down.weight, alpha=0.1)
+        layers = model.body.layers
+        layers[0].up.weight.addmm_(layers[1].up.weight, layers[2].down.weight, alpha=0.1)
 
     model.body.layers[0].up.weight.data = model.body.layers[2].down.weight.data
 
@@ -815,6 +830,8 @@ group(
         loss = model(*batch($k)).loss
     loss.backward()
 
+    for hook in hooks:
+        hook.remove()
     model.eval()
     h = model.body.embedding(batch($k)[0])
     h = torch.utils.checkpoint.checkpoint($block, h, use_reentrant=True)
@@ -876,6 +893,10 @@ group(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = lambda params: torch.func.functional_call(model, params, batch($k)).loss
+    show(torch.func.grad(run)(params)["scale"])
 
     h = torch.full((1, 3, 192), 0.5)
     show(torch.func.vmap(lambda x: F.linear(x, $matrix))(h))

@@ -14,7 +14,7 @@ import io
 import re
 import shutil
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +134,7 @@ REFUSED = {
     "this gradient of .* is gone": True,
     "the values of the gradient of .* are gone": False,
     "has written to its own weights": True,
+    "recomputing a unit saved": True,
     r"backward\(create_graph=True\) gives": True,
     r"load_state_dict\(assign=True\) would replace": False,
     "is on SSD as .* cannot become": False,
@@ -272,10 +273,9 @@ def stop(kind: type[BaseException] = StopHere) -> Any:
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
-    """Run a function in another thread."""
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    """Run a function in another thread, and raise what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
@@ -300,7 +300,8 @@ def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
         if len(ours) != len(theirs):
             return f"{what}: {len(ours)} values are not {len(theirs)}"
         return _first(
-            difference(one, other, f"{what}[{index}]") for index, (one, other) in enumerate(zip(ours, theirs))
+            difference(one, other, f"{what}[{index}]")
+            for index, (one, other) in enumerate(zip(ours, theirs, strict=True))
         )
     same = ours == theirs or (ours != ours and theirs != theirs)
     return None if same else f"{what}: {ours!r:.80} is not {theirs!r:.80}"
@@ -427,11 +428,16 @@ class Twins:
     def _leave_out(self, refusal: str) -> None:
         self.refusals[refusal] += 1
         if REFUSED[refusal]:
-            for side in (self.ours, self.theirs):
-                side.model.zero_grad()
-            with torch.no_grad():
-                for ours, theirs in zip(self.ours.model.buffers(), self.theirs.model.buffers(), strict=True):
-                    theirs.copy_(ours)
+            self.forget_pass()
+
+    def forget_pass(self) -> None:
+        """Go on equal after a pass that ours refused in the middle: without gradients, and with ours' buffers."""
+        for side in (self.ours, self.theirs):
+            side.model.zero_grad()
+        with torch.no_grad():
+            for ours, theirs in zip(self.ours.model.buffers(), self.theirs.model.buffers(), strict=True):
+                theirs.copy_(ours)
+        self.theirs.random = self.ours.random
 
     def compare_all(self) -> None:
         """Compare every weight, read in both ways, every gradient, and the optimizers' states."""

@@ -76,6 +76,7 @@ def run(options: dict[str, Any], parts: list[str]) -> collections.Counter[str]:
     return twins.counts + twins.refusals
 
 
+@pytest.mark.filterwarnings("ignore")  # what PyTorch says of a program, it says once
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(part: int) -> None:
     counts: collections.Counter[str] = collections.Counter()
