@@ -405,6 +405,7 @@ group(
     """,
 )
 
+# In memory a tensor kept from before `p.data = t` shows the old values: docs/what-works.md, Limits.
 group(
     "weights written",
     """
@@ -430,8 +431,10 @@ group(
     $p.data.clamp_(-0.01, 0.5)
 
     $p.data = $p.data * $c
+    kept.clear()
 
     $p.data = torch.full_like($p, $c)
+    kept.clear()
 
     $p.data.copy_(torch.full_like($p, $c))
 
@@ -453,6 +456,7 @@ group(
 
     vector = torch.nn.utils.parameters_to_vector(model.parameters()) * $c
     torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    kept.clear()
 
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), $c)

@@ -72,7 +72,7 @@ class Block(nn.Module):
         y = functional.gelu(self.up(y))
         if self.training:
             with torch.no_grad():
-                self.average.lerp_(y.detach().float().mean((0, 1)), 0.1)
+                self.average.lerp_(y.detach().mean((0, 1)).to(self.average.dtype), 0.1)
         return x + self.down(self.dropout(Gate.apply(y, self.gain, self.unused)))
 
 
@@ -434,12 +434,15 @@ class Twins:
             self.forget_pass()
 
     def forget_pass(self) -> None:
-        """Go on equal after a pass that ours refused in the middle: without gradients, and with ours' buffers."""
+        """Go on equal after a pass that ours refused in the middle: without gradients, with what a forward writes."""
         for side in (self.ours, self.theirs):
             side.model.zero_grad()
         with torch.no_grad():
             for ours, theirs in zip(self.ours.model.buffers(), self.theirs.model.buffers(), strict=True):
                 theirs.copy_(ours)
+            if self.max_norm is not None:
+                ours, theirs = (side.model.body.embedding.weight for side in (self.ours, self.theirs))
+                theirs.copy_(ours.clone())
         self.theirs.random = self.ours.random
 
     def compare_all(self) -> None:

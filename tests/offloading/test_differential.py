@@ -61,6 +61,8 @@ def program(draw: Any) -> tuple[dict[str, Any], list[str]]:
     options = {name: draw(values) for name, values in OPTIONS.items()}
     usual = {name: getattr(Twins, name) for name in options}
     parts = draw(st.lists(piece(), min_size=8, max_size=20))
+    if draw(st.booleans()):
+        parts.insert(0, "loss = model(*batch(0)).loss\nloss.backward()")
     changed = {name: value for name, value in options.items() if value != usual[name]}
     return changed, [part for part in parts if part]
 
