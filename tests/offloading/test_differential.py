@@ -102,3 +102,31 @@ def test_programs(part: int) -> None:
     print(dict(counts))
     assert counts["same"] > 5 * counts["programs"]
     assert counts["same"] > 2 * (counts["refused"] + counts["both raise"])
+
+
+STEP = "model(*batch(0)).loss.backward()\noptimizer.step()\noptimizer.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        pytest.param(
+            {"recompute": False},
+            [
+                "h = torch.utils.checkpoint.checkpoint(model.body.layers[0], model.body.embedding(batch(0)[0]), "
+                "use_reentrant=True)\nh.square().mean().backward()"
+            ],
+            id="a graph made in a backward pass saves names of weights",
+        ),
+        pytest.param({}, [STEP, "model.body.layers[0].average.fill_(7)", "reopen()"], id="buffers of after a step"),
+        pytest.param(
+            {}, ["with torch.inference_mode():\n    model.head.weight.mul_(2)"], id="writes without a version"
+        ),
+        pytest.param({}, ['show(f"{model.scale}")'], id="a format string"),
+        pytest.param({}, [STEP, "model.zero_grad(set_to_none=False)", "optimizer.step()"], id="zeros after a step"),
+    ],
+)
+def test_programs_that_once_differed(options: dict[str, Any], parts: list[str]) -> None:
+    with Twins(**options) as twins:
+        for part in parts:
+            assert twins(part) == "same"
