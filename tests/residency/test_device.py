@@ -51,6 +51,32 @@ def test_architectures(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake
     tiny.assert_same(trace, reference(architecture))
 
 
+def test_what_a_program_reads_and_writes(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    """Weights and gradients between passes; copies to the device and back keep their order."""
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+        shown = []
+        for number in range(3):
+            model(**tiny.batch("llama", number)).loss.backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+            shown.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data.mul_(0.99)
+            with torch.no_grad():
+                model.lm_head.weight[number].zero_()
+            shown.append(torch.stack([parameter.detach().norm() for parameter in model.parameters()]))
+        return shown + [parameter.detach().clone() for parameter in model.parameters()]
+
+    model = on_device(tiny.build("llama"))
+    with Accesses(fake):
+        shown = run(model)
+    assert all(map(torch.equal, shown, run(tiny.build("llama"))))
+
+
 @pytest.mark.parametrize(("activations", "seed", "lateness"), RUNS)
 def test_every_policy_and_schedule(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, activations: str, seed: int, lateness: int

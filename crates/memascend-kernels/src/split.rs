@@ -33,6 +33,16 @@ pub const fn join(high: u16, low: u16) -> f32 {
     f32::from_bits(join_bits(high, low))
 }
 
+/// The master of a weight that a program may have written to since [`split`] made its halves.
+///
+/// What was written keeps the low half of the weight before, which moves the master by less than
+/// the weight's last bit. Below a zero there is no such number: there the low half is left out.
+#[inline(always)]
+pub const fn join_written(high: u16, low: u16) -> f32 {
+    let below_zero = high & 0x7FFF == 0 && low >= 0x8000;
+    join(high, if below_zero { 0 } else { low })
+}
+
 kernel! {
     /// [`split`] for slices.
     ///
@@ -118,6 +128,26 @@ mod tests {
             assert_eq!(split(bits).0, high, "{bits:#010x}");
             let (high, low) = split(bits);
             assert_eq!(join_bits(high, low), bits);
+        }
+    }
+
+    #[test]
+    fn a_written_zero_is_no_nan() {
+        for low in [0, 1, 0x7FFF, 0x8000, 0xFFFF] {
+            for high in [0x0000, 0x8000, 0x0001, 0x3F80, 0xBF80, 0x7F7F] {
+                let master = join_written(high, low);
+                let weight = f32::from_bits((high as u32) << 16);
+                let last_bit = f32::from_bits((high as u32 & 0x7F80) << 16) / 128.0;
+                assert!(
+                    (master - weight).abs() <= last_bit.max(f32::from_bits(0x8000)),
+                    "{high:#x} {low:#x}"
+                );
+            }
+        }
+        // Halves that belong together give the master that they came from.
+        for bits in [0x0000_7FFF, 0x8000_7FFF, 0x0000_8000, 0x3F80_8000, 0xBF80_FFFF] {
+            let (high, low) = split(bits);
+            assert_eq!(join_written(high, low).to_bits(), bits);
         }
     }
 

@@ -311,30 +311,44 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
             raise MemascendError(_gone(place.name))
         with torch.inference_mode(False):
             stored = session.gradients.values(place)
-        with _Showing(tensor, source, stored) as shown:
-            yield Loan(source, stored)
-        if shown.written:
-            session.gradients.replace(place, stored)
+        shown: _Showing | _ShowingAll = _Showing(tensor, source, stored)
+        try:
+            with shown:
+                yield Loan(source, stored)
+        finally:
+            if shown.written:
+                session.gradients.replace(place, stored)
         return
     unit = place.tensor.unit
     with session.streamer.lend(unit) as storage:
         with torch.inference_mode(False):
             stored = storage[place.offset : place.offset + place.nbytes].view(place.dtype)
-        if source is None:
-            source = whole_of(place)
-            place.show(storage)
-            try:
-                yield Loan(source, stored)
-            finally:
-                written = place.written
-                place.hide()
-        else:
-            with _Showing(tensor, source, stored) as shown:
-                yield Loan(source, stored)
-            written = shown.written
-        if written:
-            session.streamer.check_writable([place])
-            session.streamer.mark_written(unit)
+        shown = _Showing(tensor, source, stored) if source is not None else _ShowingAll(place, storage)
+        # What a function has written before it failed stays, as in memory.
+        try:
+            with shown:
+                yield Loan(source or whole_of(place), stored)
+        finally:
+            if shown.written:
+                session.streamer.check_writable([place])
+                session.streamer.mark_written(unit)
+
+
+class _ShowingAll:
+    """Have an absent parameter show its values in its unit's bytes."""
+
+    def __init__(self, place: Place, storage: torch.Tensor) -> None:
+        """Prepare to show the parameter at `place` of `storage`."""
+        self._place, self._storage = place, storage
+        self.written = False
+
+    def __enter__(self) -> _ShowingAll:
+        self._place.show(self._storage)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.written = self._place.written
+        self._place.hide()
 
 
 def whole_of(place: Place) -> Source:

@@ -116,7 +116,8 @@ class DeviceStreamer(Streamer):
         buffer = self._on_device.get(unit)
         if buffer is not None:
             hosted = self._hosted(unit)
-            # On the computing stream, behind the copy that brought the unit here.
+            if unit in self._uploads:
+                self._uploads[unit].wait(self.timeline)  # the copy that reads these bytes
             hosted[: unit.nbytes].copy_(self.pool.use(buffer)[: unit.nbytes])
 
     # ---- device buffers ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 //! each instruction set.
 
 use super::super::bf16::{canonical_nan, widen_bf16};
-use super::super::split::{join, split};
+use super::super::split::{join_written, split};
 use super::elementwise::{Adamw, Amsgrad, Descent, Lion, Momentum, Update, prepare};
 use super::scalars::{Constants, StepScalars};
 use super::stochastic::{Keys, round_stochastic};
@@ -216,7 +216,7 @@ impl Kept for Split {
     }
     #[inline(always)]
     fn load(high: [u8; 2], low: [u8; 2]) -> f32 {
-        join(u16::from_ne_bytes(high), u16::from_ne_bytes(low))
+        join_written(u16::from_ne_bytes(high), u16::from_ne_bytes(low))
     }
     #[inline(always)]
     fn store(value: f32, _: u32) -> [u8; 2] {
