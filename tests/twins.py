@@ -437,6 +437,8 @@ class Twins:
         """Go on equal after a pass that ours refused in the middle: without gradients, with what a forward writes."""
         for side in (self.ours, self.theirs):
             side.model.zero_grad()
+            if "hook" in side.names:
+                side.names["hook"].remove()  # which the rest of the piece does, if it raises
         with torch.no_grad():
             for ours, theirs in zip(self.ours.model.buffers(), self.theirs.model.buffers(), strict=True):
                 theirs.copy_(ours)

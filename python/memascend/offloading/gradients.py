@@ -259,6 +259,8 @@ class GradientCapture:
 
     def replace(self, place: Place, values: torch.Tensor) -> None:
         """Keep `values`, (elements of the parameter,), instead of the present gradient."""
+        # The update that waits for the step's gradient reads it from where the new one goes.
+        self.streamer.apply_update(place.tensor.unit)
         self._discard(place)
         self._keep(place, values, accumulate=False)
         place.added += 1
