@@ -127,7 +127,7 @@ STEP = "model(*batch(0)).loss.backward()\noptimizer.step()\noptimizer.zero_grad(
             {"vocabulary": 1400, "watched": False},
             [
                 "model(*batch(0)).loss.backward()\noptimizer.step()\nmodel.zero_grad(set_to_none=False)",
-                "for p in reversed(list(model.parameters())):\n    p.grad.add_(1)",
+                "for p in reversed(list(model.parameters())):\n    p.grad = None if p.grad is None else p.grad.add_(1)",
             ],
             id="a gradient written while the step's waits for its update",
         ),
