@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memascend
 
@@ -374,6 +375,76 @@ def replace_the_forward(model: Net, _: Any) -> Any:
 
 
 @same
+def write_in_inference_mode(model: Net, _: Any) -> None:
+    with torch.inference_mode():
+        model.layers[1][2].weight.mul_(2.0)
+        model.head.weight[0] = 3
+        nn.init.ones_(model.head.bias)
+        model.scale.data += 1
+        torch.add(model.head.bias, 1, out=model.head.bias)
+
+
+@same
+def exchange_gradients(model: Net, optimizer: memascend.AdamW) -> None:
+    loss_of(model).backward()
+    first, second = model.layers[0][0].weight, model.layers[1][0].weight
+    first.grad, second.grad = second.grad, first.grad
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@same
+def combine_weights(model: Net, _: Any) -> None:
+    first, second, third = (layer[0].weight for layer in model.layers)
+    with torch.no_grad():
+        first.copy_(third)
+        second.addmm_(first, third)
+        torch.add(first, second, out=third)
+
+
+@same
+def freeze_before_backward(model: Net, optimizer: memascend.AdamW) -> Any:
+    loss = loss_of(model)
+    model.layers[0][0].weight.requires_grad_(False)
+    loss.backward()
+    there = [parameter.grad is not None for parameter in model.parameters()]
+    model.layers[0][0].weight.requires_grad_(True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return there
+
+
+@same
+def checkpoint_parts(model: Net, optimizer: memascend.AdamW) -> Any:
+    gradients = []
+    for reentrant in (False, True):
+        hidden = model.embed(torch.arange(9)[None])
+        for layer in model.layers:
+            hidden = hidden + checkpoint(layer, hidden, use_reentrant=reentrant)
+        hidden = checkpoint(
+            lambda hidden: F.linear(torch.tanh(F.linear(hidden, model.layers[0][0].weight)), model.head.weight),
+            hidden,
+            use_reentrant=reentrant,
+        )
+        hidden.square().mean().backward()
+        gradients += [model.embed.weight.grad.clone(), model.head.weight.grad.clone()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return gradients
+
+
+@same
+def backward_to_some(model: Net, optimizer: memascend.AdamW) -> Any:
+    loss_of(model).backward(inputs=[model.layers[1][0].weight])
+    model.scale.backward()
+    there = [parameter.grad is not None for parameter in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return there
+
+
+@same
 def a_function_without_a_gradient(model: Net, _: Any) -> None:
     class Product(torch.autograd.Function):
         @staticmethod
@@ -549,6 +620,14 @@ def _change_between(model: Net) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half": (lambda model: model.half(), "cannot become torch.float16.*before memascend.offload"),
     "shared memory": (lambda model: model.share_memory(), "share_memory_ asks for its address"),
+    "shared data": (
+        lambda model: setattr(model.layers[0][0].weight, "data", model.layers[1][0].weight.data),
+        r"layers\.0\.0\.weight and layers\.1\.0\.weight cannot share",
+    ),
+    "vmap": (lambda model: torch.func.vmap(lambda x: x @ model.head.weight)(torch.ones(2, 3, TOKENS)), r"torch\.func"),
+    "grad": (lambda model: torch.func.grad(lambda x: (x @ model.head.weight).sum())(torch.ones(3, TOKENS)), "copies"),
+    "pickle": (lambda model: torch.save(model, io.BytesIO()), "save_pretrained"),
+    "copy": (copy.deepcopy, "cannot be copied"),
     "double": (lambda model: model.layers.to(torch.float64), "cannot become torch.float64"),
     "data of another dtype": (lambda model: setattr(model.scale, "data", torch.zeros((), dtype=torch.half)), "float16"),
     "data of another shape": (lambda model: setattr(model.head.bias, "data", torch.zeros(3)), "shape"),

@@ -22,7 +22,7 @@ from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, 
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import place_of, register
 from memascend.offloading.stand_ins import as_held, disguise, is_stand_in
-from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
+from memascend.offloading.torch_functions import check_transforms, collected_by_others, conceal, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,7 +256,7 @@ class Hooks:
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of
                 # weights already, and in a backward pass torch.utils.checkpoint collects tensors.
-                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not _collected()
+                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not collected_by_others()
                 with self.saving_names() if alone else nullcontext():
                     result = run(*args, **kwargs)
                 return conceal(result, session) if session.streamer.depth == 0 else result
@@ -402,15 +402,6 @@ class Hooks:
 
         self._replace(module, "_apply", apply_unless_converting)
         self._handles.append(module.register_load_state_dict_pre_hook(refuse_assign))
-
-
-def _collected() -> bool:
-    """Whether a layer is computed again in a backward pass by hooks that collect what autograd saves.
-
-    torch.utils.checkpoint has none with `use_reentrant=True`: its graph then saves names of weights, as any other.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return torch._C._current_graph_task_id() != -1 and hooks is not None
 
 
 def _version(place: Place) -> tuple[int, int]:

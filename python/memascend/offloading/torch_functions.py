@@ -68,6 +68,15 @@ def check_transforms(name: str) -> None:
         )
 
 
+def collected_by_others() -> bool:
+    """Whether torch.utils.checkpoint collects the tensors that are saved now, to compute them again (not reentrant).
+
+    Its hooks count what is saved, in the forward pass and when they compute it again, so that ours must not be on top.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     session, _, _ = locate(stand_ins[0])
     with ExitStack() as stack:
@@ -78,8 +87,7 @@ def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_in
                 raise
             stack.close()
             return _run_on_copies(func, args, kwargs, stand_ins)
-        # In a backward pass, torch.utils.checkpoint collects what is saved now.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not collected_by_others():
             stack.enter_context(session.saving_names())
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _UNCOUNTED:
