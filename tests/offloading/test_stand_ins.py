@@ -610,10 +610,10 @@ def _after_the_step(model: Net, act: Callable[[Net, Any], None]) -> None:
     act(model, kept)
 
 
-def _change_between(model: Net) -> None:
+def _change_between(model: Net, weight: torch.Tensor) -> None:
     loss = loss_of(model)
     with torch.no_grad():
-        model.head.weight.mul_(2)
+        weight.mul_(2)
     loss.backward()
 
 
@@ -646,7 +646,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: _after_the_step(model, lambda m, kept: memascend.AdamW(m.parameters()).step()),
         "zero_grad",
     ),
-    "a weight changed before backward": (_change_between, "head.weight changed"),
+    "head.weight changed": (lambda model: _change_between(model, model.head.weight), r"head\.weight changed"),
+    "layers.0.0.weight changed": (
+        lambda model: _change_between(model, model.layers[0][0].weight),
+        r"layers\.0\.0\.weight changed",
+    ),
 }
 
 
@@ -656,9 +660,9 @@ def test_a_refusal_changes_nothing(pair: Callable[..., tuple[nn.Module, nn.Modul
     act, reason = REFUSED[name]
     with pytest.raises(memascend.MemascendError, match=reason):
         act(model)
-    if name in ("a weight changed before backward",):
+    if name.endswith(" changed"):
         with torch.no_grad():
-            expected.head.weight.mul_(2)
+            expected.get_parameter(name.removesuffix(" changed")).mul_(2)
     model.zero_grad()
     if "step" in name:
         optimizer = memascend.AdamW(expected.parameters())

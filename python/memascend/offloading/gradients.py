@@ -119,6 +119,7 @@ class GradientCapture:
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
         if gradient.requires_grad:
+            del gradient  # The error's traceback must not hold the graph, which holds weights.
             raise MemascendError(
                 f"backward(create_graph=True) gives {place.name} a gradient with a graph, which cannot be kept on SSD: "
                 "use torch.autograd.grad(loss, parameters, create_graph=True)"
