@@ -11,7 +11,8 @@
 //! - a NaN whose payload is only in its low bits (`0x7F800001..=0x7F807FFF`) reads as infinity;
 //! - a NaN of `0x7FFF8000` or more reads as a zero: the carry runs through the sign, and from
 //!   `0xFFFF8000` on out of the word. Arithmetic never makes such a NaN, and the AdamW kernels
-//!   write `0x7FC00000`; only a foreign fp32 checkpoint can hold one.
+//!   write `0x7FC00000`; only a foreign fp32 checkpoint can hold one, and a step takes it for zero
+//!   ([`join_written`]).
 
 use super::dispatch::kernel;
 
