@@ -269,8 +269,10 @@ class GradientCapture:
     def clear(self, place: Place) -> None:
         """Discard a parameter's gradient, as `zero_grad` does."""
         self._discard(place)
-        # A step has taken the gradient if it is not held: the update that waits for it needs it.
-        if place.parameter.grad is place.marker and place.held and not place.tensor.packed:
+        # A step has taken the gradient if it is not held, or was filled since: the update that waits
+        # for it needs it.
+        held = place.held and place.filled is None
+        if place.parameter.grad is place.marker and held and not place.tensor.packed:
             gradient_id = place.tensor.gradient
             assert gradient_id is not None, "a marker stands for a gradient in the store"
             self.runtime.clear_gradient(gradient_id)

@@ -56,6 +56,11 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
         return _one_by_one(func, args, kwargs)
+    gradients = [
+        place for tensor in stand_ins for _, place, source in [locate(tensor)] if source and source.is_gradient
+    ]
+    if len(gradients) > len(set(gradients)):
+        return _run_on_copies(func, args, kwargs, stand_ins)  # one gradient is read for each view of it
     return _run_on_values(func, args, kwargs, stand_ins)
 
 
@@ -89,10 +94,12 @@ def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_in
             return _run_on_copies(func, args, kwargs, stand_ins)
         if torch.is_grad_enabled() and not collected_by_others():
             stack.enter_context(session.saving_names())
-        result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _UNCOUNTED:
-            for tensor in stand_ins:
-                torch.autograd.graph.increment_version(tensor)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            if getattr(func, "__name__", "") in _UNCOUNTED:
+                for tensor in stand_ins:
+                    torch.autograd.graph.increment_version(tensor)
         return pytree.tree_map_only(torch.Tensor, lambda tensor: _stand_in(tensor, stand_ins, loans), result)
 
 
@@ -103,6 +110,8 @@ def _stand_in(tensor: torch.Tensor, arguments: list[torch.Tensor], loans: list[L
     source = next((part for loan in loans if (part := loan.part(tensor)) is not None), None)
     if source is None:
         return tensor
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg().clone()
     absent = torch.full((), float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=tensor.device)
     tensor.data = absent.expand(tensor.shape)
     return OffloadedTensor.become(tensor, source)
@@ -128,17 +137,23 @@ def conceal(result: Any, session: Session) -> Any:
 def _run_on_copies(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     """Run a function that takes more weights at once than there are buffers: on copies, but for what it writes to."""
     name = getattr(func, "__name__", str(func))
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if args and in_place else None)
     copies = {id(tensor): tensor.clone() for tensor in stand_ins if tensor is not target}
     versions = [version_of(copy) for copy in copies.values()]
     args, kwargs = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
     result = _run_on_values(func, args, kwargs, [target]) if is_stand_in(target) else func(*args, **kwargs)
-    if versions != [version_of(copy) for copy in copies.values()]:
+    storages = {copy.untyped_storage().data_ptr() for copy in copies.values()}
+    views = [
+        tensor
+        for tensor in pytree.tree_leaves(result)
+        if type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in storages
+    ]
+    if views or versions != [version_of(copy) for copy in copies.values()]:
         _, place, _ = locate(stand_ins[0])
         raise MemascendError(
-            f"{name} was to write to {place.name} and {len(copies) - 1} more at once, which host_memory has no buffers "
-            "for; nothing has changed: write to one at a time"
+            f"{name} was to write to {place.name} and {len(copies) - 1} more at once, or to return views of them: "
+            "nothing has changed; take one at a time"
         )
     return result
 
@@ -168,6 +183,18 @@ def _lay_out(func: Callable) -> Callable[..., Any]:
         source = source or whole_of(place)
         meta = torch.empty_strided(source.size, source.stride, dtype=source.dtype, device="meta")
         return func(meta, *args, **kwargs)
+
+    return run
+
+
+def _like(func: Callable) -> Callable[..., Any]:
+    """Return a function that makes, as `func` does, a tensor like a stand-in: of its layout, on its device."""
+
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _, place, source = locate(tensor)
+        source = source or whole_of(place)
+        like = torch.empty_strided(source.size, source.stride, dtype=source.dtype, device=place.absent.device)
+        return func(like, *args, **kwargs)
 
     return run
 
@@ -216,6 +243,7 @@ def _backward_to(
 ) -> Any:
     """Compute `torch.autograd.grad` with respect to stand-ins, whose values it does not need."""
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    grad_outputs = pytree.tree_map(lambda leaf: copy_of(leaf) if is_stand_in(leaf) else leaf, grad_outputs)
     with as_held():
         ends = [get_gradient_edge(tensor) if is_stand_in(tensor) else tensor for tensor in inputs]
     session = next(locate(tensor)[0] for tensor in inputs if is_stand_in(tensor))
@@ -282,6 +310,10 @@ _REFUSED = {
 }
 #: Functions that write to tensors without counting it in their version.
 _UNCOUNTED = frozenset(("apply_", "map_", "map2_", "_amp_foreach_non_finite_check_and_unscale_"))
+#: Operators that write to their first argument.
+_WRITING_OPERATORS = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
+#: Functions that make a tensor with the layout of another.
+_LIKE = ("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like", "randint_like")
 _T = torch.Tensor
 #: What is asked of a tensor without its values, so that the stand-in itself can answer.
 _AS_HELD: set[Any] = {
@@ -314,8 +346,7 @@ _AS_HELD: set[Any] = {
                 "is_same_size",
                 "is_distributed",
             ),
-            *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "is_pinned"),
-            *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+            *("new_empty", "new_zeros", "new_ones", "has_names", "is_shared", "is_pinned"),
             *("__dir__", "result_type", "__hash__", "_has_compatible_shallow_copy_type"),
         )
         for owner in (_T, torch)
@@ -337,6 +368,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _T.stride: _lay_out(_T.stride),
     _T.is_contiguous: _lay_out(_T.is_contiguous),
     _T.storage_offset: _offset,
+    **{getattr(torch, name): _like(getattr(torch, name)) for name in _LIKE},
     torch.autograd.grad: _backward_to,
     torch.autograd.backward: _backward,
 }
