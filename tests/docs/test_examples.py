@@ -59,7 +59,9 @@ def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_killed_run_goes_on_to_the_same_bits() -> None:
     output = run("resume_after_kill.py")
-    assert "exit code -9" in output and "resumed after step 3" in output
+    # Commits run beside the next step: that of the third may not have ended when the fourth is killed.
+    assert "exit code -9" in output
+    assert re.search(r"resumed after step [23]$", output, flags=re.MULTILINE)
     assert "the same, bit for bit" in output
 
 

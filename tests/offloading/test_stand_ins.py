@@ -713,6 +713,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     assert (
         model.to("cpu").eval().train().dtype == expected.dtype and model.num_parameters() == expected.num_parameters()
     )
+    assert [p._version for p in model.parameters()] == [p._version for p in expected.parameters()]
     assert memascend.stats(model)["ssd_bytes_read"] == read  # nothing of that takes a weight
     for directory, part in ("whole", lambda model: model), ("part", lambda model: model.model):
         part(model).save_pretrained(tmp_path / directory)

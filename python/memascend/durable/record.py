@@ -12,6 +12,7 @@ import torch
 
 from memascend.durable import exact_json
 from memascend.errors import CheckpointError
+from memascend.layout.units import as_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,14 +69,14 @@ def record_text(
 
 
 def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
+    with as_held():
+        parameters = [[place.name, place.shape, place.start, place.parameter.requires_grad] for place in tensor.places]
     return {
         "name": tensor.name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "numel": tensor.numel,
         "trained": tensor.trained,
-        "parameters": [
-            [place.name, place.shape, place.start, place.parameter.requires_grad] for place in tensor.places
-        ],
+        "parameters": parameters,
         "states": [
             [store_plane.name, plane.name, plane.dtype]
             for plane, store_plane in tensor.planes.items()

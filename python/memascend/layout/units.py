@@ -25,6 +25,9 @@ PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
 SMALL_MODULE_BYTES = 1024 * 1024
 
+#: While it is entered, PyTorch asks no class: what stands for an absent parameter is what it holds, a NaN.
+as_held = torch._C.DisableTorchFunctionSubclass
+
 CPU = torch.device("cpu")
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 

@@ -42,6 +42,15 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def collected_by_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint collects the tensors that are saved now, to compute them again (not reentrant).
+
+    Its hooks count what is saved, in the forward pass and when they compute it again, so that ours must not be on top.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def is_plain(value: Any) -> bool:
     """Whether `value` is a tensor, and of no class of its own."""
     return type(value) is torch.Tensor
@@ -213,8 +222,7 @@ def _is_checkpointed(module: nn.Module) -> bool:
     """Whether a call of `module` now would be one under checkpointing: transformers', or torch.utils.checkpoint."""
     if module.training and getattr(module, "gradient_checkpointing", False):
         return True
-    innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-    return innermost_hooks is not None and getattr(innermost_hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return collected_by_checkpoint()
 
 
 def _restore(holder: dict[str, Any], wanted: dict[str, Any], present: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.units import DTYPE_NAMES
-from memascend.offloading.stand_ins import as_held, copy_of, is_stand_in, make_marker
+from memascend.layout.units import DTYPE_NAMES, as_held
+from memascend.offloading.stand_ins import copy_of, is_stand_in, make_marker
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

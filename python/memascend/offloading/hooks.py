@@ -15,14 +15,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memascend.errors import MemascendError
-from memascend.layout.units import CPU
+from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
-from memascend.offloading.activations import Recomputation
+from memascend.offloading.activations import Recomputation, refuse_overwritten
+from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import place_of, register
-from memascend.offloading.stand_ins import as_held, disguise, is_stand_in
-from memascend.offloading.torch_functions import check_transforms, collected_by_others, conceal, refuse_other_optimizers
+from memascend.offloading.stand_ins import disguise, is_stand_in
+from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: a node that saves its own output would refer to itself, and never be freed.
         self.tensor = tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
 
 class _WatchedParameters(dict):
@@ -255,8 +256,8 @@ class Hooks:
             )
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of
-                # weights already, and in a backward pass torch.utils.checkpoint collects tensors.
-                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not collected_by_others()
+                # weights already.
+                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not collected_by_checkpoint()
                 with self.saving_names() if alone else nullcontext():
                     result = run(*args, **kwargs)
                 return conceal(result, session) if session.streamer.depth == 0 else result
@@ -328,9 +329,10 @@ class Hooks:
             grad = torch.is_grad_enabled()
             check_transforms("the model")
             if grad:
-                for place in session.places:
-                    if not place.hooks:
-                        session.gradients.watch(place)
+                with as_held():
+                    for place in session.places:
+                        if not place.hooks:
+                            session.gradients.watch(place)
                 session.generations.begin()
             if session.device is not None:
                 args, kwargs = pytree.tree_map(to_device, (args, kwargs))
@@ -368,8 +370,7 @@ class Hooks:
 
         def unpack(saved: _SavedWeight | _Saved) -> torch.Tensor:
             if isinstance(saved, _Saved):
-                if saved.tensor._version != saved.version:
-                    raise RuntimeError(_modified(saved.tensor, saved.version))
+                refuse_overwritten(saved.tensor, saved.version)
                 return saved.tensor
             place = saved.place
             if _version(place) != saved.version:
@@ -460,14 +461,6 @@ def _restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
             module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = value
-
-
-def _modified(tensor: torch.Tensor, version: int) -> str:
-    """Return PyTorch's words for a saved tensor that was written to."""
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-    )
 
 
 def _stale(subject: str) -> str:

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from memascend.errors import MemascendError
+from memascend.layout.units import as_held
+from memascend.offloading.buffers import version_of
 from memascend.offloading.places import place_of
 
 if TYPE_CHECKING:
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     from memascend._memascend import Runtime
     from memascend.layout.units import Place
     from memascend.residency.host import Streamer
-
-#: While it is entered, PyTorch asks no class: a stand-in is what it holds, a NaN.
-as_held = torch._C.DisableTorchFunctionSubclass
 
 
 class Gradients(Protocol):
@@ -307,8 +306,7 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
     """Have a stand-in hold its values, as an ordinary tensor; write them back if they were written to."""
     session, place, source = locate(tensor)
     if source is not None and source.is_gradient:
-        if source.marker is None or place.marker is not source.marker() or not place.held:
-            raise MemascendError(_gone(place.name))
+        kept_gradient(tensor)
         with torch.inference_mode(False):
             stored = session.gradients.values(place)
         shown: _Showing | _ShowingAll = _Showing(tensor, source, stored)
@@ -388,8 +386,3 @@ class _Showing:
         self.written = version_of(tensor) != self._version or tensor.is_inference()
         tensor.data = self._absent
         tensor.__class__ = OffloadedTensor
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a tensor's version counter, or 0 for a tensor of inference mode, which has none."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -12,13 +12,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from memascend.errors import MemascendError
+from memascend.layout.units import as_held
+from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import (
     Loan,
     OffloadedTensor,
     Session,
     alias_of,
-    as_held,
     assign,
     copy_of,
     is_stand_in,
@@ -26,7 +27,6 @@ from memascend.offloading.stand_ins import (
     lent_values,
     locate,
     run_functions_by,
-    version_of,
     whole_of,
 )
 from memascend.residency.host import NoBufferError
@@ -45,8 +45,11 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     check_transforms("a parameter")
     stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
+    gradients = []
     for tensor in stand_ins:
         session, place, source = locate(tensor)
+        if source is not None and source.is_gradient:
+            gradients.append(place)
         if source is None:
             session.streamer.enter_loose(place.tensor.unit)  # in a pass, and then until its end
         if name in _REFUSED or name.startswith("_fused_"):
@@ -56,9 +59,6 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
         return _one_by_one(func, args, kwargs)
-    gradients = [
-        place for tensor in stand_ins for _, place, source in [locate(tensor)] if source and source.is_gradient
-    ]
     if len(gradients) > len(set(gradients)):
         return _run_on_copies(func, args, kwargs, stand_ins)  # one gradient is read for each view of it
     return _run_on_values(func, args, kwargs, stand_ins)
@@ -73,15 +73,6 @@ def check_transforms(name: str) -> None:
         )
 
 
-def collected_by_others() -> bool:
-    """Whether torch.utils.checkpoint collects the tensors that are saved now, to compute them again (not reentrant).
-
-    Its hooks count what is saved, in the forward pass and when they compute it again, so that ours must not be on top.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
 def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
     session, _, _ = locate(stand_ins[0])
     with ExitStack() as stack:
@@ -92,7 +83,7 @@ def _run_on_values(func: Callable, args: tuple, kwargs: dict[str, Any], stand_in
                 raise
             stack.close()
             return _run_on_copies(func, args, kwargs, stand_ins)
-        if torch.is_grad_enabled() and not collected_by_others():
+        if torch.is_grad_enabled() and not collected_by_checkpoint():
             stack.enter_context(session.saving_names())
         try:
             result = func(*args, **kwargs)
@@ -179,10 +170,7 @@ def _lay_out(func: Callable) -> Callable[..., Any]:
     """Return a function that answers for a stand-in what `func` says of the layout of its values."""
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _, place, source = locate(tensor)
-        source = source or whole_of(place)
-        meta = torch.empty_strided(source.size, source.stride, dtype=source.dtype, device="meta")
-        return func(meta, *args, **kwargs)
+        return func(_layout_of(tensor), *args, **kwargs)
 
     return run
 
@@ -191,12 +179,16 @@ def _like(func: Callable) -> Callable[..., Any]:
     """Return a function that makes, as `func` does, a tensor like a stand-in: of its layout, on its device."""
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _, place, source = locate(tensor)
-        source = source or whole_of(place)
-        like = torch.empty_strided(source.size, source.stride, dtype=source.dtype, device=place.absent.device)
-        return func(like, *args, **kwargs)
+        return func(_layout_of(tensor), *args, **{"device": tensor.device} | kwargs)
 
     return run
+
+
+def _layout_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without data that is laid out as the values of a stand-in are."""
+    _, place, source = locate(tensor)
+    source = source or whole_of(place)
+    return torch.empty_strided(source.size, source.stride, dtype=source.dtype, device="meta")
 
 
 def _offset(tensor: torch.Tensor) -> int:
@@ -321,7 +313,7 @@ _AS_HELD: set[Any] = {
         getattr(getattr(_T, name), "__get__", None)
         for name in (
             *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad"),
-            *("version_of", "output_nr", "name", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"),
+            *("_version", "output_nr", "name", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"),
             *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "retains_grad", "_base"),
             *("_backward_hooks", "_post_accumulate_grad_hooks", "is_xla", "is_mps", "is_xpu"),
         )

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from memascend.common.interrupts import uninterrupted
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
+from memascend.layout.units import as_held
 from memascend.offloading.native import OPTIONS
-from memascend.offloading.stand_ins import as_held
 from memascend.optim import record
 from memascend.optim.factors import GradientFactors
 from memascend.optim.homes import Homes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import Rule
 from memascend.durable import exact_json
+from memascend.layout.units import as_held
 from memascend.optim.homes import OnModel
 from memascend.optim.room import Room
 
@@ -22,7 +23,8 @@ def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
     """Return the parameters without elements of the model that `session` offloads, by name: they have no place."""
     model = session.model()
     named = () if model is None else model.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.numel() == 0}
+    with as_held():
+        return {name: parameter for name, parameter in named if parameter.numel() == 0}
 
 
 def trains_only(optimizer: Optimizer, session: Session) -> bool:
