@@ -53,6 +53,16 @@ SMALL_DECODER: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+#: For models that are built by the dozen.
+SMALLEST_DECODER: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 MOE = SMALL_DECODER | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "intermediate_size": 192}
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import tiny
 import torch
+from bits import difference
 from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -28,7 +29,7 @@ from torch.utils import _pytree as pytree
 import memascend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import CodeType
 
 #: 147 KB in float32: a matrix of WIDTH x WIDTH is not packed.
@@ -281,43 +282,6 @@ def in_a_thread(work: Callable[[], None]) -> None:
         pool.submit(work).result()
 
 
-def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
-    """Say where two structures of tensors differ first, or return None."""
-    if isinstance(ours, str) and ours is CONSUMED:
-        return None
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return f"{what}: {ours.dtype} {tuple(ours.shape)} is not {theirs.dtype} {tuple(theirs.shape)}"
-        if _equal(ours, theirs):
-            return None
-        differing = (~torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True)).nonzero()
-        first = tuple(differing[0].tolist())
-        return f"{what}{list(first)}: {ours[first].item()} is not {theirs[first].item()} ({len(differing)} differ)"
-    if type(ours) is not type(theirs):
-        return f"{what}: {ours!r:.80} is not {theirs!r:.80}"
-    if isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
-            return f"{what}: keys {sorted(map(str, ours.keys() ^ theirs.keys()))[:4]} are in one of them only"
-        return _first(difference(ours[key], theirs[key], f"{what}[{key}]") for key in ours)
-    if isinstance(ours, list | tuple):
-        if len(ours) != len(theirs):
-            return f"{what}: {len(ours)} values are not {len(theirs)}"
-        return _first(
-            difference(one, other, f"{what}[{index}]")
-            for index, (one, other) in enumerate(zip(ours, theirs, strict=True))
-        )
-    same = ours == theirs or (ours != ours and theirs != theirs)
-    return None if same else f"{what}: {ours!r:.80} is not {theirs!r:.80}"
-
-
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(ours, theirs) or bool(torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True).all())
-
-
-def _first(differences: Iterator[str | None]) -> str | None:
-    return next((found for found in differences if found is not None), None)
-
-
 @dataclass
 class Twins:
     """An offloaded model and the same in memory, with an optimizer each.
@@ -457,7 +421,9 @@ class Twins:
         self._raise(difference(ours["state"], theirs["state"], "state of the optimizer"))
 
     def _all(self) -> str | None:
-        return difference(self.ours.gradients(), self.theirs.gradients(), "gradient ") or difference(
+        ours = self.ours.gradients()
+        consumed = {name: CONSUMED for name, gradient in ours.items() if gradient is CONSUMED}
+        return difference(ours, self.theirs.gradients() | consumed, "gradient ") or difference(
             self.ours.parameters(), self.theirs.parameters(), "weight "
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -16,17 +17,8 @@ from memascend.formats.transformers_models import why_not_trained_causally
 if TYPE_CHECKING:
     from pathlib import Path
 
-VOCABULARY = 96
-#: Sizes by all the names that the configurations below have for them.
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+SMALL = tiny.SMALLEST_DECODER
+VOCABULARY = SMALL["vocab_size"]
 BART: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import bits
 import pytest
 import tiny
 import torch
@@ -37,18 +38,10 @@ if TYPE_CHECKING:
 
     Offload = Callable[..., nn.Module]
 
-VOCABULARY = 100
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+_DECODER = tiny.SMALLEST_DECODER | {"num_attention_heads": 2, "pad_token_id": 0}
+VOCABULARY = _DECODER["vocab_size"]
 _ENCODER_DECODER: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCABULARY}
-_MOE: dict[str, Any] = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CACHING: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
@@ -72,7 +65,7 @@ CACHING: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "granitemoe": lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**_DECODER | _MOE)),
     "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**_DECODER, num_key_value_heads=1, head_dim=16, sliding_window=4)
+        Gemma2Config(**_DECODER | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 4})
     ),
     # Its states are written in place.
     "mamba2": lambda: Mamba2ForCausalLM(
@@ -104,10 +97,7 @@ def gradients_with(model: nn.Module, **options: Any) -> dict[str, torch.Tensor |
 
 
 def assert_same_gradients(actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (gradient is None) == (actual[name] is None), name
-        assert gradient is None or torch.equal(gradient, actual[name]), name
+    assert bits.differing(actual, expected) == []
 
 
 #: The cache of XLM has no switch.
