@@ -15,6 +15,7 @@ __all__ = [
     "CudaEvent",
     "DeviceLink",
     "ExternalFile",
+    "GradientRanges",
     "HostBuffer",
     "KeptStore",
     "LeaseBuffer",
@@ -186,6 +187,11 @@ class Capture:
     def wait_copied(self) -> None: ...
 
 @final
+class GradientRanges:
+    def add(self, address: int, numel: int) -> None: ...
+    def end(self) -> tuple[float, bool]: ...
+
+@final
 class Stash:
     @property
     def bytes(self) -> int: ...
@@ -272,6 +278,7 @@ class Runtime:
     def create_gradient(self, unit: int, name: str, dtype: str, numel: int) -> int: ...
     def create_packed_gradient(self, dtype: str, numel: int) -> int: ...
     def capture(self, gradient: int, start: int, source: int, numel: int, accumulate: bool) -> tuple[float, bool]: ...
+    def begin_gradient(self, gradient: int, accumulate: bool) -> GradientRanges: ...
     def capture_from_device(
         self,
         gradient: int,

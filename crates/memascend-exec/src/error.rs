@@ -29,6 +29,9 @@ pub enum ExecError {
     /// An operation was dropped without a result.
     #[error("an operation ended without a result: a thread of the executor or of the I/O engine failed")]
     Abandoned,
+    /// A call that the gradient or the tensor does not allow.
+    #[error("{0}")]
+    Misused(String),
     /// The executor was closed while the job waited.
     #[error("the store was closed")]
     Closed,

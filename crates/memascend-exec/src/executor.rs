@@ -58,7 +58,8 @@ struct Job {
 
 impl Executor {
     /// Starts the coordinator and `compute_threads` kernel threads. `slots` holds buffers of
-    /// `slot_bytes` bytes, each for the states and the gradient of a piece of a tensor. A piece is
+    /// `slot_bytes` bytes, each for the states and the gradient of a piece of a tensor, and for its
+    /// weights if the unit has no lease. A piece is
     /// a chunk of `chunk_elements` elements, as in [`Gradients`](crate::Gradients); if a slot does
     /// not hold that, it is a half of the chunk, or a quarter, and so on.
     ///
@@ -103,7 +104,9 @@ impl Executor {
         Duration::from_nanos(self.busy.load(Ordering::Relaxed) / self.compute_threads as u64)
     }
 
-    /// Starts reading `weights`, applying `updates` on the way. Waits first for the operations that
+    /// Starts reading `weights`, applying `updates` on the way; without a lease only what is updated
+    /// is read, into the update slots. Without `weights`, and for tensors whose segments name their
+    /// addresses, the updates run on host memory. Waits first for the operations that
     /// `pending` counts: earlier write-back of the same unit and spills of its gradients.
     pub fn fetch(
         &self,

@@ -1,6 +1,9 @@
 //! Captured gradients: copied or added up in staging buffers, and spilled to the SSD.
 
+mod ranges;
+
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memascend_mem::{Lease, LeaseSlice, LockExt};
@@ -12,6 +15,8 @@ use memascend_kernels::{
     Dtype, GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
     stats_bf16, stats_f16, stats_f32,
 };
+
+pub use self::ranges::GradientRanges;
 
 /// Names a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +37,8 @@ struct Record {
     pending: Arc<Pending>,
     /// Counts captures from a device that have not ended; everything else waits for them.
     arriving: Arc<Pending>,
+    /// How often the gradient was captured, cleared or taken; changed under the place's lock.
+    changes: AtomicU64,
     place: Mutex<Place>,
 }
 
@@ -134,7 +141,9 @@ impl Gradients {
         // SAFETY: the caller vouches for `numel` readable elements.
         let source = unsafe { std::slice::from_raw_parts(source, numel * dtype.bytes()) };
         let mut stats = GradientStats::default();
-        match &mut *record.settled() {
+        let mut place = record.settled();
+        record.changed();
+        match &mut *place {
             Place::Packed { buffer } => {
                 let target = buffer.narrow(start * dtype.bytes(), source.len());
                 // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an
@@ -143,31 +152,37 @@ impl Gradients {
             }
             Place::Chunks { extent, chunks } => {
                 record.pending.wait()?;
-                self.capture_chunks(&record, *extent, chunks, source, accumulate, &mut stats)?;
+                self.capture_chunks(&record, *extent, chunks, 0, source, accumulate, &mut stats)?;
             }
         }
         Ok(stats)
     }
 
-    /// Captures the whole gradient of a tensor that moves alone, chunk by chunk.
+    /// Captures chunks of the gradient of a tensor that moves alone: `source` is whole chunks from
+    /// chunk `first` on.
+    #[allow(clippy::too_many_arguments)]
     fn capture_chunks(
         &self,
         record: &Record,
         extent: Extent,
         chunks: &mut [Chunk],
+        first: usize,
         source: &[u8],
         accumulate: bool,
         stats: &mut GradientStats,
     ) -> Result<()> {
         let (dtype, pending) = (record.dtype, &record.pending);
         let chunk_bytes = self.chunk_elements * dtype.bytes();
-        let mut index = 0;
-        while index < chunks.len() {
-            let part =
-                |index: usize| &source[index * chunk_bytes..source.len().min((index + 1) * chunk_bytes)];
+        let end = first + source.len().div_ceil(chunk_bytes);
+        let mut index = first;
+        while index < end {
+            let part = |index: usize| {
+                let start = (index - first) * chunk_bytes;
+                &source[start..source.len().min(start + chunk_bytes)]
+            };
             // Neighbouring spilled chunks are read ahead of the addition.
             let spilled = if accumulate {
-                chunks[index..].iter().take_while(|chunk| matches!(chunk, Chunk::Ssd)).count()
+                chunks[index..end].iter().take_while(|chunk| matches!(chunk, Chunk::Ssd)).count()
             } else {
                 0
             };
@@ -176,7 +191,7 @@ impl Gradients {
                     extent,
                     chunk_bytes,
                     index..index + spilled,
-                    source.len(),
+                    record.numel * dtype.bytes(),
                     |index, chunk, length| {
                         let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
                         // SAFETY: the read has ended and the chunk is ours alone.
@@ -240,6 +255,7 @@ impl Gradients {
         }
         let record = self.record(id);
         let mut place = record.lock();
+        record.changed();
         // SAFETY: the caller's promise.
         let captured = unsafe { self.capture_place(copies, &record, &mut place, source) };
         if let (Err(_), Place::Chunks { chunks, .. }) = (&captured, &mut *place) {
@@ -393,7 +409,10 @@ impl Gradients {
 
     /// Forgets a gradient's values; its extent on the SSD stays.
     pub fn clear(&self, id: GradientId) {
-        if let Place::Chunks { chunks, .. } = &mut *self.record(id).settled() {
+        let record = self.record(id);
+        let mut place = record.settled();
+        record.changed();
+        if let Place::Chunks { chunks, .. } = &mut *place {
             chunks.fill(Chunk::Empty);
         }
     }
@@ -401,7 +420,9 @@ impl Gradients {
     /// Hands a gradient over to an update and forgets it.
     pub fn take(&self, id: GradientId) -> GradientSource {
         let record = self.record(id);
-        let place = match &mut *record.settled() {
+        let mut place = record.settled();
+        record.changed();
+        let place = match &mut *place {
             Place::Packed { buffer } => SourcePlace::Packed { buffer: buffer.clone() },
             Place::Chunks { extent, chunks } => {
                 let empty = vec![Chunk::Empty; chunks.len()];
@@ -446,7 +467,8 @@ impl Gradients {
         let packed = matches!(place, Place::Packed { .. });
         let (arriving, place) = (Arc::default(), Mutex::new(place));
         let mut records = self.records.locked();
-        records.push(Arc::new(Record { dtype, numel, packed, pending, arriving, place }));
+        let changes = AtomicU64::new(0);
+        records.push(Arc::new(Record { dtype, numel, packed, pending, arriving, changes, place }));
         GradientId(records.len() - 1)
     }
 
@@ -461,6 +483,11 @@ impl Record {
         assert!(end <= self.numel, "elements {start}+{numel} of a gradient of {}", self.numel);
         let whole = start == 0 && numel == self.numel;
         assert!(numel == 0 || whole || self.packed, "a large tensor's gradient is captured whole");
+    }
+
+    /// Counts a change; returns its number. The place is locked.
+    fn changed(&self) -> u64 {
+        self.changes.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     fn lock(&self) -> MutexGuard<'_, Place> {

@@ -15,7 +15,7 @@ pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLin
 pub use error::{ExecError, Result};
 pub use executor::{Executor, Ticket};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
-pub use gradients::{GradientId, GradientSource, Gradients};
+pub use gradients::{GradientId, GradientRanges, GradientSource, Gradients};
 pub use pending::{Pending, Underway};
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;

@@ -18,14 +18,16 @@ unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
 
-/// The weights of a unit: the tensors that make them up and the lease they are read into.
+/// The weights of a unit: the tensors that make them up, and the lease that they are read into if
+/// there is one.
 pub struct UnitWeights {
     /// The tensors, in the order of their offsets in the lease.
     pub tensors: Vec<UnitTensor>,
     /// Frozen weights that are read from files outside the store.
     pub files: Arc<[FilePart]>,
-    /// A buffer that holds them all.
-    pub lease: Arc<Lease>,
+    /// A buffer that holds them all. Without one only the tensors that are updated are read, each
+    /// piece into the update slot, and `files` are not.
+    pub lease: Option<Arc<Lease>>,
 }
 
 /// The weights of one tensor of a unit.

@@ -58,6 +58,7 @@ pub(crate) fn exec_error(error: &ExecError) -> PyErr {
         ExecError::Store(source) => store_error(source),
         ExecError::Memory(source) => memory_error(source),
         ExecError::Device(source) => device_error(source),
+        ExecError::Misused(message) => PyValueError::new_err(message.clone()),
         other => raise("MemascendError", (other.to_string(),)),
     }
 }

@@ -4,6 +4,7 @@ mod arguments;
 mod device;
 mod errors;
 mod files;
+mod gradients;
 mod handles;
 mod host;
 mod lease;
@@ -37,6 +38,8 @@ mod _memascend {
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
     use crate::files::ExternalFile;
+    #[pymodule_export]
+    use crate::gradients::GradientRanges;
     #[pymodule_export]
     use crate::handles::{Commit, TensorId, Ticket};
     #[pymodule_export]

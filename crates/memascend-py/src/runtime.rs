@@ -17,6 +17,7 @@ use crate::arguments::{UpdateArgument, unit_tensors};
 use crate::device::{self, Capture, CudaEvent, Stash};
 use crate::errors::{exec_error, memory_error, store_error};
 use crate::files::ExternalFile;
+use crate::gradients::GradientRanges;
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane, parse_dtype};
 use crate::lease::LeaseBuffer;
@@ -248,8 +249,8 @@ impl Runtime {
     }
 
     /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, and
-    /// applies `updates` on the way. Without `lease` only the updates run, on tensors in host
-    /// memory.
+    /// applies `updates` on the way. Without `lease` only the updates run: each reads its tensor into
+    /// the update slots, or is of a tensor in host memory if its segments name addresses.
     #[pyo3(signature = (unit, tensors, lease, updates))]
     fn fetch(
         &self,
@@ -271,8 +272,9 @@ impl Runtime {
             }
         }
         let files = files.unwrap_or_default();
+        let lease = lease.map(|lease| Arc::clone(&lease.get().lease));
         let weights =
-            lease.map(|lease| UnitWeights { tensors, files, lease: Arc::clone(&lease.get().lease) });
+            (lease.is_some() || !tensors.is_empty()).then_some(UnitWeights { tensors, files, lease });
         Ok(Ticket(parts.executor.fetch(unit, weights, updates)))
     }
 
@@ -351,6 +353,13 @@ impl Runtime {
         };
         let stats = py.detach(capture).map_err(|error| exec_error(&error))?;
         Ok((stats.sum_squares, stats.non_finite))
+    }
+
+    /// Begins to capture the whole gradient of a tensor that moves alone, in ranges: the result is
+    /// that of one `capture`. Until the end the gradient is empty.
+    fn begin_gradient(&self, py: Python<'_>, gradient: usize, accumulate: bool) -> PyResult<GradientRanges> {
+        let parts = self.parts()?;
+        py.detach(|| GradientRanges::begin(&parts, gradient, accumulate))
     }
 
     /// Captures `numel` gradient elements at address `source` of the device, after `ready`. They

@@ -25,7 +25,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
     }
     busy.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
     let Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready } = work;
-    let Areas { planes, gradient } = areas;
+    let Areas { planes, gradient, weights: _ } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);
     for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
         writes.push((*target, state.plane.span(first, numel).start, area));

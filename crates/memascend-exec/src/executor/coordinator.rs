@@ -11,7 +11,7 @@ use memascend_store::{Extent, Rewrite, Store};
 
 use super::piece::{Areas, Places, Reads, SlotLayout, Targets, Work};
 use super::{Job, Ticket};
-use crate::files::FileReader;
+use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
 use crate::{ExecError, Pending, Result, UnitTensor, UnitWeights, UpdateTensor};
 
@@ -61,11 +61,13 @@ impl Coordinator {
 
     fn start(&self, job: &Started<'_>, mut updates: Vec<UpdateTensor>) -> Result<()> {
         updates.sort_by_key(|tensor| tensor.weight_offset);
-        if let Some(weights) = job.weights {
+        if let Some((weights, lease)) =
+            job.weights.and_then(|weights| weights.lease.as_ref().map(|lease| (weights, lease)))
+        {
             let updated: Vec<usize> = updates.iter().map(|tensor| tensor.weight_offset).collect();
             for tensor in &weights.tensors {
                 if updated.binary_search(&tensor.offset).is_err() {
-                    self.read_weights(&weights.lease, tensor, job.ticket);
+                    self.read_weights(lease, tensor, job.ticket);
                 }
             }
         }
@@ -74,7 +76,9 @@ impl Coordinator {
         }
         // External files come last: their reads may fail, and by now every update has been taken.
         match job.weights {
-            Some(weights) if !weights.files.is_empty() => self.read_files(weights, job.ticket),
+            Some(UnitWeights { files, lease: Some(lease), .. }) if !files.is_empty() => {
+                self.read_files(files, lease, job.ticket)
+            }
             _ => Ok(()),
         }
     }
@@ -93,7 +97,8 @@ impl Coordinator {
             SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
         };
         let tensor = Arc::new(tensor);
-        let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements);
+        let in_slot = places.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
+        let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements, in_slot);
         for first in (0..tensor.numel).step_by(layout.elements) {
             let numel = layout.elements.min(tensor.numel - first);
             let gradient_chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {
@@ -108,6 +113,9 @@ impl Coordinator {
 
     /// Where a tensor's values are read from, and where its new values go.
     fn places(&self, weights: Option<&UnitWeights>, tensor: &UpdateTensor) -> Result<Places> {
+        // Without a lease, a tensor whose segments name their addresses is not one of the unit's.
+        let by_address = matches!(tensor.gradient.place, SourcePlace::Addresses);
+        let weights = weights.filter(|weights| weights.lease.is_some() || !by_address);
         let weights_tensor = weights.map(|weights| {
             let unit_tensor = weights.tensors.iter().find(|part| part.offset == tensor.weight_offset);
             unit_tensor.expect("an update is of one of the unit's tensors").tensor
@@ -132,7 +140,7 @@ impl Coordinator {
     }
 
     /// Reads weights that lie in external files.
-    fn read_files(&self, weights: &UnitWeights, ticket: &Ticket) -> Result<()> {
+    fn read_files(&self, files: &[FilePart], lease: &Arc<Lease>, ticket: &Ticket) -> Result<()> {
         let reader = match self.files.get() {
             Some(reader) => reader,
             None => {
@@ -140,8 +148,8 @@ impl Coordinator {
                 self.files.get_or_init(|| reader)
             }
         };
-        for part in &*weights.files {
-            let buffer = LeaseSlice::new(Arc::clone(&weights.lease), part.offset, part.bytes);
+        for part in files {
+            let buffer = LeaseSlice::new(Arc::clone(lease), part.offset, part.bytes);
             reader.read(part, &buffer, || ticket.ready.begin());
         }
         Ok(())
@@ -184,9 +192,12 @@ impl Coordinator {
             reads.push((*extent, first * element, areas.gradient.clone()));
         }
         let weights = job.weights.zip(places.weights).map(|(weights, source)| {
-            let offset = tensor.weight_offset + first * element;
-            let range =
-                LeaseSlice::new(Arc::clone(&weights.lease), offset, round_up_to_page(numel * element));
+            let in_lease = |lease: &Arc<Lease>| {
+                let offset = tensor.weight_offset + first * element;
+                LeaseSlice::new(Arc::clone(lease), offset, round_up_to_page(numel * element))
+            };
+            let range = weights.lease.as_ref().map(in_lease).or_else(|| areas.weights.clone());
+            let range = range.expect("weights without a lease have an area of the slot");
             reads.push((source, first * element, range.clone()));
             range
         });

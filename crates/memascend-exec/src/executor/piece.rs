@@ -17,7 +17,7 @@ pub(super) struct Work {
     pub(super) first: usize,
     pub(super) numel: usize,
     pub(super) areas: Areas,
-    /// The piece's weights in the unit's lease.
+    /// The piece's weights, in the unit's lease or in the slot.
     pub(super) weights: Option<LeaseSlice>,
     pub(super) targets: Arc<Targets>,
     pub(super) gradient_chunk: Option<Chunk>,
@@ -86,17 +86,23 @@ impl Work {
     }
 }
 
-/// How a piece lies in an update slot: the tensor's planes one after the other, then the gradient.
+/// How a piece lies in an update slot: the tensor's planes one after the other, then the gradient,
+/// then the weights if the unit has no lease.
 pub(super) struct SlotLayout {
     /// Elements of a piece.
     pub(super) elements: usize,
-    /// Where each plane begins, and last the gradient.
+    /// Where each plane begins, then the gradient, and last the weights if they lie in the slot.
     pub(super) offsets: Vec<usize>,
 }
 
 impl SlotLayout {
-    /// The largest pieces that a slot holds.
-    pub(super) fn new(tensor: &UpdateTensor, slot_bytes: usize, chunk_elements: usize) -> Self {
+    /// The largest pieces that a slot holds, with their weights if `with_weights`.
+    pub(super) fn new(
+        tensor: &UpdateTensor,
+        slot_bytes: usize,
+        chunk_elements: usize,
+        with_weights: bool,
+    ) -> Self {
         let mut elements = chunk_elements;
         loop {
             let mut offsets = vec![0];
@@ -104,8 +110,13 @@ impl SlotLayout {
                 offsets
                     .push(offsets[offsets.len() - 1] + round_up_to_page(state.plane.span(0, elements).len()));
             }
-            let gradient = offsets[offsets.len() - 1];
-            if gradient + elements * tensor.dtype.bytes() <= slot_bytes {
+            let mut end = offsets[offsets.len() - 1] + elements * tensor.dtype.bytes();
+            if with_weights {
+                // A piece is whole pages of elements, so this is the start of a page.
+                offsets.push(end);
+                end += elements * tensor.dtype.bytes();
+            }
+            if end <= slot_bytes {
                 return Self { elements, offsets };
             }
             elements /= 2;
@@ -127,6 +138,8 @@ impl SlotLayout {
 pub(super) struct Areas {
     pub(super) planes: Vec<LeaseSlice>,
     pub(super) gradient: LeaseSlice,
+    /// The weights, if they lie in the slot.
+    pub(super) weights: Option<LeaseSlice>,
 }
 
 impl Areas {
@@ -135,9 +148,11 @@ impl Areas {
             LeaseSlice::new(Arc::clone(&slot), layout.offsets[index], round_up_to_page(bytes))
         };
         let planes = tensor.planes.iter().enumerate();
+        let (gradient, bytes) = (tensor.planes.len(), numel * tensor.dtype.bytes());
         Self {
             planes: planes.map(|(index, state)| area(index, state.plane.span(0, numel).len())).collect(),
-            gradient: area(tensor.planes.len(), numel * tensor.dtype.bytes()),
+            gradient: area(gradient, bytes),
+            weights: (layout.offsets.len() > gradient + 1).then(|| area(gradient + 1, bytes)),
         }
     }
 }

@@ -527,8 +527,16 @@ impl Unit {
     }
 
     pub fn fetch(&self, lease: &Arc<Lease>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
-        let weights =
-            UnitWeights { tensors: self.weights.clone(), files: Arc::default(), lease: Arc::clone(lease) };
+        self.fetch_into(Some(Arc::clone(lease)), updates)
+    }
+
+    /// Updates the weights in the slots, without a buffer for the unit.
+    pub fn update_in_slots(&self, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
+        self.fetch_into(None, updates)
+    }
+
+    fn fetch_into(&self, lease: Option<Arc<Lease>>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
+        let weights = UnitWeights { tensors: self.weights.clone(), files: Arc::default(), lease };
         let executor = self.executor.as_ref().expect("not dropped by the test");
         executor.fetch(Arc::clone(&self.pending), Some(weights), updates)
     }

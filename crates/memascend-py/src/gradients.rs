@@ -1,0 +1,67 @@
+//! A gradient that is captured in ranges.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use memascend_exec::{ExecError, GradientId};
+use memascend_mem::LockExt;
+use pyo3::prelude::*;
+
+use crate::errors::exec_error;
+use crate::parts::Parts;
+
+/// A gradient on its way, range by range. It has its values when `end` has returned, and is empty
+/// if that never happens.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct GradientRanges {
+    /// Not kept alive: a handle that an exception holds must not keep a closed store's files.
+    parts: Weak<Parts>,
+    ranges: Mutex<Option<memascend_exec::GradientRanges>>,
+}
+
+impl GradientRanges {
+    pub(crate) fn begin(parts: &Arc<Parts>, gradient: usize, accumulate: bool) -> PyResult<Self> {
+        let ranges = parts.gradients.begin_ranges(GradientId(gradient), accumulate);
+        let ranges = Mutex::new(Some(ranges.map_err(|error| exec_error(&error))?));
+        Ok(Self { parts: Arc::downgrade(parts), ranges })
+    }
+
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&Parts, &mut Option<memascend_exec::GradientRanges>) -> memascend_exec::Result<T> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| {
+            let parts = self.parts.upgrade().ok_or(ExecError::Closed)?;
+            run(&parts, &mut self.ranges.locked())
+        })
+        .map_err(|error| exec_error(&error))
+    }
+}
+
+fn ended() -> ExecError {
+    ExecError::Misused("the capture of the gradient has ended".into())
+}
+
+#[pymethods]
+impl GradientRanges {
+    /// Captures the next `numel` elements, at `address`. ValueError if the gradient has fewer left.
+    fn add(&self, py: Python<'_>, address: usize, numel: usize) -> PyResult<()> {
+        self.with(py, |parts, ranges| {
+            let ranges = ranges.as_mut().ok_or_else(ended)?;
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` elements and
+            // holds it for the call.
+            unsafe { parts.gradients.add_range(ranges, address as *const u8, numel) }
+        })
+    }
+
+    /// Ends the capture; returns `(sum of squares, any non-finite)`. ValueError if elements are
+    /// missing.
+    fn end(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
+        self.with(py, |parts, slot| {
+            let ranges = slot.as_mut().ok_or_else(ended)?;
+            let stats = parts.gradients.end_ranges(ranges)?;
+            *slot = None;
+            Ok((stats.sum_squares, stats.non_finite))
+        })
+    }
+}
