@@ -34,6 +34,7 @@ from memascend.runs.resume import (
     save_checkpoint,
     track,
 )
+from memascend.vocabulary.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +63,7 @@ __all__ = [
     "flush",
     "format_size",
     "from_pretrained",
+    "linear_cross_entropy",
     "load_distributed",
     "offload",
     "overflow",

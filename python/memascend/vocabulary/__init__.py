@@ -1,0 +1,1 @@
+"""Embeddings and heads that are never whole: lookups by rows, logits, losses and gradients by blocks of rows."""

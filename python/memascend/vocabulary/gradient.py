@@ -1,0 +1,295 @@
+"""The gradient of a table, made block by block when it is asked for.
+
+A `TableGradient` has the table's shape and no memory. It holds sources: what the backward pass left of each use of the
+table. A source makes the gradient of one block of rows. Autograd's sum of two is one with the sources of both, in
+order: blocks are then added in the table's dtype, as autograd would add the whole gradients, so the bits are the same.
+Every other operation makes it an ordinary tensor first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memascend.errors import MemascendError
+from memascend.vocabulary.tables import MemoryTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from memascend.vocabulary.tables import Table
+
+_aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """What the backward pass left of one use of a table."""
+
+    #: Whether `block` needs the table's values.
+    needs_weights: bool
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient (count, width) of the rows from `first` on, in the table's dtype."""
+
+
+class RowsSource:
+    """The gradient of a lookup."""
+
+    needs_weights = False
+
+    def __init__(self, ids: torch.Tensor, grad_output: torch.Tensor, padding_idx: int | None) -> None:
+        """Take the ids (...), the gradient (..., width) of their rows, and the id whose row gets none."""
+        self.ids = ids.reshape(-1)
+        self.grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        self.padding_idx = padding_idx
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the gradients of each row's tokens, in the tokens' order, as PyTorch does for the whole table."""
+        tokens = ((self.ids >= first) & (self.ids < first + count)).nonzero().squeeze(1)
+        if tokens.numel() == self.ids.numel():
+            ids, gradient = self.ids - first, self.grad_output
+        else:
+            ids, gradient = self.ids[tokens] - first, self.grad_output[tokens]
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
+        padding = padding if 0 <= padding < count else -1
+        return _aten.embedding_dense_backward(gradient, ids, count, padding, False)
+
+
+class LinearSource:
+    """The gradient of logits that were computed whole."""
+
+    needs_weights = False
+
+    def __init__(self, hidden: torch.Tensor, grad_logits: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the hidden states (N, width), the gradient (N, rows) of their logits, and the table's dtype."""
+        self.hidden, self.grad_logits, self.dtype = hidden, grad_logits, dtype
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply the block's columns by the hidden states."""
+        return (self.grad_logits[:, first : first + count].t() @ self.hidden).to(self.dtype)
+
+
+class _Contents:
+    """What a gradient and its aliases share: sources, or values once they were asked for."""
+
+    __slots__ = ("sources", "table", "values", "version")
+
+    def __init__(self, table: Table, sources: tuple[Source, ...]) -> None:
+        self.table, self.sources = table, sources
+        self.values: torch.Tensor | None = None
+        self.version = table.version
+
+
+class TableGradient(torch.Tensor):
+    """The gradient of a table, without memory for it; see the module."""
+
+    _contents: _Contents
+
+    @staticmethod
+    def __new__(cls, table: Table, sources: Sequence[Source] = (), contents: _Contents | None = None) -> TableGradient:
+        """Make the gradient that is the sum of `sources`, none for zero. `contents` makes an alias instead."""
+        gradient = torch.Tensor._make_wrapper_subclass(
+            cls, (table.rows, table.width), dtype=table.dtype, device=table.device
+        )
+        gradient._contents = contents or _Contents(table, tuple(sources))
+        return gradient
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Do nothing: `__new__` has made it."""
+
+    @property
+    def table(self) -> Table:
+        """The table whose gradient it is."""
+        return self._contents.table
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What its blocks are made from. Empty for zero, and once it was made dense."""
+        return self._contents.sources
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its values were asked for, and so are in memory."""
+        return self._contents.values is not None
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, gradient of shape (n, width) in the table's dtype) in order."""
+        contents = self._contents
+        table = contents.table
+        if contents.values is None and any(source.needs_weights for source in contents.sources):
+            if contents.version != table.version:
+                raise MemascendError(
+                    "the weights of a head have changed since the backward pass, and its gradient was to be made "
+                    "from them: read the gradient before they change, or offload with fused_loss=False"
+                )
+            for first, weights in table.blocks():
+                yield first, self._block(first, weights.shape[0], weights)
+            return
+        for first in range(0, table.rows, table.block_rows):
+            yield first, self._block(first, min(table.block_rows, table.rows - first), None)
+
+    @torch.no_grad()
+    def _block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+        contents = self._contents
+        if contents.values is not None:
+            return contents.values[first : first + count]
+        block: torch.Tensor | None = None
+        for source in contents.sources:
+            part = source.block(first, count, weights)
+            block = part if block is None else block.add_(part)
+        if block is None:
+            return torch.zeros(count, contents.table.width, dtype=self.dtype, device=self.device)
+        return block
+
+    @torch.no_grad()
+    def dense(self) -> torch.Tensor:
+        """Return the gradient as an ordinary tensor, and drop the sources."""
+        contents = self._contents
+        if contents.values is None:
+            values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            for first, block in self.blocks():
+                values[first : first + block.shape[0]] = block
+            contents.values, contents.sources = values, ()
+        return contents.values
+
+    def release(self) -> None:
+        """Drop the sources, and the hidden states that they hold: the gradient is zero from now on."""
+        self._contents.sources, self._contents.values = (), None
+
+    def _alias(self) -> TableGradient:
+        return TableGradient(self.table, contents=self._contents)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on sources where it only moves or adds them, else on the values."""
+        kwargs = kwargs or {}
+        without_values = _WITHOUT_VALUES.get(func)
+        if without_values is not None:
+            result = without_values(*args, **kwargs)
+            if result is not None:
+                return result
+        wrappers: dict[int, TableGradient] = {}
+
+        def values_of(leaf: Any) -> Any:
+            if not isinstance(leaf, TableGradient):
+                return leaf
+            values = leaf.dense()
+            wrappers[id(values)] = leaf
+            return values
+
+        args, kwargs = pytree.tree_map(values_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        # What a function wrote to is the gradient itself, not its values.
+        return pytree.tree_map(lambda leaf: wrappers.get(id(leaf), leaf), result)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array."""
+        return self.dense().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """Return the values as lists."""
+        return self.dense().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.dense())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.dense().clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+
+def gradient_of(table: Table, source: Source) -> torch.Tensor:
+    """Return the gradient of a table from its one use: an ordinary tensor where the weight is in memory."""
+    gradient = TableGradient(table, (source,))
+    return gradient.dense() if isinstance(table, MemoryTable) else gradient
+
+
+# ---- operations that need no values: each returns None where it does ------------------------------------------------
+
+
+def _same(gradient: TableGradient, *_: Any, **__: Any) -> torch.Tensor:
+    return gradient._alias()
+
+
+def _copy(gradient: TableGradient, **_: Any) -> torch.Tensor | None:
+    return None if gradient.is_dense else TableGradient(gradient.table, gradient.sources)
+
+
+def _convert(gradient: TableGradient, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor | None:
+    same_dtype = dtype in (None, gradient.dtype)
+    same_device = device is None or torch.device(device) == gradient.device
+    return _copy(gradient) if same_dtype and same_device else None
+
+
+def _joined(left: Any, right: Any, alpha: float) -> tuple[Source, ...] | None:
+    """Return the sources of a sum of two gradients, or None if it is not one of gradients of the same table."""
+    both = isinstance(left, TableGradient) and isinstance(right, TableGradient) and left.table is right.table
+    if not both or alpha != 1 or left.is_dense or right.is_dense:
+        return None
+    if left._contents.version != right._contents.version:
+        return None
+    return left.sources + right.sources
+
+
+def _add(left: Any, right: Any, *, alpha: float = 1) -> torch.Tensor | None:
+    sources = _joined(left, right, alpha)
+    return None if sources is None else TableGradient(left.table, sources)
+
+
+def _add_in_place(left: Any, right: Any, *, alpha: float = 1) -> torch.Tensor | None:
+    sources = _joined(left, right, alpha)
+    if sources is None:
+        return None
+    left._contents.sources = sources
+    return left
+
+
+def _copy_in_place(left: Any, right: Any, *_: Any) -> torch.Tensor | None:
+    if not isinstance(left, TableGradient) or not isinstance(right, TableGradient):
+        return None
+    if left.table is not right.table or left.is_dense or right.is_dense:
+        return None
+    left._contents.sources, left._contents.version = right.sources, right._contents.version
+    return left
+
+
+def _zero_in_place(gradient: TableGradient) -> torch.Tensor:
+    if gradient.is_dense:
+        gradient.dense().zero_()
+    gradient._contents.sources = ()
+    return gradient
+
+
+def _like(gradient: TableGradient, size: Any = None, *_: Any, dtype: Any = None, device: Any = None, **__: Any) -> Any:
+    same_size = size is None or tuple(size) == tuple(gradient.shape)
+    same_device = device is None or torch.device(device) == gradient.device
+    if not same_size or not same_device or dtype not in (None, gradient.dtype):
+        return None
+    return TableGradient(gradient.table)
+
+
+_WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.clone.default: _copy,
+    _aten._to_copy.default: _convert,
+    _aten.add.Tensor: _add,
+    _aten.add_.Tensor: _add_in_place,
+    _aten.copy_.default: _copy_in_place,
+    _aten.zero_.default: _zero_in_place,
+    _aten.new_empty_strided.default: _like,
+    _aten.empty_like.default: _like,
+    _aten.zeros_like.default: _like,
+}

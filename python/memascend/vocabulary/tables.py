@@ -1,0 +1,75 @@
+"""A table: the weight of an embedding or a head, read by blocks of rows and looked up by rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from memascend.layout.tables import block_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Table(Protocol):
+    """A weight of shape (rows, width): a row for each token of the vocabulary."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    #: Rows of a block; the last block may have fewer.
+    block_rows: int
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the values do."""
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, values of shape (n, width)) in order. Each is valid until the next is asked for."""
+
+    def look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, width) of `indices` (n,), int64, sorted and unique: a new tensor."""
+
+
+class MemoryTable:
+    """A table over a weight in memory."""
+
+    def __init__(self, weight: torch.Tensor, rows_of_block: int | None = None) -> None:
+        """Take a weight (rows, width), and the rows of a block unless they are those of a store."""
+        self._weight = weight.detach()
+        self.rows, self.width = weight.shape
+        self.dtype, self.device = weight.dtype, weight.device
+        self.block_rows = rows_of_block or block_rows(self.width, weight.itemsize)
+
+    @property
+    def version(self) -> int:
+        """The weight's own version counter; 0 for a weight made in inference mode, which has none."""
+        return 0 if self._weight.is_inference() else self._weight._version
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield views of the weight."""
+        for first in range(0, self.rows, self.block_rows):
+            yield first, self._weight[first : first + self.block_rows]
+
+    def look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows."""
+        return self._weight.index_select(0, indices)
+
+
+_finders: list[Callable[[torch.Tensor], Table | None]] = []
+
+
+def find_tables_by(finder: Callable[[torch.Tensor], Table | None]) -> None:
+    """Have `table_of` ask `finder(weight)` first, which returns None for a weight that it does not know."""
+    _finders.append(finder)
+
+
+def table_of(weight: torch.Tensor) -> Table:
+    """Return the table of a weight: that of the store that holds it, or else one over the weight in memory."""
+    for finder in _finders:
+        table = finder(weight)
+        if table is not None:
+            return table
+    return MemoryTable(weight)
