@@ -21,6 +21,11 @@ its store keeps the last durable step: go on with --resume, and another --out wh
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
+_DTYPE = (
+    "of the weights; master weights are float32. auto: the checkpoint's where the processor, or the device, computes in "
+    "it; else float32, and the weights are written in the checkpoint's at the end"
+)
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
@@ -113,12 +118,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--max-grad-norm", "clip gradients to this norm; 0 turns clipping off", type=_rate, default=1.0, metavar="X")
     add("--weight-decay", "of matrices; norms and biases have none", type=_rate, default=0.01, metavar="X")
     add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
-    add(
-        "--dtype",
-        "of the weights; master weights are float32",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-    )
+    add("--dtype", _DTYPE, choices=("auto", "bfloat16", "float32"), default="auto")
     _add_optimizer(training)
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep the activations for the backward pass instead of recomputing them: faster, but memory grows with depth"
@@ -167,8 +167,8 @@ def _add_plan(subcommands: Any) -> None:
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)
     add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
-    text = "of the weights; master weights are float32 (default: %(default)s)"
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    text = f"{_DTYPE} (default: %(default)s)"
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help=text)
     _add_optimizer(parser)
     _add_durability(add)
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")

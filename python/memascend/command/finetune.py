@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 
 import memascend
 from memascend.command.data import Blocks, Documents, Tokenizer, load_tokenizer
+from memascend.command.dtypes import choose_dtype
+from memascend.command.exits import tell
 from memascend.command.metrics import (
     METRICS_NAME,
     Metrics,
@@ -38,6 +40,7 @@ from memascend.errors import DataError, MemascendError, OutputError
 from memascend.formats.config import limits, load_config
 from memascend.machine.cuda import open_device
 from memascend.offloading.api import offload_of
+from memascend.runs.resume import read_record
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond those of a run, so that a short run sees several documents
@@ -59,6 +62,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if settings.metrics is not None and os.path.lexists(settings.metrics) and not settings.resume:
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
+    settings = _with_dtype(settings, config)
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
@@ -100,6 +104,20 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     return result
 
 
+def _with_dtype(settings: Settings, config: Any) -> Settings:
+    """Replace a dtype "auto" by that of the run in the store, or else by the one that suits checkpoint and machine."""
+    if settings.dtype != "auto":
+        return settings
+    if settings.resume and memascend.can_resume(settings.store):
+        progress = read_record(list(settings.store))["tracked"].get("progress", {})
+        if "settings" in progress:
+            return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
+    device = open_device(settings.device)
+    choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
+    tell(f"note: training in {choice.reason}")
+    return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
+
+
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
     """Keep the metrics of a run that failed and can be resumed; everything else that is unfinished is removed."""
     with suppress(OSError, MemascendError):  # the error of the run itself is on its way
@@ -113,7 +131,7 @@ def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
 
     try:
         with writing(settings.out):
-            memascend.save_pretrained(model, finished)
+            memascend.save_pretrained(model, finished, settings.save_dtype)
             copy_side_files(settings.model_dir, finished)
     except SafetensorError as error:  # a model in memory saves itself, with safetensors
         raise OutputError(f"cannot write {settings.out}: {error}") from error

@@ -31,7 +31,8 @@ class Settings:
     max_grad_norm: float = 1.0  # 0 turns clipping off
     weight_decay: float = 0.01
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"  # of the training
+    save_dtype: str | None = None  # of the weights written; None is that of the training. "auto" sets it
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
@@ -43,6 +44,7 @@ class Settings:
     activations: str | None = None
     metrics: Path | None = None
     text_field: str = "text"
+    force: bool = False  # begin although the machine has less memory than the run takes
 
     @property
     def computing(self) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memascend._memascend import format_device
 from memascend.command.demo import demo
+from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.finetune import finetune
 from memascend.command.screen import quiet_libraries, show_plans
@@ -20,6 +23,7 @@ from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, DataError
 from memascend.forecast.forecast import Gpu, as_text, forecast
+from memascend.formats.config import load_bare_config
 from memascend.machine import drives, gpu
 from memascend.offloading.computing import Computing
 from memascend.runs import inspect
@@ -96,18 +100,21 @@ def _demo(chosen: argparse.Namespace) -> int:
 def _plan(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     try:
+        device = None if chosen.gpu is None else torch.device("cuda")
+        choice = choose_dtype(chosen.dtype, chosen.model, load_bare_config(chosen.model), device)
         prediction = forecast(
             chosen.model,
             seq_len=chosen.seq_len,
             batch_size=chosen.batch_size,
             grad_accum=chosen.grad_accum,
-            dtype=chosen.dtype,
+            dtype=choice.dtype,
+            dtype_reason=choice.reason,
             budget=chosen.host_memory,
             optimizer=chosen.optimizer,
             states=chosen.states,
             master=not chosen.no_master,
             durability=chosen.durability,
-            gpu=_gpu(chosen),
+            gpu=_gpu(chosen, choice.dtype),
         )
     except Exception as error:
         if not chosen.json:
@@ -122,7 +129,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _gpu(chosen: argparse.Namespace) -> Gpu | None:
+def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
     """The GPU to plan for, with its rates, or None.
 
     Raises UnmeasuredError, naming the command to run, where a rate is unknown.
@@ -133,7 +140,7 @@ def _gpu(chosen: argparse.Namespace) -> Gpu | None:
             raise DataError(f"--{flags[0] if flags else 'fused-loss'} is about a GPU: give --gpu too")
         return None
     given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
-    rates = gpu.rates_for(chosen.dtype, given, chosen.store)
+    rates = gpu.rates_for(dtype, given, chosen.store)
     return Gpu(chosen.gpu, rates, activations=chosen.activations, fused_loss=chosen.fused_loss)
 
 

@@ -127,6 +127,7 @@ class Training:
             "losses": self.result.losses,
             "seconds": self.result.seconds,
             "settings": self.settings.decisive,
+            "save_dtype": self.settings.save_dtype,
             "data": self._data,
             "records": str((self.settings.metrics or self.settings.out / metrics.METRICS_NAME).absolute()),
         }

@@ -62,6 +62,7 @@ def forecast(
     batch_size: int,
     grad_accum: int = 1,
     dtype: str = "bfloat16",
+    dtype_reason: str | None = None,
     budget: int | None = None,
     optimizer: str = "adamw",
     states: str = "float32",
@@ -72,6 +73,7 @@ def forecast(
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
+    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user.
 
     Raises:
         CheckpointError: the configuration cannot be used.
@@ -97,7 +99,7 @@ def forecast(
         space["buffers"] = buffers_bytes(model)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction = {
-        "model": model_part(path, config, model, units, dtype),
+        "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason},
         "host_memory": memory_part(plan),
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),

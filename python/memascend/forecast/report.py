@@ -4,8 +4,9 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 `weights_bytes`, `master_bytes`, `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`,
 `gradients_bytes`, `activations_bytes`, `second_slot_bytes`, `buffers_bytes`):
 
-- `model`: `path`, `model_type`, `architecture`, `dtype`, `parameters` (tied ones once), `largest_parameter`
-  (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
+- `model`: `path`, `model_type`, `architecture`, `dtype`, `dtype_reason` (why it was chosen, or null where it was
+  given), `parameters` (tied ones once), `largest_parameter` (elements), `units`: a list of `name`, `count`, `repeated`,
+  `nbytes`, `total_bytes`, one for each size.
 - `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
   `budget_bytes`; `overlap_bytes`, the least budget with which the next layer is read while one computes;
   `smallest_bytes`, the least that works.

@@ -48,11 +48,12 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _model_table(model: Mapping[str, Any]) -> str:
-    return _table(
+    table = _table(
         f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}",
         ["unit", "count", "size", "total"],
         [[unit["name"], *_count_and_sizes(unit)] for unit in model["units"]],
     )
+    return f"{table}\n  {model['dtype_reason']}" if model["dtype_reason"] else table
 
 
 def _memory_table(title: str, plan: Mapping[str, Any], overlap: str) -> str:

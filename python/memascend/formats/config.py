@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
 from memascend.formats.transformers_models import is_causal, read_config, why_not_trained_causally
+from memascend.formats.weights import weights_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,3 +70,14 @@ def limits(config: Any) -> tuple[int, int | None]:
     """Vocabulary size, and the number of positions where the model has a limit."""
     text_config = config.get_text_config()
     return text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
+
+
+def checkpoint_dtype(path: Path, config: Any) -> torch.dtype:
+    """Return the dtype of a checkpoint: that which its configuration names, or else most of its weights are in.
+
+    A configuration that names none, without weights beside it, is of float32, as transformers takes it.
+    """
+    for described in (config, config.get_text_config()):
+        if isinstance(named := getattr(described, "dtype", None), torch.dtype):
+            return named
+    return (weights_dtype(path) if path.is_dir() else None) or torch.float32

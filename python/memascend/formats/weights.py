@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,18 @@ class WeightFiles:
         """Close the files."""
         for reader in self.readers:
             reader.close()
+
+
+def weights_dtype(directory: Path) -> torch.dtype | None:
+    """Return the dtype that most bytes of a directory's floating-point weights are in; None where it has no weights."""
+    if not any(directory.glob("*.safetensors")):
+        return None
+    nbytes: Counter[torch.dtype] = Counter()
+    with closing(WeightFiles(directory)) as files:
+        for reader in files.readers:
+            for entry in reader.entries.values():
+                nbytes[entry.dtype] += (entry.end - entry.start) * entry.dtype.is_floating_point
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default=None)
 
 
 def _file_names(directory: Path) -> list[str]:

@@ -20,6 +20,7 @@ from memascend.errors import MemascendError, PinnedMemoryError
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.native import close_at_exit, open_runtime
+from memascend.machine.products import warn_of_slow
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
@@ -102,6 +103,8 @@ class Session:
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({place.source[0] for place in self.places if place.source is not None})
         self._note_options(options)
+        if self.device is None:
+            warn_of_slow(place.dtype for place in self.places)
         close_at_exit(self)
 
     def _open(self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool) -> tuple[Plan, Runtime]:
