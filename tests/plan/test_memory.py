@@ -240,7 +240,7 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
     assert refused.returncode == 2, refused.stderr
     told = [line for line in refused.stderr.splitlines() if line.startswith("memascend: error: ")]
     assert len(told) == 1 and "Traceback" not in refused.stderr, refused.stderr
-    assert f"{group.name} allows " in told[0] and "lower host_memory" in told[0]
+    assert f"{group.name} allows " in told[0] and "--host-memory" in told[0]
     assert sorted(path.name for path in room.rglob("*")) == before
 
     # The same limit, with room for what is PyTorch's, holds a plan that fits, and the whole run besides.

@@ -21,8 +21,10 @@ its store keeps the last durable step: go on with --resume, and another --out wh
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
+#: What --dtype takes.
+DTYPES = ("auto", "bfloat16", "float32")
 _DTYPE = (
-    "of the weights; master weights are float32. auto: the checkpoint's where the processor, or the device, computes in "
+    "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
     "it; else float32, and the weights are written in the checkpoint's at the end"
 )
 
@@ -93,6 +95,8 @@ def _add_finetune(subcommands: Any) -> None:
     add("--metrics", text, type=Path, metavar="FILE")
     text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"
     add("--in-memory", text, action="store_true")
+    text = "begin even where the machine has less memory than the run takes"
+    add("--force", text, action="store_true")
     _add_training(parser)
 
 
@@ -118,7 +122,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--max-grad-norm", "clip gradients to this norm; 0 turns clipping off", type=_rate, default=1.0, metavar="X")
     add("--weight-decay", "of matrices; norms and biases have none", type=_rate, default=0.01, metavar="X")
     add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
-    add("--dtype", _DTYPE, choices=("auto", "bfloat16", "float32"), default="auto")
+    add("--dtype", _DTYPE, choices=DTYPES, default="auto")
     _add_optimizer(training)
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep the activations for the backward pass instead of recomputing them: faster, but memory grows with depth"
@@ -168,7 +172,7 @@ def _add_plan(subcommands: Any) -> None:
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)
     add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
     text = f"{_DTYPE} (default: %(default)s)"
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help=text)
+    add("--dtype", choices=DTYPES, default="auto", help=text)
     _add_optimizer(parser)
     _add_durability(add)
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
@@ -302,7 +306,9 @@ def _add_demo(subcommands: Any) -> None:
     )
     add = parser.add_argument
     add("--random", action="store_true", help="a random Llama of 100M parameters over bytes instead")
-    add("--host-memory", type=_size, default="160MiB", metavar="SIZE", help="budget (default: %(default)s)")
+    text = "budget (default: 160MiB, or 256MiB where the training is in float32)"
+    add("--host-memory", type=_size, metavar="SIZE", help=text)
+    add("--dtype", choices=DTYPES, default="auto", help=f"{_DTYPE} (default: %(default)s)")
     add("--steps", type=_positive, default=30, metavar="N", help="optimizer steps (default: %(default)s)")
     add(
         "--seq-len",

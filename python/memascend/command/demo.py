@@ -21,14 +21,18 @@ import torch
 
 from memascend.command.data import Blocks, Documents, Tokenizer
 from memascend.command.demo_models import SMOLLM2
+from memascend.command.dtypes import choose_dtype
 from memascend.command.finetune import finetune
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import MemascendError
+from memascend.formats.config import load_config
 from memascend.machine.drives import cache_directory
 
 SEED = 0
 LEARNING_RATE = {SMOLLM2: 5e-5, "random": 3e-4}  # an untrained model takes larger steps
+#: The default budget by the dtype of the training: enough to read the next layer while one computes.
+HOST_MEMORY = {"bfloat16": 160 << 20, "float32": 256 << 20}
 HELD_OUT_FILES = 12
 HELD_OUT_BLOCKS = 12
 SAMPLE_TOKENS = 40
@@ -39,7 +43,8 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 def demo(
     *,
     from_scratch: bool,
-    host_memory: int,
+    host_memory: int | None,
+    dtype: str,
     steps: int,
     seq_len: int,
     store: Path | None = None,
@@ -49,6 +54,7 @@ def demo(
     """Run the demo, print the comparison, and return the exit code."""
     began = time.monotonic()
     model_dir = _model("random" if from_scratch else SMOLLM2)
+    choice = choose_dtype(dtype, model_dir, load_config(model_dir))
     train, held_out = _sources()
     cache = model_dir.parent
     with tempfile.TemporaryDirectory(prefix="demo-", dir=store or cache) as folder:
@@ -58,7 +64,10 @@ def demo(
             data=train,
             out=out or work / "out",
             store=[work / "store"],
-            host_memory=host_memory,
+            host_memory=host_memory or HOST_MEMORY[choice.dtype],
+            dtype=choice.dtype,
+            save_dtype=choice.saved,
+            temporary=work,
             steps=steps,
             seq_len=seq_len,
             lr=LEARNING_RATE["random" if from_scratch else SMOLLM2],
@@ -67,11 +76,13 @@ def demo(
         )
         settings.store[0].mkdir()
         _say(f"model      {model_dir}")
+        _say(f"dtype      {choice.reason or choice.dtype}")
         _say(f"text       {len(train)} files of {Path(os.__file__).parent}, and {len(held_out)} held out")
         look = _Look(held_out, work, seq_len)
         result = finetune(settings, look)
         if result.signal_number is not None:
-            _say("interrupted: the demo ends here, and nothing of it was kept")
+            kept = f"{out} holds the model after step {result.steps}" if out else "nothing of it was kept"
+            _say(f"interrupted: the demo ends here; {kept}. Its store was temporary: it cannot be resumed")
             return 128 + result.signal_number
         in_memory = _measure_in_memory(settings, work) if compare else None
         _print_comparison(settings, result, look, in_memory)

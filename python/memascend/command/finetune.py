@@ -27,7 +27,6 @@ from memascend.command.metrics import (
     hidden_records,
     peak_rss_bytes,
     reset_peak_rss,
-    rss_bytes,
     take_over_records,
 )
 from memascend.command.models import copy_side_files, load_in_memory
@@ -36,10 +35,17 @@ from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import clear_away, put_in_place, workspace, writing
 from memascend.common.progress import Progress
+from memascend.common.sizes import format_size
 from memascend.errors import DataError, MemascendError, OutputError
+from memascend.forecast.traffic import Work
+from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
+from memascend.formats.transformers_models import empty_model
+from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
+from memascend.machine.limits import resident_memory
 from memascend.offloading.api import offload_of
+from memascend.plan.host import make_plan
 from memascend.runs.resume import read_record
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,7 +57,8 @@ Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
 
 def finetune(settings: Settings, watch: Watch | None = None) -> Result:
     """Run the fine-tuning: write settings.out and the metrics file, or raise an error that names the cause."""
-    with Interrupts() as interrupts, ExitStack() as cleanup:
+    end = "writing the model so far" if settings.keeps_out else "ending"
+    with Interrupts(end) as interrupts, ExitStack() as cleanup:
         try:
             return _finetune(settings, interrupts, cleanup, watch)
         finally:
@@ -71,7 +78,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     with writing(settings.out):
         finished.mkdir()
         scratch.mkdir()
-    result = Result(baseline_rss_bytes=rss_bytes())
+    result = Result(baseline_rss_bytes=resident_memory())
+    _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
 
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
@@ -116,6 +124,35 @@ def _with_dtype(settings: Settings, config: Any) -> Settings:
     choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
     tell(f"note: training in {choice.reason}")
     return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
+
+
+def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
+    """Say what host memory the run takes in all, and refuse a run for which there is not enough.
+
+    Raises DataError.
+    """
+    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]))
+    chosen = (settings.optimizer, settings.states, settings.master)
+    recompute = settings.recompute and not settings.in_memory
+    work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
+    if settings.host_memory is not None:
+        held = make_plan(units, settings.host_memory).total
+    else:
+        held = in_memory_bytes(units, work) if settings.device is None else 0
+    estimates = pytorch_memory(config, units, work) if settings.device is None else {"estimated_bytes": 0}
+    beside = None if estimates is None else estimates["estimated_bytes"]
+    whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
+    tell(f"note: {whole.text()}")
+    if whole.fits:
+        return
+    problem = (
+        f"the run takes {format_size(whole.total)} of host memory, but this process can have only "
+        f"{format_size(whole.available)} ({whole.bound}): lower --batch-size"
+        f"{' or --seq-len' if settings.in_memory else ', --seq-len or --host-memory'}"
+    )
+    if not settings.force:
+        raise DataError(f"{problem}, or give --force to begin all the same")
+    tell(f"note: {problem}, or the kernel may end the run")
 
 
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
@@ -166,7 +203,7 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
         state.generations.abandon()
         generation = state.runtime.generation
         state.close(failed=unfinished)
-        if unfinished and generation:
+        if unfinished and generation and settings.keeps_store:
             where = ", ".join(map(str, settings.store))
             steps = state.generations.durable_steps
             text = f"{where} holds the run after step {steps}: --resume goes on with it; delete it to begin anew"

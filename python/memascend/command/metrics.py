@@ -28,11 +28,6 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process now."""
-    return _status_bytes("VmRSS")
-
-
 def peak_rss_bytes() -> int:
     """The most this process has held resident since it began, or since reset_peak_rss."""
     return _status_bytes("VmHWM")

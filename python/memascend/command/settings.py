@@ -44,6 +44,7 @@ class Settings:
     activations: str | None = None
     metrics: Path | None = None
     text_field: str = "text"
+    temporary: Path | None = None  # the caller removes this directory and what lies in it
     force: bool = False  # begin although the machine has less memory than the run takes
 
     @property
@@ -51,6 +52,16 @@ class Settings:
         """Where and how the model computes, as `memascend.offload` takes it."""
         names = ("device", "device_memory", "recompute", "activations")
         return {name: getattr(self, name) for name in names} | {"batch_tokens": self.batch_size * self.seq_len}
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store of an unfinished run outlives the command."""
+        return self.temporary is None or not any(path.is_relative_to(self.temporary) for path in self.store)
+
+    @property
+    def keeps_out(self) -> bool:
+        """Whether the model that is written outlives the command."""
+        return self.temporary is None or not self.out.is_relative_to(self.temporary)
 
     @property
     def decisive(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     return demo(
         from_scratch=chosen.random,
         host_memory=chosen.host_memory,
+        dtype=chosen.dtype,
         steps=chosen.steps,
         seq_len=chosen.seq_len,
         store=chosen.store,

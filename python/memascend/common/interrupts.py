@@ -36,8 +36,12 @@ def uninterrupted() -> Iterator[None]:
 class Interrupts:
     """Handlers of Ctrl-C and SIGTERM: in a `graceful` run the first signal asks it to end, the next abandons it."""
 
-    def __init__(self) -> None:
-        """Begin without a request, and not `graceful`: the first signal abandons the run."""
+    def __init__(self, end: str = "writing the model so far") -> None:
+        """Begin without a request, and not `graceful`: the first signal abandons the run.
+
+        `end` says what follows the step that a graceful run finishes.
+        """
+        self._end = end
         self.asked: int | None = None
         self.graceful = False
         self.closing = False  # while it cleans up, signals are ignored
@@ -62,6 +66,6 @@ class Interrupts:
             self.asked = number
             # os.write: a handler may run inside a print of the code it interrupts
             with contextlib.suppress(OSError):  # standard error is closed
-                os.write(2, b"\nmemascend: finishing this step, then writing the model so far; again to abandon it\n")
+                os.write(2, f"\nmemascend: finishing this step, then {self._end}; again to abandon it\n".encode())
             return
         raise Abandoned(number)

@@ -21,9 +21,11 @@ from memascend.forecast.report import by_kind, memory_part, model_part, traffic_
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
 from memascend.forecast.traffic import Work, ssd_space, stash_bytes, state_kinds, traffic
+from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.transformers_models import empty_model
 from memascend.layout.units import partition
+from memascend.machine.limits import resident_memory
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
@@ -98,16 +100,19 @@ def forecast(
     if two_slots:
         space["buffers"] = buffers_bytes(model)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
-    prediction = {
+    prediction: dict[str, Any] = {
         "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason},
         "host_memory": memory_part(plan),
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),
     }
+    beside: int | None = 0
     if gpu is None or device_plan is None:
-        prediction["pytorch"] = pytorch_memory(config, units, work)
+        prediction["pytorch"] = estimates = pytorch_memory(config, units, work)
+        beside = None if estimates is None else estimates["estimated_bytes"]
     else:
         prediction["gpu"] = _gpu_part(gpu, device_plan, model, units, config, work, planned)
+    prediction["whole"] = Whole.of(plan.total, beside, resident_memory()).as_dict()
     prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, grad_accum)
     return prediction
 
@@ -135,33 +140,6 @@ def _shape(config: Any) -> Shape:
     if shape is None:
         raise CheckpointError(f"a {config.model_type} configuration does not say what its layers are like")
     return shape
-
-
-# ---- what PyTorch holds beside the plan -----------------------------------------------------------------------
-
-
-def pytorch_memory(config: Any, units: Sequence[Unit], work: Work) -> dict[str, int]:
-    """Estimate what PyTorch holds beside the plan's buffers at the worst moment of a step, on the CPU.
-
-    The logits and one layer are counted as in `plan.estimates`. Autograd makes the gradient of each parameter whole
-    before it is taken over: the largest one counts, and beside the head's also the gradient of the logits.
-
-    The estimate is 48 MB too low for both models of benches/results, where the head's gradient dominates. For Llamas of
-    width 512 with 32,000 words it is 393 MB where 462 were measured (1,024 tokens), and 786 where 858 were (2,048). It
-    is least accurate where a layer dominates: 164 MB where 314 were measured (width 1,024, MLP 4,096, 2,048 tokens).
-    """
-    shape = _shape(config)
-    itemsize = units[0].tensors[0].dtype.itemsize
-    logits, layer = shape.logits_bytes(work.tokens), shape.layer_bytes(work.tokens, itemsize)
-    # The largest gradient within the layers, and outside of them.
-    inner = max((place.nbytes for unit in units if unit.repeated for place in unit.places), default=0)
-    outer = max((place.nbytes for unit in units if not unit.repeated for place in unit.places), default=0)
-    return {
-        "logits_bytes": logits,
-        "layer_bytes": layer,
-        "gradient_bytes": max(inner, outer),
-        "estimated_bytes": max(logits, outer + itemsize * work.tokens * shape.vocabulary, layer + inner),
-    }
 
 
 # ---- a step on a GPU ------------------------------------------------------------------------------------------

@@ -17,7 +17,11 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
   `step_time.step_time` returns it.
 - `pytorch`, without a GPU: estimates of what PyTorch holds beside the plan. `logits_bytes`, `layer_bytes`,
-  `gradient_bytes`, and `estimated_bytes`, the most that lives at once.
+  `gradient_bytes`, and `estimated_bytes`, the most that lives at once. null where the configuration does not say what
+  its layers are like.
+- `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
+  `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (what this
+  process can have now, and holds) and `bound`, what sets that; `fits`.
 - `zero_infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`, `parameter_pool_bytes`, `parameter_pool_waste` (a
   share of 1), `default_parameter_pool_bytes`, `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`,
   `peak_bytes` (their sum, without the default pool), `peak_pinned_bytes` (with the gradient buffer pinned through

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_size
 from memascend.forecast.traffic import KINDS
+from memascend.forecast.whole import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     else:
         tables.append(_pytorch_table(prediction["pytorch"]))
     tables.append(_zero_infinity_table(prediction))
+    tables.append(_whole_line(prediction["whole"]))
     return "\n\n".join(tables)
 
 
@@ -114,7 +116,16 @@ def _step_table(step: Mapping[str, Any]) -> str:
     )
 
 
-def _pytorch_table(pytorch: Mapping[str, int]) -> str:
+def _whole_line(whole: Mapping[str, Any]) -> str:
+    parts = (
+        whole[name] for name in ("planned_bytes", "pytorch_bytes", "interpreter_bytes", "available_bytes", "bound")
+    )
+    return Whole(*parts).text() + ("" if whole["fits"] else ": it does not fit here")
+
+
+def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
+    if pytorch is None:
+        return "On top: what PyTorch holds is not known: the configuration does not say what the layers are like"
     return _table(
         "On top: what PyTorch holds (an estimate, measured to be 8% to 48% low, tens of MB where it is small)",
         ["what", "bytes"],

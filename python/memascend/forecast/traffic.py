@@ -56,6 +56,8 @@ class Work:
     #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as
     #: it goes, on SSD.
     activations: str = "host"
+    #: Whether the repeated layers are recomputed in the backward pass.
+    recompute: bool = True
 
     @property
     def tokens(self) -> int:

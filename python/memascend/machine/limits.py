@@ -1,4 +1,4 @@
-"""How much more host memory this process can have under the machine's memory, its memory cgroups and its rlimits."""
+"""The host memory of this process, and how much more the machine, its memory cgroups and its rlimits let it have."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def available_memory() -> tuple[int, str]:
             bounds.append((limit - _kib("/proc/self/status", used, absent=0), description))
     least, why = min(bounds)
     return max(0, least), why
+
+
+def resident_memory() -> int:
+    """Return the bytes that this process holds resident now."""
+    return _kib("/proc/self/status", "VmRSS", absent=0)
 
 
 def _kib(file: str, name: str, absent: int = 1 << 62) -> int:

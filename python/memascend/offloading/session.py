@@ -17,10 +17,10 @@ from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
 from memascend.errors import MemascendError, PinnedMemoryError
+from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.native import close_at_exit, open_runtime
-from memascend.machine.products import warn_of_slow
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
