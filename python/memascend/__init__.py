@@ -87,7 +87,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
       `file_bytes_read`: read from the model's own files, for frozen weights.
     - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at the peak, and the
       size of the arena. `host_bytes_waste`: bytes by which leases exceed the requests. `host_bytes_planned`: the arena
-      and all other memory in the plan. `host_bytes_budget`: the ceiling.
+      and all other memory in the plan. `host_bytes_budget`: the ceiling. `host_bytes_outside`,
+      `host_bytes_outside_most`: buffers beside the arena, now and at most.
     - `host_classes_at_peak`: for each size class of units, gradient packs, staging and update pipeline: bytes of a
       buffer, number of buffers, bytes in use at the peak.
     - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, leases served after waiting, and requests

@@ -124,3 +124,82 @@ def test_an_update_without_a_buffer_is_the_one_in_memory(runtime: Callable[..., 
         found = torch.empty_like(state)
         native.read(plane.id, found.data_ptr(), found.nbytes)
         assert found.equal(state), plane.plane.name
+
+
+# ---- blocks and rows ----------------------------------------------------------------------------------------
+
+
+def read_rows(runtime: Runtime, tensor: Any, width: int, rows: torch.Tensor) -> torch.Tensor:
+    target = torch.empty((len(rows), width))
+    runtime.read_rows(tensor, width * 4, rows.data_ptr(), len(rows), target.data_ptr())
+    return target
+
+
+@pytest.mark.parametrize("volumes", [1, 3])
+def test_a_table_is_written_by_blocks_and_read_by_blocks_and_rows(
+    runtime: Callable[..., Runtime], volumes: int
+) -> None:
+    native = runtime(volumes)
+    unit, rows, width, block = native.add_unit(), 3000, 700, 512  # a block is whole pages
+    table = torch.randn((rows, width), generator=torch.Generator().manual_seed(1))
+    tensor = native.create_tensor("table", table.nbytes)
+    # Filled twice, the second time while a generation holds the first.
+    for factor in (1.0, 2.0):
+        table *= factor
+        for start in range(0, rows, block):
+            part = table[start : start + block]
+            lease = native.lease_outside(part.nbytes)
+            torch.frombuffer(lease, dtype=torch.float32)[: part.numel()].copy_(part.flatten())
+            native.write_part(unit, tensor, start * width * 4, part.nbytes, lease)
+        native.wait_unit(unit)
+        native.commit("{}", []).wait()
+    under_way = []
+    for start in range(0, rows, block):
+        part = table[start : start + block]
+        lease = native.lease_outside(part.nbytes)
+        under_way.append((native.read_part(unit, tensor, start * width * 4, part.nbytes, lease), lease, part))
+    for ticket, lease, part in under_way:
+        ticket.wait()
+        assert torch.frombuffer(lease, dtype=torch.float32)[: part.numel()].view_as(part).equal(part)
+
+    generator = torch.Generator().manual_seed(2)
+    for count in (0, 1, 40, 2900, rows):
+        few = torch.randperm(rows, generator=generator)[:count].sort().values
+        assert read_rows(native, tensor, width, few).equal(table[few])
+
+
+def test_parts_and_rows_that_a_tensor_does_not_have(runtime: Callable[..., Runtime]) -> None:
+    native = runtime()
+    unit, size = native.add_unit(), 10 * 4096
+    tensor, lease = native.create_tensor("table", size), native.lease_outside(2 * 4096)
+    native.write(tensor, torch.zeros(size, dtype=torch.uint8).data_ptr(), size)
+    for offset, count, says in [(100, 4096, "multiple"), (9 * 4096, 4097, "leave"), (0, 3 * 4096, "does not fit")]:
+        with pytest.raises(ValueError, match=says):
+            native.read_part(unit, tensor, offset, count, lease)
+        with pytest.raises(ValueError, match=says):
+            native.write_part(unit, tensor, offset, count, lease)
+    with pytest.raises(ValueError, match="not whole pages"):
+        native.write_part(unit, tensor, 0, 100, lease)
+    for rows in ([5, 10], [-1, 2], [3, 3], [3, 2]):
+        with pytest.raises(ValueError, match="row"):
+            read_rows(native, tensor, 1024, torch.tensor(rows))
+    native.wait_unit(unit)
+
+
+def test_memory_outside_is_counted_until_its_last_view_is_gone(runtime: Callable[..., Runtime]) -> None:
+    native = runtime()
+
+    def outside() -> tuple[int, int]:
+        stats = native.stats()
+        return stats["host_bytes_outside"], stats["host_bytes_outside_most"]
+
+    assert outside() == (0, 0)
+    first, second = native.lease_outside(5000), native.lease_outside(MIB)
+    assert (first.capacity, first.address % 4096) == (8192, 0)
+    view = torch.frombuffer(second, dtype=torch.uint8)[7:]
+    del first, second
+    assert outside() == (MIB, MIB + 8192)
+    view.fill_(1)
+    del view
+    assert outside() == (0, MIB + 8192)
+    assert native.stats()["host_bytes_in_use"] == 0

@@ -2,6 +2,7 @@
 
 mod compute;
 mod coordinator;
+mod part;
 mod piece;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,11 +12,13 @@ use std::time::Duration;
 
 use crossbeam_channel::{Sender, unbounded};
 use memascend_kernels::GRADIENT_BLOCK;
-use memascend_mem::{Origin, Pool};
-use memascend_store::Store;
+use memascend_mem::{LeaseSlice, Origin, Pool};
+use memascend_store::{Store, TensorId};
 
 use self::compute::compute;
 use self::coordinator::Coordinator;
+use self::part::PartRead;
+pub use self::part::write_part;
 use self::piece::Work;
 use crate::{ExecError, Pending, Result, Underway, UnitWeights, UpdateTensor};
 
@@ -50,10 +53,14 @@ pub struct Executor {
 
 struct Job {
     pending: Arc<Pending>,
-    weights: Option<UnitWeights>,
-    updates: Vec<UpdateTensor>,
+    order: Order,
     ticket: Arc<Ticket>,
     ready: Underway,
+}
+
+enum Order {
+    Fetch { weights: Option<UnitWeights>, updates: Vec<UpdateTensor> },
+    Part(PartRead),
 }
 
 impl Executor {
@@ -114,8 +121,28 @@ impl Executor {
         weights: Option<UnitWeights>,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
+        self.send(pending, Order::Fetch { weights, updates })
+    }
+
+    /// Starts reading bytes of a tensor's current value, from `offset` on, into `buffer`. Waits
+    /// first as [`Executor::fetch`] does, and an update of the unit waits for the read. The error of
+    /// the read is the ticket's alone.
+    ///
+    /// The range is in the tensor and begins at a page.
+    pub fn read_part(
+        &self,
+        pending: Arc<Pending>,
+        tensor: TensorId,
+        offset: u64,
+        buffer: LeaseSlice,
+    ) -> Arc<Ticket> {
+        let reading = pending.ask_read();
+        self.send(pending, Order::Part(PartRead { tensor, offset, buffer, reading }))
+    }
+
+    fn send(&self, pending: Arc<Pending>, order: Order) -> Arc<Ticket> {
         let ticket = Arc::new(Ticket { ready: Arc::default() });
-        let job = Job { pending, weights, updates, ticket: Arc::clone(&ticket), ready: ticket.ready.begin() };
+        let job = Job { pending, order, ticket: Arc::clone(&ticket), ready: ticket.ready.begin() };
         if let Err(refused) = self.jobs.as_ref().expect("open until dropped").send(job) {
             refused.0.ready.end(Err(ExecError::Closed));
         }

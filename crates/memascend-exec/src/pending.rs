@@ -5,7 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use crate::{ExecError, Result};
 use memascend_mem::{LockExt, WaitExt};
 
-/// Counts operations under way and remembers the first that failed.
+/// Counts operations under way and remembers the first that failed. Reads of parts are counted
+/// apart: they wait for no other read, and one that fails does no harm.
 #[derive(Debug, Default)]
 pub struct Pending {
     state: Mutex<State>,
@@ -15,6 +16,9 @@ pub struct Pending {
 #[derive(Debug, Default)]
 struct State {
     count: usize,
+    /// Reads that were asked for and have not started.
+    asked_reads: usize,
+    started_reads: usize,
     error: Option<ExecError>,
 }
 
@@ -25,6 +29,13 @@ pub struct Underway {
     pending: Option<Arc<Pending>>,
 }
 
+/// A read that a [`Pending`] counts until this value is dropped.
+#[derive(Debug)]
+pub struct Reading {
+    pending: Arc<Pending>,
+    started: bool,
+}
+
 impl Pending {
     /// Begins an operation.
     pub fn begin(self: &Arc<Self>) -> Underway {
@@ -32,17 +43,37 @@ impl Pending {
         Underway { pending: Some(Arc::clone(self)) }
     }
 
-    /// Waits until nothing is under way. A failure stays: what the failed operation left on the SSD
-    /// cannot be trusted.
+    /// Asks for a read.
+    pub fn ask_read(self: &Arc<Self>) -> Reading {
+        self.lock().asked_reads += 1;
+        Reading { pending: Arc::clone(self), started: false }
+    }
+
+    /// Waits until nothing is under way but reads. A failure stays: what the failed operation left
+    /// on the SSD cannot be trusted.
     pub fn wait(&self) -> Result<()> {
+        self.wait_while(|_| false)
+    }
+
+    /// As [`Pending::wait`], also for reads that have started.
+    pub fn wait_started_reads(&self) -> Result<()> {
+        self.wait_while(|state| state.started_reads > 0)
+    }
+
+    /// As [`Pending::wait`], also for every read that was asked for.
+    pub fn wait_all(&self) -> Result<()> {
+        self.wait_while(|state| state.started_reads + state.asked_reads > 0)
+    }
+
+    fn wait_while(&self, reads: impl Fn(&State) -> bool) -> Result<()> {
         let mut state = self.lock();
-        while state.count > 0 {
+        while state.count > 0 || reads(&state) {
             state = self.idle.wait_locked(state);
         }
         state.error.clone().map_or(Ok(()), Err)
     }
 
-    /// Whether nothing is under way.
+    /// Whether nothing is under way but reads.
     pub fn is_idle(&self) -> bool {
         self.lock().count == 0
     }
@@ -72,6 +103,27 @@ impl Underway {
     }
 }
 
+impl Reading {
+    /// Starts the read.
+    pub fn start(&mut self) {
+        let mut state = self.pending.lock();
+        state.asked_reads -= 1;
+        state.started_reads += 1;
+        self.started = true;
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        let mut state = self.pending.lock();
+        let count = if self.started { &mut state.started_reads } else { &mut state.asked_reads };
+        *count -= 1;
+        if *count == 0 {
+            self.pending.idle.notify_all();
+        }
+    }
+}
+
 impl Drop for Underway {
     fn drop(&mut self) {
         if let Some(pending) = self.pending.take() {
@@ -94,6 +146,32 @@ mod tests {
         });
         assert!(thread.join().is_err());
         assert!(matches!(pending.wait(), Err(ExecError::Abandoned)));
+    }
+
+    #[test]
+    fn a_read_is_waited_for_by_those_it_may_harm() {
+        let pending = Arc::new(Pending::default());
+        let waits = |wait: fn(&Pending) -> Result<()>| {
+            let (sender, told) = std::sync::mpsc::channel();
+            let pending = Arc::clone(&pending);
+            let thread = std::thread::spawn(move || sender.send(wait(&pending).is_ok()).unwrap());
+            (thread, told)
+        };
+        let mut reading = pending.ask_read();
+        // A read that waits behind an update in the queue must not hold it up.
+        pending.wait().unwrap();
+        pending.wait_started_reads().unwrap();
+        let (all, all_told) = waits(Pending::wait_all);
+        reading.start();
+        pending.wait().unwrap();
+        let (started, started_told) = waits(Pending::wait_started_reads);
+        assert!(all_told.try_recv().is_err() && started_told.try_recv().is_err());
+        drop(reading);
+        assert!(all_told.recv().unwrap() && started_told.recv().unwrap());
+        all.join().unwrap();
+        started.join().unwrap();
+        drop(pending.ask_read());
+        pending.wait_all().unwrap();
     }
 
     #[test]

@@ -67,7 +67,7 @@ impl Staging {
     }
 
     /// A chunk, if more than `reserve` are free.
-    fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
+    pub(crate) fn spare_chunk(&self, reserve: usize) -> Result<Option<Arc<Lease>>> {
         Ok(self.pool.try_lease_spare(self.chunk_bytes, reserve)?.map(Arc::new))
     }
 

@@ -22,7 +22,7 @@ pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};
 pub use fork::Origin;
 pub use malloc::return_large_blocks_to_system;
-pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, Pool, PoolCounters, SizeClass};
+pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass};
 pub use sync::{LockExt, WaitExt};
 
 /// The granule of every host buffer and every I/O, in bytes. Sizes are rounded up to a multiple of

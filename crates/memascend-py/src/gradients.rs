@@ -3,11 +3,26 @@
 use std::sync::{Arc, Mutex, Weak};
 
 use memascend_exec::{ExecError, GradientId};
-use memascend_mem::LockExt;
+use memascend_kernels::Dtype;
+use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::errors::exec_error;
+use crate::errors::{exec_error, memory_error};
 use crate::parts::Parts;
+
+/// Reserves host memory for the gradients of a pack; returns their number.
+pub(crate) fn create_packed(parts: &Parts, dtype: Dtype, numel: usize) -> PyResult<usize> {
+    let bytes = numel * dtype.bytes();
+    let lease = parts.packs.try_lease(bytes).map_err(|error| memory_error(&error))?;
+    let lease = lease.ok_or_else(|| {
+        PyRuntimeError::new_err(
+            "no buffer is free for the gradients of a pack: the plan holds one buffer for each pack",
+        )
+    })?;
+    let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
+    Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
+}
 
 /// A gradient on its way, range by range. It has its values when `end` has returned, and is empty
 /// if that never happens.

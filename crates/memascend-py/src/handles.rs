@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_exec::Pending;
+use memascend_exec::{ExecError, Pending};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::errors::exec_error;
+use crate::parts::Parts;
 
 /// A tensor of the store.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
@@ -18,6 +20,38 @@ pub(crate) struct TensorId(pub memascend_store::TensorId);
 pub(crate) struct Commit {
     pub ready: Arc<Pending>,
     pub generation: Arc<AtomicU64>,
+}
+
+impl Commit {
+    /// Starts a thread that waits for `tickets`, then for everything under way in `units`, and
+    /// commits.
+    pub(crate) fn begin(
+        parts: Arc<Parts>,
+        units: Vec<Arc<Pending>>,
+        tickets: Vec<Arc<memascend_exec::Ticket>>,
+        state: String,
+    ) -> PyResult<Self> {
+        let commit = Self { ready: Arc::default(), generation: Arc::default() };
+        let (under_way, generation) = (commit.ready.begin(), Arc::clone(&commit.generation));
+        let run = move || {
+            let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
+            let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
+            let committed = written.and_then(|()| {
+                let number = parts.store.commit(&state).map_err(ExecError::from)?;
+                generation.store(number, Ordering::Release);
+                Ok(())
+            });
+            // Drop the parts before signalling, so that a caller that closes the store then is the
+            // last to hold them.
+            drop(parts);
+            under_way.end(committed);
+        };
+        std::thread::Builder::new()
+            .name("memascend-commit".into())
+            .spawn(run)
+            .map_err(|error| PyRuntimeError::new_err(format!("cannot start a thread: {error}")))?;
+        Ok(commit)
+    }
 }
 
 #[pymethods]

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use crate::errors::memory_error;
 
 /// A pool buffer that exports the buffer protocol (writable bytes, page aligned). The buffer
-/// returns to the pool when the last object that refers to it dies: `torch.frombuffer` keeps it
+/// returns to the pool, or is freed if it is outside of one, when the last object that refers to it dies: `torch.frombuffer` keeps it
 /// alive in its storage.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct LeaseBuffer {

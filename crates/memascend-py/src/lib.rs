@@ -1,6 +1,7 @@
 //! Python bindings: conversions and nothing else.
 
 mod arguments;
+mod blocks;
 mod device;
 mod errors;
 mod files;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use memascend_exec::{DeviceLink, Executor, Gradients, Staging};
-use memascend_mem::{Cudart, HostAllocator, Pool, SizeClass};
+use memascend_mem::{Cudart, HostAllocator, OutsideMemory, Pool, SizeClass};
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -91,6 +91,7 @@ pub(crate) struct Parts {
     pub units: Pool,
     pub packs: Pool,
     pub pools: Vec<Pool>,
+    pub outside: Arc<OutsideMemory>,
 }
 
 impl Parts {
@@ -125,8 +126,8 @@ impl Parts {
         let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
         let executor = Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads);
         let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements));
-        let parts =
-            Self { link, executor, gradients, staging: Arc::new(staging), store, units, packs, pools };
+        let (staging, outside) = (Arc::new(staging), Arc::default());
+        let parts = Self { link, executor, gradients, staging, store, units, packs, pools, outside };
         Ok((parts, notices))
     }
 

@@ -2,22 +2,21 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use memascend_exec::{DeviceGradient, ExecError, FilePart, GradientId, Pending, UnitWeights};
-use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
-use memascend_nvme::Operation;
+use memascend_exec::{DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
+use memascend_mem::LockExt;
 use memascend_store::StoreOptions;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{UpdateArgument, unit_tensors};
+use crate::blocks::{self, Part};
 use crate::device::{self, Capture, CudaEvent, Stash};
 use crate::errors::{exec_error, memory_error, store_error};
 use crate::files::ExternalFile;
-use crate::gradients::GradientRanges;
+use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane, parse_dtype};
 use crate::lease::LeaseBuffer;
@@ -171,27 +170,8 @@ impl Runtime {
     fn commit(&self, state: String, tickets: Vec<Bound<'_, Ticket>>) -> PyResult<Commit> {
         let parts = self.parts()?;
         let units = self.pending.locked().clone();
-        let commit = Commit { ready: Arc::default(), generation: Arc::default() };
-        let tickets: Vec<_> = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
-        let (under_way, generation) = (commit.ready.begin(), Arc::clone(&commit.generation));
-        let run = move || {
-            let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
-            let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
-            let committed = written.and_then(|()| {
-                let number = parts.store.commit(&state).map_err(ExecError::from)?;
-                generation.store(number, Ordering::Release);
-                Ok(())
-            });
-            // Drop the parts before signalling, so that a caller that closes the store then is the
-            // last to hold them.
-            drop(parts);
-            under_way.end(committed);
-        };
-        std::thread::Builder::new()
-            .name("memascend-commit".into())
-            .spawn(run)
-            .map_err(|error| PyRuntimeError::new_err(format!("cannot start a thread: {error}")))?;
-        Ok(commit)
+        let tickets = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
+        Commit::begin(parts, units, tickets, state)
     }
 
     /// Number of the durable generation; 0 when there is none.
@@ -285,23 +265,74 @@ impl Runtime {
         tensors: Vec<(Bound<'_, TensorId>, usize, usize)>,
         lease: &Bound<'_, LeaseBuffer>,
     ) -> PyResult<()> {
+        let (parts, unit) = (self.parts()?, self.unit(unit));
+        let mut tensors = unit_tensors(&tensors).into_iter();
+        tensors.try_for_each(|tensor| blocks::write_tensor(&parts, &unit, tensor, lease.get()))
+    }
+
+    /// Starts reading `bytes` bytes of a tensor's current value, from `offset` on, into the
+    /// beginning of `lease`, once what is written of the unit is written. `offset` is the start of a
+    /// page; whole pages are read.
+    fn read_part(
+        &self,
+        unit: usize,
+        tensor: &Bound<'_, TensorId>,
+        offset: u64,
+        bytes: usize,
+        lease: &Bound<'_, LeaseBuffer>,
+    ) -> PyResult<Ticket> {
+        let part = Part { tensor: tensor.get().0, offset, bytes };
+        part.read(&*self.parts()?, self.unit(unit), lease.get())
+    }
+
+    /// Starts writing the first `bytes` bytes of `lease` as those of a tensor's next value from
+    /// `offset` on. A value is whole once all of it was written, in parts of whole pages but for
+    /// the last, with no commit in between. `lease` may be used again when the ticket is ready.
+    fn write_part(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        tensor: &Bound<'_, TensorId>,
+        offset: u64,
+        bytes: usize,
+        lease: &Bound<'_, LeaseBuffer>,
+    ) -> PyResult<Ticket> {
+        let part = Part { tensor: tensor.get().0, offset, bytes };
+        part.write(py, &*self.parts()?, &self.unit(unit), lease.get())
+    }
+
+    /// Reads rows of `row_bytes` bytes of a tensor to address `target`, one behind another. Their
+    /// numbers are `count` int64 at address `rows`, ascending, each once. The tensor's writes have
+    /// to have ended.
+    ///
+    /// Checksums are of whole MiBs, so rows here and there are not compared with what was written.
+    /// Where they are spread over more than half of the tensor, all of it is read, and compared.
+    fn read_rows(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, TensorId>,
+        row_bytes: usize,
+        rows: usize,
+        count: usize,
+        target: usize,
+    ) -> PyResult<()> {
+        let (parts, tensor) = (self.parts()?, tensor.get().0);
+        py.detach(|| blocks::read_rows(&parts, tensor, row_bytes, (rows, count), target))
+            .map_err(|error| exec_error(&error))
+    }
+
+    /// A buffer of its own, outside of the arena, which is freed when the last object that refers to
+    /// it dies.
+    fn lease_outside(&self, py: Python<'_>, bytes: usize) -> PyResult<LeaseBuffer> {
         let parts = self.parts()?;
-        for tensor in unit_tensors(&tensors) {
-            let target = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?.target;
-            let buffer = LeaseSlice::new(Arc::clone(&lease.get().lease), tensor.offset, tensor.bytes);
-            let write = self.unit(unit).begin();
-            let done = Box::new(move |result: Result<(), memascend_store::StoreError>| {
-                write.end(result.map_err(ExecError::from));
-            });
-            parts.store.transfer(Operation::Write, target, 0, buffer, done);
-        }
-        Ok(())
+        let lease = py.detach(|| parts.outside.lease(bytes)).map_err(|error| memory_error(&error))?;
+        Ok(LeaseBuffer { lease: Arc::new(lease) })
     }
 
     /// Waits until nothing of a unit is under way; raises the first error.
     fn wait_unit(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
         let pending = self.unit(unit);
-        py.detach(|| pending.wait()).map_err(|error| exec_error(&error))
+        py.detach(|| pending.wait_all()).map_err(|error| exec_error(&error))
     }
 
     /// Allocates the gradient of a tensor of `unit` that moves alone; returns its number.
@@ -322,16 +353,7 @@ impl Runtime {
     /// Reserves host memory for the gradients of small tensors packed together; returns their
     /// number.
     fn create_packed_gradient(&self, dtype: &str, numel: usize) -> PyResult<usize> {
-        let (parts, dtype) = (self.parts()?, parse_dtype(dtype)?);
-        let bytes = numel * dtype.bytes();
-        let lease = parts.packs.try_lease(bytes).map_err(|error| memory_error(&error))?;
-        let lease = lease.ok_or_else(|| {
-            PyRuntimeError::new_err(
-                "no buffer is free for the gradients of a pack: the plan holds one buffer for each pack",
-            )
-        })?;
-        let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
-        Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
+        gradients::create_packed(&*self.parts()?, parse_dtype(dtype)?, numel)
     }
 
     /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any

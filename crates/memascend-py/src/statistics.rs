@@ -26,6 +26,8 @@ pub(crate) fn statistics<'py>(py: Python<'py>, parts: &Parts) -> PyResult<Bound<
     stats.set_item("host_classes_at_peak", classes.collect::<Vec<_>>())?;
     stats.set_item("host_bytes_reserved", pools.iter().map(|pool| pool.reserved_bytes).sum::<usize>())?;
     stats.set_item("host_bytes_waste", pools.iter().map(|pool| pool.waste_bytes()).sum::<usize>())?;
+    stats.set_item("host_bytes_outside", parts.outside.bytes())?;
+    stats.set_item("host_bytes_outside_most", parts.outside.bytes_most())?;
     stats.set_item("pool_hits", pools.iter().map(|pool| pool.hits).sum::<u64>())?;
     stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
     stats.set_item("pool_refusals", pools.iter().map(|pool| pool.refusals).sum::<u64>())?;

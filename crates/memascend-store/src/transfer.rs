@@ -32,6 +32,28 @@ impl Store {
         buffer: LeaseSlice,
         done: Transferred,
     ) {
+        self.submit_in(operation, extent, offset, buffer, self.checksums, done);
+    }
+
+    /// As [`Store::transfer`] of a read that is not compared, for parts here and there of which the
+    /// rest is not read: the bytes of every MiB that is read in part are kept in mind until the
+    /// whole of it was read.
+    ///
+    /// # Panics
+    /// As [`Store::transfer`].
+    pub fn read_uncompared(&self, extent: Extent, offset: u64, buffer: LeaseSlice, done: Transferred) {
+        self.submit_in(Operation::Read, extent, offset, buffer, false, done);
+    }
+
+    fn submit_in(
+        &self,
+        operation: Operation,
+        extent: Extent,
+        offset: u64,
+        buffer: LeaseSlice,
+        compare: bool,
+        done: Transferred,
+    ) {
         let bytes = buffer.bytes() as u64;
         assert!(offset + bytes <= extent.bytes, "{bytes} bytes at {offset} leave {extent:?}");
         assert!(
@@ -43,7 +65,7 @@ impl Store {
         }
         let of = self.table().bytes(extent.offset).cloned();
         let of = of.expect("the extent was not freed");
-        self.submit(operation, of, offset, buffer, self.checksums, done);
+        self.submit(operation, of, offset, buffer, compare, done);
     }
 
     /// As [`Store::transfer`]; compares checksums only if `compare`.

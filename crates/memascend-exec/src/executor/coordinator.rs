@@ -10,7 +10,7 @@ use memascend_nvme::Operation;
 use memascend_store::{Extent, Rewrite, Store};
 
 use super::piece::{Areas, Places, Reads, SlotLayout, Targets, Work};
-use super::{Job, Ticket};
+use super::{Job, Order, Ticket};
 use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
 use crate::{ExecError, Pending, Result, UnitTensor, UnitWeights, UpdateTensor};
@@ -49,13 +49,19 @@ struct NewPiece<'a> {
 
 impl Coordinator {
     pub(super) fn run(&self, job: Job) {
-        let Job { pending, weights, updates, ticket, ready } = job;
-        let started = pending.wait().and_then(|()| {
-            let job = Started { pending: &pending, weights: weights.as_ref(), ticket: &ticket };
-            self.start(&job, updates)
-        });
-        // Drop the lease before signalling, so the waiter can reuse the buffer.
-        drop(weights);
+        let Job { pending, order, ticket, ready } = job;
+        let started = match order {
+            Order::Part(part) => pending.wait().map(|()| part.start(&self.store, &ticket)),
+            Order::Fetch { weights, updates } => {
+                let idle = if updates.is_empty() { pending.wait() } else { pending.wait_started_reads() };
+                // The lease is dropped before the end is signalled, so the waiter can reuse the
+                // buffer.
+                idle.and_then(|()| {
+                    let job = Started { pending: &pending, weights: weights.as_ref(), ticket: &ticket };
+                    self.start(&job, updates)
+                })
+            }
+        };
         ready.end(started);
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::pool::counters::PoolCounters;
+use crate::pool::outside::Counted;
 use crate::sync::{Condvar, LockExt, Mutex, MutexGuard};
 use crate::{HostBlock, Origin, Result};
 
@@ -34,6 +35,8 @@ pub(super) struct Arena {
     pub(super) origin: Origin,
     pub(super) state: Mutex<State>,
     pub(super) returned: Condvar,
+    /// Counts the memory where no plan does.
+    pub(super) _counted: Option<Counted>,
 }
 
 pub(super) struct State {

@@ -4,6 +4,7 @@
 mod arena;
 mod counters;
 mod lease;
+mod outside;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +19,8 @@ pub use self::arena::Fence;
 use self::arena::{Arena, Class, FENCE_POLL, State};
 pub use self::counters::{ClassAtPeak, PoolCounters};
 pub use self::lease::{Lease, LeaseSlice};
+use self::outside::Counted;
+pub use self::outside::OutsideMemory;
 use crate::sync::{Condvar, Mutex, WaitExt};
 use crate::{HostAllocator, MemError, Origin, Result, round_up_to_page};
 
@@ -48,6 +51,14 @@ impl Pool {
     /// consumers of one group cannot starve those of another. Classes of equal size in a group are
     /// merged.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
+        Self::carve_counted(allocator, groups, None)
+    }
+
+    fn carve_counted(
+        allocator: &dyn HostAllocator,
+        groups: &[Vec<SizeClass>],
+        counted: Option<Counted>,
+    ) -> Result<Vec<Self>> {
         let mut offset = 0;
         let mut state =
             State { classes: Vec::new(), counters: Vec::new(), live_bytes: 0, live_bytes_max: 0, waiting: 0 };
@@ -92,6 +103,7 @@ impl Pool {
             origin: Origin::here(),
             state: Mutex::new(state),
             returned: Condvar::new(),
+            _counted: counted,
         });
         let pool = |(index, classes)| Self { arena: Arc::clone(&arena), index, classes };
         Ok(ranges.into_iter().enumerate().map(pool).collect())

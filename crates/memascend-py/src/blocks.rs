@@ -1,0 +1,106 @@
+//! Weights of a tensor by units, parts and rows.
+
+use std::sync::Arc;
+
+use memascend_exec::{ExecError, Pending};
+use memascend_mem::{LeaseSlice, PAGE_BYTES, round_up_to_page};
+use memascend_nvme::Operation;
+use memascend_store::{Extent, StoreError, TensorId};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::errors::{exec_error, store_error};
+use crate::handles::Ticket;
+use crate::host;
+use crate::lease::LeaseBuffer;
+use crate::parts::Parts;
+
+/// Starts writing `bytes` bytes of `lease`, from `offset` on, as a whole tensor.
+pub(crate) fn write_tensor(
+    parts: &Parts,
+    unit: &Arc<Pending>,
+    tensor: memascend_exec::UnitTensor,
+    lease: &LeaseBuffer,
+) -> PyResult<()> {
+    let target = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?.target;
+    let buffer = LeaseSlice::new(Arc::clone(&lease.lease), tensor.offset, tensor.bytes);
+    let write = unit.begin();
+    let done = Box::new(move |result: Result<(), StoreError>| write.end(result.map_err(ExecError::from)));
+    parts.store.transfer(Operation::Write, target, 0, buffer, done);
+    Ok(())
+}
+
+/// Some bytes of a tensor: where they begin, and how many.
+#[derive(Clone, Copy)]
+pub(crate) struct Part {
+    pub tensor: TensorId,
+    pub offset: u64,
+    pub bytes: usize,
+}
+
+impl Part {
+    /// Starts reading it into the beginning of `lease`.
+    pub(crate) fn read(self, parts: &Parts, unit: Arc<Pending>, lease: &LeaseBuffer) -> PyResult<Ticket> {
+        let buffer = self.buffer(&parts.store.current(self.tensor), lease, false)?;
+        Ok(Ticket(parts.executor.read_part(unit, self.tensor, self.offset, buffer)))
+    }
+
+    /// Starts writing it from the beginning of `lease`.
+    pub(crate) fn write(
+        self,
+        py: Python<'_>,
+        parts: &Parts,
+        unit: &Arc<Pending>,
+        lease: &LeaseBuffer,
+    ) -> PyResult<Ticket> {
+        let buffer = self.buffer(&parts.store.current(self.tensor), lease, true)?;
+        py.detach(|| memascend_exec::write_part(&parts.store, unit, self.tensor, self.offset, buffer))
+            .map(Ticket)
+            .map_err(|error| exec_error(&error))
+    }
+
+    /// The beginning of `lease`. Whole pages are transferred, so that a part to be written ends at a
+    /// page or with the tensor.
+    fn buffer(self, tensor: &Extent, lease: &LeaseBuffer, written: bool) -> PyResult<LeaseSlice> {
+        let Self { offset, bytes, .. } = self;
+        let refused = |why: String| Err(PyValueError::new_err(why));
+        let (tensor_bytes, capacity, page) = (tensor.bytes, lease.lease.capacity(), PAGE_BYTES as u64);
+        if !offset.is_multiple_of(page) {
+            return refused(format!(
+                "a part of a tensor begins at a multiple of {page} bytes, not at {offset}"
+            ));
+        }
+        if offset.checked_add(bytes as u64).is_none_or(|end| end > tensor_bytes) {
+            return refused(format!("{bytes} bytes from {offset} on leave a tensor of {tensor_bytes} bytes"));
+        }
+        let whole = round_up_to_page(bytes);
+        if written && whole != bytes && offset + (whole as u64) < tensor_bytes {
+            return refused(format!(
+                "a part of {bytes} bytes is not whole pages, but not the last of the tensor"
+            ));
+        }
+        if whole > capacity {
+            return refused(format!("a part of {whole} bytes does not fit into a buffer of {capacity}"));
+        }
+        Ok(LeaseSlice::new(Arc::clone(&lease.lease), 0, whole))
+    }
+}
+
+/// Reads rows, `count` int64 at address `rows`, to address `target`.
+pub(crate) fn read_rows(
+    parts: &Parts,
+    tensor: TensorId,
+    row_bytes: usize,
+    (rows, count): (usize, usize),
+    target: usize,
+) -> memascend_exec::Result<()> {
+    if count == 0 {
+        return Ok(()); // torch gives an empty tensor the address 0
+    }
+    let extent = parts.store.current(tensor);
+    // SAFETY: the Python layer passes live, contiguous CPU tensors of `count` int64 and of `count`
+    // rows.
+    let (rows, target) =
+        unsafe { (host::elements(rows, count), host::elements_mut(target, count * row_bytes)) };
+    parts.staging.read_rows(extent, row_bytes, rows, target)
+}
