@@ -271,6 +271,7 @@ def in_process(function: str, *words: str, cgroup: Path | None = None) -> subpro
 def measure(name: str, model_dir: Path, options: dict) -> dict:
     if options["host_memory"] in ("smallest", "overlap"):
         command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", "64", "--json"]
+        command += ["--dtype", "bfloat16"]
         planned = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         options = options | {"host_memory": planned["host_memory"][f"{options['host_memory']}_bytes"]}
     with tempfile.TemporaryDirectory(dir=model_dir.parent) as scratch:
