@@ -23,6 +23,7 @@ def words_of(model_dir: Path, out: Path, store: Path, **changed: Any) -> list[st
         "host_memory": "64MiB",
         "steps": 2,
         "seq_len": 32,
+        "dtype": "bfloat16",
     } | changed
     words = ["finetune", str(model_dir)]
     for name, value in flags.items():

@@ -476,7 +476,15 @@ def prepare(room, what):
     if what == "too long":
         return [room, "--seq-len", "257"], "257 is more than the model's 256 positions"
     assert what == "too small"
-    return [room, "--seq-len", "64", "--host-memory", "1MiB"], "a host memory budget of 1.0 MiB is too small"
+    return [
+        room,
+        "--seq-len",
+        "64",
+        "--host-memory",
+        "1MiB",
+        "--dtype",
+        "bfloat16",
+    ], "a host memory budget of 1.0 MiB is too small"
 
 
 WRONG = ["missing", "no config", "not JSON", "no model_type", "unknown", "encoder-decoder", "too long", "too small"]

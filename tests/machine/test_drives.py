@@ -218,7 +218,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finetune(model_dir: Path, out: Path, *places: Any, **flags: Any) -> list[Any]:
     """Arguments of a small run."""
     words = ["finetune", model_dir, "--data", model_dir.parent / "text.txt", "--out", out]
-    words += ["--steps", 2, "--seq-len", 32, "--grad-accum", 2]
+    words += ["--steps", 2, "--seq-len", 32, "--grad-accum", 2, "--dtype", "bfloat16"]
     for place in places:
         words += ["--store", place]
     words += ["--host-memory", "64MiB"] if places else ["--in-memory"]

@@ -142,7 +142,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
     estimates = pytorch_memory(config, units, work) if settings.device is None else {"estimated_bytes": 0}
     beside = None if estimates is None else estimates["estimated_bytes"]
     whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
-    tell(f"note: {whole.text()}")
+    tell(f"note: host memory {whole.text()}")
     if whole.fits:
         return
     problem = (

@@ -55,7 +55,8 @@ def _model_table(model: Mapping[str, Any]) -> str:
         ["unit", "count", "size", "total"],
         [[unit["name"], *_count_and_sizes(unit)] for unit in model["units"]],
     )
-    return f"{table}\n  {model['dtype_reason']}" if model["dtype_reason"] else table
+    reason = (model["dtype_reason"] or "").replace("; ", ";\n  ")
+    return f"{table}\n  {reason}" if reason else table
 
 
 def _memory_table(title: str, plan: Mapping[str, Any], overlap: str) -> str:

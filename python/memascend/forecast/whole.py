@@ -52,10 +52,10 @@ class Whole:
     def text(self) -> str:
         """Return one line."""
         size = format_size
-        pytorch = "PyTorch's, not known" if self.pytorch is None else f"PyTorch's {size(self.pytorch)} (estimate)"
+        pytorch = "PyTorch's, not known" if self.pytorch is None else f"about {size(self.pytorch)} PyTorch"
         return (
-            f"host memory in all: {self.name} {size(self.held)} + {pytorch} + interpreter {size(self.interpreter)} = "
-            f"{size(self.total)}, of {size(self.available)} ({self.bound})"
+            f"in all: {size(self.held)} {self.name} + {pytorch} + {size(self.interpreter)} interpreter = "
+            f"{size(self.total)} of {size(self.available)} ({self.bound})"
         )
 
     def as_dict(self) -> dict[str, Any]:
