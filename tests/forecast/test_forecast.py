@@ -130,6 +130,10 @@ def test_a_directory_is_planned_like_its_config(tmp_path, capfd):
     assert code == 0
     _, of_file = plan(capfd, tmp_path / "config.json", "--seq-len", 64)
     assert of_file["model"].pop("path") == f"{of_directory['model'].pop('path')}/config.json"
+    for told in (of_file, of_directory):
+        assert (
+            told.pop("whole")["planned_bytes"] == told["host_memory"]["total_bytes"]
+        )  # the remainder is of the moment
     assert of_file == of_directory
 
 
@@ -476,15 +480,8 @@ def prepare(room, what):
     if what == "too long":
         return [room, "--seq-len", "257"], "257 is more than the model's 256 positions"
     assert what == "too small"
-    return [
-        room,
-        "--seq-len",
-        "64",
-        "--host-memory",
-        "1MiB",
-        "--dtype",
-        "bfloat16",
-    ], "a host memory budget of 1.0 MiB is too small"
+    words = [room, "--seq-len", "64", "--host-memory", "1MiB", "--dtype", "bfloat16"]
+    return words, "a host memory budget of 1.0 MiB is too small"
 
 
 WRONG = ["missing", "no config", "not JSON", "no model_type", "unknown", "encoder-decoder", "too long", "too small"]
