@@ -188,7 +188,7 @@ class TableGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array."""
-        return self.dense().requires_grad_(self.requires_grad).numpy(force=force)
+        return self.dense().detach().requires_grad_(self.requires_grad).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         array = self.numpy()
