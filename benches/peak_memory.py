@@ -3,6 +3,8 @@
 
     python benches/peak_memory.py                          # 0.51b, memascend and in-memory
     python benches/peak_memory.py --models depth-8,depth-16,depth-32,depth-64 --systems memascend --check
+    python benches/peak_memory.py --models narrow-4,narrow-12,narrow-24,narrow-48 --tokens 64 \\
+        --systems memascend --host-memory 120MiB --check
     python benches/peak_memory.py --models 0.51b,1.6b --systems memascend,zero-infinity \\
         --deepspeed-python DS_VENV/bin/python --json benches/results/peak_memory.json
 
@@ -38,6 +40,8 @@ SHAPES = {
     "0.51b": (1536, 4096, 16, 24, 12),
     "1.6b": (2560, 6784, 20, 40, 20),
     **{f"depth-{depth}": (1536, 4096, depth, 24, 12) for depth in (8, 16, 32, 64)},
+    # With 64 tokens most activations have less than the 128 KiB from which malloc maps a block by itself.
+    **{f"narrow-{depth}": (768, 1024, depth, 12, 12) for depth in (4, 12, 24, 48)},
 }
 SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 # Bytes a parameter takes, to refuse a run that cannot fit: weight 2, fp32 master, gradient, two moments.
@@ -93,11 +97,11 @@ class MemascendRun:
         }
 
 
-def budgets(model_dir: str) -> dict[str, int]:
+def budgets(model_dir: str, tokens: int) -> dict[str, int]:
     """The least that works, and the least with which the next layer is read while one computes."""
     from memascend.forecast.forecast import forecast
 
-    host = forecast(Path(model_dir), seq_len=TOKENS, batch_size=1)["host_memory"]
+    host = forecast(Path(model_dir), seq_len=tokens, batch_size=1)["host_memory"]
     return {"smallest": host["smallest_bytes"], "overlapping": host["overlap_bytes"]}
 
 
@@ -245,7 +249,7 @@ def child(job: dict) -> dict:
     if job["task"] == "import":
         return {"baseline_bytes": baseline}
     if job["task"] == "budget":
-        return budgets(job["model_dir"])
+        return budgets(job["model_dir"], job["tokens"])
     if job["task"] == "write":
         write_model(llama_config(job["shape"], VOCABULARY), Path(job["model_dir"]))
         return {}
@@ -253,7 +257,7 @@ def child(job: dict) -> dict:
     started = time.perf_counter()
     run = RUNS[job["system"]](job["model_dir"], job["scratch"], job)
     setup_s, setup = time.perf_counter() - started, rss()
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
+    ids = torch.randint(0, VOCABULARY, (1, job["tokens"]), generator=torch.Generator().manual_seed(SEED))
     steps = []
     boundary, ssd, disk = time.perf_counter(), run.ssd_bytes(), block_io()
     for number in range(job["warmup"] + job["steps"]):
@@ -333,6 +337,7 @@ def measure(system: str, model: str, args, workdir: Path) -> dict:
         "system": system,
         "model": model,
         "shape": SHAPES[model],
+        "tokens": args.tokens,
         "steps": args.steps,
         "warmup": args.warmup,
         "model_dir": str(model_directory(model, args, workdir)),
@@ -493,10 +498,12 @@ def checks(results: list[dict]) -> list[tuple[bool, str]]:
             )
         if exact := by.get(("in-memory-exact", model)):
             found.append((r["losses"] == exact["losses"], f"{model}: losses equal in-memory-exact's bit for bit"))
-    depths = {m: r["peak_gb"] for (s, m), r in by.items() if s == "memascend" and m.startswith("depth-")}
-    if len(depths) > 1:
+    for family in ("depth-", "narrow-"):
+        depths = {m: r["peak_gb"] for (s, m), r in by.items() if s == "memascend" and m.startswith(family)}
+        if len(depths) < 2:
+            continue
         spread = max(depths.values()) / min(depths.values()) - 1
-        shown = ", ".join(f"{model[6:]}: {peak:.3f}" for model, peak in depths.items())
+        shown = ", ".join(f"{model.removeprefix(family)}: {peak:.3f}" for model, peak in depths.items())
         found.append(
             (
                 spread <= FLAT_LIMIT,
@@ -539,6 +546,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=4, help="measured steps (default: 4)")
     parser.add_argument("--warmup", type=positive, default=1, help="steps before them (default: 1)")
+    parser.add_argument("--tokens", type=positive, default=TOKENS, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--host-memory", metavar="SIZE", help="memascend's budget, instead of --budget")
     help_text = "the least that works, or the least that reads ahead (default: %(default)s)"
     parser.add_argument("--budget", choices=("smallest", "overlapping"), default="overlapping", help=help_text)
@@ -601,7 +609,7 @@ def benchmark(args, workdir: Path) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         report = {
             "machine": about,
-            "tokens": TOKENS,
+            "tokens": args.tokens,
             "steps": args.steps,
             "warmup": args.warmup,
             "fio": speed,

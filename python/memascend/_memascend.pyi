@@ -34,6 +34,8 @@ __all__ = [
     "device_uuid",
     "format_device",
     "gradient_stats",
+    "instruction_set",
+    "return_holes_to_system",
     "return_large_blocks_to_system",
     "step_host",
 ]
@@ -57,6 +59,8 @@ def format_device(
     path: str | PathLike[str], destroy: str | PathLike[str] | None = None
 ) -> tuple[str, int, list[str]]: ...
 def gradient_stats(dtype: str, numel: int, gradient: int) -> tuple[float, bool]: ...
+def instruction_set() -> str: ...
+def return_holes_to_system(pass_begins: bool) -> None: ...
 def return_large_blocks_to_system() -> None: ...
 def step_host(
     rule: Rule,

@@ -1,5 +1,10 @@
 //! One body per kernel, compiled once per instruction set and chosen at run time.
 
+use std::sync::OnceLock;
+
+/// What [`Isa::choose`] has set.
+static CHOSEN: OnceLock<Isa> = OnceLock::new();
+
 /// An instruction set that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
@@ -39,10 +44,42 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// The widest instruction set this machine can run.
+    /// What [`choose`](Self::choose) has set, or the widest instruction set this machine can run.
     #[inline]
     pub fn best() -> Isa {
+        CHOSEN.get().copied().unwrap_or_else(Self::widest)
+    }
+
+    fn widest() -> Isa {
         Self::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Isa::Baseline)
+    }
+
+    /// Its name in `MEMASCEND_ISA`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
+            Isa::Baseline => "baseline",
+        }
+    }
+
+    /// Makes the instruction set of that name the best one, for the whole process and once: to
+    /// measure how a machine with less would do. Results are the same bits.
+    ///
+    /// # Errors
+    /// What is wrong with the name: it is unknown, or this machine lacks the instruction set.
+    pub fn choose(name: &str) -> Result<(), String> {
+        let named = |isas: &[Isa]| isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
+        let Some(isa) = Self::ALL.into_iter().find(|isa| isa.name() == name) else {
+            return Err(format!("unknown instruction set: use one of {}", named(&Self::ALL)));
+        };
+        if !isa.is_available() {
+            return Err(format!("this processor lacks it: use one of {}", named(&Self::available())));
+        }
+        if *CHOSEN.get_or_init(|| isa) != isa {
+            return Err("another instruction set was chosen already".into());
+        }
+        Ok(())
     }
 }
 
@@ -142,5 +179,11 @@ mod tests {
         let available = Isa::available();
         assert_eq!(available.first(), Some(&Isa::best()));
         assert_eq!(available.last(), Some(&Isa::Baseline));
+    }
+
+    #[test]
+    fn an_unknown_instruction_set_is_refused_by_name() {
+        let reason = Isa::choose("avx1024").unwrap_err();
+        assert_eq!(reason, "unknown instruction set: use one of avx512, avx2, baseline");
     }
 }

@@ -1,7 +1,7 @@
 //! Rules, planes and steps on tensors in host memory.
 
 use memascend_kernels::{
-    Algorithm, Dtype, GradientStats, HostTensor, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
+    Algorithm, Dtype, GradientStats, HostTensor, Isa, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
     stats_f32,
 };
 use pyo3::exceptions::PyValueError;
@@ -321,4 +321,17 @@ pub(crate) fn gradient_stats(
 #[pyfunction]
 pub(crate) fn return_large_blocks_to_system() {
     memascend_mem::return_large_blocks_to_system();
+}
+
+/// Gives the pages of free blocks inside malloc's heap back to the system, where the process has
+/// grown since. Called between units, and with `pass_begins` at the beginning of a pass.
+#[pyfunction]
+pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool) {
+    py.detach(|| memascend_mem::return_holes_to_system(pass_begins));
+}
+
+/// The instruction set of the kernels: "avx512", "avx2" or "baseline".
+#[pyfunction]
+pub(crate) fn instruction_set() -> &'static str {
+    Isa::best().name()
 }

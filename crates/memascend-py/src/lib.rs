@@ -20,6 +20,9 @@ use pyo3::prelude::*;
 /// The native core of memascend.
 #[pymodule]
 mod _memascend {
+    use pyo3::exceptions::PyValueError;
+    use pyo3::prelude::*;
+
     /// Elements of a gradient whose squares are summed together.
     #[pymodule_export]
     const GRADIENT_BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
@@ -44,7 +47,10 @@ mod _memascend {
     #[pymodule_export]
     use crate::handles::{Commit, TensorId, Ticket};
     #[pymodule_export]
-    use crate::host::{Plane, Rule, StepScalars, gradient_stats, return_large_blocks_to_system, step_host};
+    use crate::host::{
+        Plane, Rule, StepScalars, gradient_stats, instruction_set, return_holes_to_system,
+        return_large_blocks_to_system, step_host,
+    };
     #[pymodule_export]
     use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]
@@ -53,4 +59,15 @@ mod _memascend {
     use crate::runtime::Runtime;
     #[pymodule_export]
     use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
+
+    /// Chooses the instruction set of the kernels if `MEMASCEND_ISA` names one.
+    #[pymodule_init]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        match std::env::var_os("MEMASCEND_ISA") {
+            None => Ok(()),
+            Some(name) => memascend_kernels::Isa::choose(&name.to_string_lossy()).map_err(|reason| {
+                PyValueError::new_err(format!("MEMASCEND_ISA={}: {reason}", name.display()))
+            }),
+        }
+    }
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import return_holes_to_system
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
@@ -98,6 +99,7 @@ class Streamer:
         """Enclose one call of the whole model; with `grad`, its backward pass belongs to the same pass."""
         if self.depth == 0:
             self._order.begin(grad)
+            return_holes_to_system(True)
         with self.scope():
             yield
 
@@ -215,6 +217,8 @@ class Streamer:
     def storage(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
         self._order.record(unit)
+        # What earlier units have left between long-lived blocks would add up over a pass.
+        return_holes_to_system(False)
         storage = self._bring(unit)
         # The prefetch may evict any idle unit. This one is about to be used, so it must not look
         # idle.
