@@ -79,6 +79,15 @@ def machine(workdir: Path) -> dict:
     }
 
 
+def instruction_sets() -> dict[str, str]:
+    """What memascend's kernels and PyTorch's use: MEMASCEND_ISA and ATEN_CPU_CAPABILITY choose less than there is."""
+    import torch
+
+    from memascend._memascend import instruction_set
+
+    return {"memascend": instruction_set(), "torch": torch.backends.cpu.get_cpu_capability()}
+
+
 def versions(*packages: str) -> dict[str, str]:
     found = {}
     for name in packages:

@@ -4,6 +4,7 @@
     python benches/optimizers.py                                  # 64 and 256 million elements (Mi)
     python benches/optimizers.py --elements 16 --repeats 3 --json out.json
     python benches/optimizers.py --check
+    MEMASCEND_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benches/optimizers.py
 
 The peers are `torch.optim.AdamW(fused=True)`, DeepSpeed's `DeepSpeedCPUAdam` and, for 8 bits, bitsandbytes'
 `AdamW8bit`, which runs on CPUs too (0.50.2 does). They run in this process, on the same arrays and with as many
@@ -36,7 +37,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _common import GB, finish, machine, markdown, mem_available, run, versions
+from _common import GB, finish, instruction_sets, machine, markdown, mem_available, run, versions
 
 import memascend
 
@@ -297,6 +298,7 @@ def main() -> int:
             left_out[name] = found
         else:
             peers[name] = found
+    about["instruction_sets"] = instruction_sets()
     about["threads"] = args.threads
     about["openmp"] = same_threads(args.threads)
     about["load_before"] = os.getloadavg()[0]

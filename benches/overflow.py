@@ -4,6 +4,7 @@
     python benches/overflow.py                                  # 64 and 256 million elements (Mi), every dtype
     python benches/overflow.py --elements 16 --repeats 5 --json out.json
     python benches/overflow.py --check
+    MEMASCEND_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benches/overflow.py
 
 The plain read is the fastest of several reductions of the same bytes as 64-bit integers: numpy's sum and or on one
 thread, torch's sum on as many threads as the check has. All are measured by turns, so that a drift of the machine hits
@@ -15,13 +16,14 @@ read.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from _common import finish, machine, markdown, run
+from _common import finish, instruction_sets, machine, markdown, run
 
 from memascend.optim.overflow import check
 
@@ -169,6 +171,8 @@ def main() -> int:
     args = parser.parse_args()
 
     about = machine(Path())
+    about["instruction_sets"] = instruction_sets()
+    about["load_before"] = os.getloadavg()[0]
     about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
     rows = []
