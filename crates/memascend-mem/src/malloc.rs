@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// Bytes that the process gains before its free heap is given back. Giving back takes a
 /// millisecond, and the kernel takes another to hand the pages out again.
-const WORTH_GIVING_BACK_BYTES: usize = 4 << 20;
+const WORTH_GIVING_BACK_BYTES: usize = 2 << 20;
 
 /// Bytes of anonymous memory that the process held when its free heap was last given back, or at
 /// the beginning of a pass if those were fewer.
@@ -27,7 +27,7 @@ pub fn return_large_blocks_to_system() {
 }
 
 /// Gives the pages of free blocks inside the heap back to the system, where the process has grown
-/// by 4 MiB since that was last done. Call it between units, and with `pass_begins` at the
+/// by 2 MiB since that was last done. Call it between units, and with `pass_begins` at the
 /// beginning of a pass.
 ///
 /// Blocks below 128 KiB come from the heap. A layer's temporaries leave holes there, between small
