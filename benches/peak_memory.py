@@ -42,7 +42,10 @@ SHAPES = {
     **{f"depth-{depth}": (1536, 4096, depth, 24, 12) for depth in (8, 16, 32, 64)},
     # With 64 tokens most activations have less than the 128 KiB from which malloc maps a block by itself.
     **{f"narrow-{depth}": (768, 1024, depth, 12, 12) for depth in (4, 12, 24, 48)},
+    # Most of its parameters are the vocabulary's, as of small models of today: take --tokens 1024.
+    "vocabulary": (1024, 2816, 6, 16, 8),
 }
+WORDS = {"vocabulary": 131_072}  # the others have VOCABULARY
 SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 # Bytes a parameter takes, to refuse a run that cannot fit: weight 2, fp32 master, gradient, two moments.
 IN_MEMORY_BYTES = 18
@@ -95,6 +98,10 @@ class MemascendRun:
             "direct_io": stats["direct_io"],
             "notices": stats["notices"],
         }
+
+
+def words(model: str) -> int:
+    return WORDS.get(model, VOCABULARY)
 
 
 def budgets(model_dir: str, tokens: int) -> dict[str, int]:
@@ -150,6 +157,7 @@ class ExactRun(TorchRun):
         import memascend
 
         self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
+        memascend.fuse_loss(self.model)
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self):
@@ -177,7 +185,7 @@ class ZeroInfinityRun:
         shape = options["shape"]
         Path(scratch, "nvme").mkdir()
         nvme = {"device": "nvme", "nvme_path": f"{scratch}/nvme"}
-        largest = VOCABULARY * shape[0]  # elements of the embedding
+        largest = words(options["model"]) * shape[0]  # elements of the embedding
         zero = {
             "stage": 3,
             "sub_group_size": int(5e7),
@@ -206,7 +214,7 @@ class ZeroInfinityRun:
         }
         deepspeed.init_distributed(dist_backend="gloo")
         with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=torch.bfloat16):
-            model = LlamaForCausalLM(llama_config(shape, VOCABULARY))
+            model = LlamaForCausalLM(llama_config(shape, words(options["model"])))
         weight_map = json.loads(Path(model_dir, "model.safetensors.index.json").read_text())["weight_map"]
         for name, param in model.named_parameters():
             with (
@@ -251,13 +259,13 @@ def child(job: dict) -> dict:
     if job["task"] == "budget":
         return budgets(job["model_dir"], job["tokens"])
     if job["task"] == "write":
-        write_model(llama_config(job["shape"], VOCABULARY), Path(job["model_dir"]))
+        write_model(llama_config(job["shape"], words(job["model"])), Path(job["model_dir"]))
         return {}
 
     started = time.perf_counter()
     run = RUNS[job["system"]](job["model_dir"], job["scratch"], job)
     setup_s, setup = time.perf_counter() - started, rss()
-    ids = torch.randint(0, VOCABULARY, (1, job["tokens"]), generator=torch.Generator().manual_seed(SEED))
+    ids = torch.randint(0, words(job["model"]), (1, job["tokens"]), generator=torch.Generator().manual_seed(SEED))
     steps = []
     boundary, ssd, disk = time.perf_counter(), run.ssd_bytes(), block_io()
     for number in range(job["warmup"] + job["steps"]):
@@ -309,7 +317,7 @@ def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
 
 def refusal(system: str, model: str, args, workdir: Path) -> str | None:
     """Why a configuration cannot run here, or None."""
-    count = parameter_count(SHAPES[model], VOCABULARY)
+    count = parameter_count(SHAPES[model], words(model))
     if system == "zero-infinity":
         try:
             probe = subprocess.run([args.deepspeed_python, "-c", "import deepspeed"], capture_output=True)
@@ -369,7 +377,7 @@ def measure(system: str, model: str, args, workdir: Path) -> dict:
 
 def summary(system: str, model: str, raw: dict) -> dict:
     measured = [step for step in raw["steps"] if step["measured"]]
-    count = parameter_count(SHAPES[model], VOCABULARY)
+    count = parameter_count(SHAPES[model], words(model))
 
     def median(key):
         return statistics.median(step[key] for step in measured)
@@ -403,7 +411,7 @@ def summary(system: str, model: str, raw: dict) -> dict:
 def model_directory(model: str, args, workdir: Path) -> Path:
     path = workdir / "models" / f"{model}-seed{SEED}"
     if not path.is_dir():
-        millions = parameter_count(SHAPES[model], VOCABULARY) / 1e6
+        millions = parameter_count(SHAPES[model], words(model)) / 1e6
         print(f"{model}: writing a random model of {millions:.1f}M parameters", flush=True)
         half = path.with_suffix(".part")
         shutil.rmtree(half, ignore_errors=True)

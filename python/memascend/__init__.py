@@ -34,6 +34,7 @@ from memascend.runs.resume import (
     save_checkpoint,
     track,
 )
+from memascend.vocabulary.fused import fuse_loss
 from memascend.vocabulary.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "flush",
     "format_size",
     "from_pretrained",
+    "fuse_loss",
     "linear_cross_entropy",
     "load_distributed",
     "offload",

@@ -99,7 +99,8 @@ def test_every_published_shape_can_be_planned(file):
     # The floor and the ceiling of ARCHITECTURE.md; activations come on top.
     activations = space["activations_bytes"] / model["parameters"]
     assert 13.9 < moved["written_bytes_per_parameter"] < 14.01 + activations
-    assert 14 < moved["read_bytes_per_parameter"] < 16.01 + activations
+    # The head is read by blocks for the loss and for its gradient, beside its update.
+    assert 14 < moved["read_bytes_per_parameter"] < 16.3 + activations
 
 
 def test_spare_budget_saves_traffic_until_only_states_move():

@@ -217,6 +217,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
     if settings.in_memory:
         device = open_device(settings.device)
         model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
+        memascend.fuse_loss(model)  # as the offloaded model computes it
         return model if device is None else model.to(device.torch_device)
     assert settings.host_memory is not None, "a run with a store has a budget"
     bar: Progress | None = None

@@ -329,6 +329,7 @@ class Generations:
             steps=self.steps,
             source=self._source,
             recompute=self._session.recompute,
+            fused_loss=self._session.fused_loss,
             units=self._session.units,
             buffers=self._buffers.described,
             optimizers=self._describe_optimizers(),

@@ -23,6 +23,7 @@ class Session(Protocol):
     units: list[Unit]
     notices: list[str]
     recompute: bool
+    fused_loss: bool | str
     keep_store: bool | None
 
     def model(self) -> nn.Module | None:

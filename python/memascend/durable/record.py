@@ -31,6 +31,7 @@ def record_text(
     steps: int,
     source: dict[str, Any],
     recompute: bool,
+    fused_loss: bool | str,
     units: Iterable[Unit],
     buffers: list[list[Any]],
     optimizers: list[dict[str, Any]],
@@ -43,6 +44,7 @@ def record_text(
         steps: optimizer steps in the life of the run.
         source: how to make the model again; see `source_of`.
         recompute: whether activations of repeated layers are recomputed.
+        fused_loss: whether heads are tables; see `memascend.offload`.
         units: the layout of the model, with the states that its tensors have.
         buffers: name, dtype and shape of each of the model's buffers.
         optimizers: what `describe` of each optimizer returned.
@@ -57,6 +59,7 @@ def record_text(
             "steps": steps,
             "model": source,
             "recompute": recompute,
+            "fused_loss": fused_loss,
             "units": [
                 {"name": unit.name, "tensors": [_describe_tensor(tensor) for tensor in unit.tensors]} for unit in units
             ],

@@ -87,7 +87,7 @@ def forecast(
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
     model = empty_model(config, path if path.is_dir() else path.parent, getattr(torch, dtype))
-    units = partition(model)
+    units = partition(model, fused_loss="auto" if gpu is None else None)
     smallest = smallest_plan(units)
     plan = smallest if budget is None else make_plan(units, budget)
     two_slots = parse_durability(durability) != 0

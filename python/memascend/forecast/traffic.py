@@ -142,8 +142,12 @@ def traffic(
     if device_plan is not None:
         wanted = Replay(units, device_plan.units, DEVICE_AHEAD).step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
-    for number in chain(*Replay(units, plan.units).step(wanted)):
+    streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
+    fetched = [[number for number in uses if number not in streamed] for uses in wanted]
+    for number in chain(*Replay(units, plan.units).step(fetched)):
         moved.read["weights"] += units[number].nbytes
+    for number in streamed:
+        moved.read["weights"] += _read_by_blocks(model, units[number], work)
     for unit in units:
         # The fetch for the first forward pass carries the update. Its read of the weights is
         # counted above.
@@ -156,6 +160,18 @@ def traffic(
     moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
     return moved
+
+
+def _read_by_blocks(model: nn.Module, unit: Unit, work: Work) -> int:
+    """Return the bytes read of a table without a buffer: by its update, by rows for lookups, by blocks for the loss."""
+    (place,) = unit.places
+    users = [module for module in model.modules() if any(p is place.parameter for p in module._parameters.values())]
+    row_bytes = place.nbytes // place.shape[0]
+    rows = work.tokens * (round_up(row_bytes, PAGE_BYTES) + (PAGE_BYTES if row_bytes % PAGE_BYTES else 0))
+    looked_up = min(rows, unit.nbytes) if any(isinstance(module, nn.Embedding) for module in users) else 0
+    # For the loss, and for the gradient of the weights.
+    by_blocks = 2 * unit.nbytes if any(isinstance(module, nn.Linear) for module in users) else 0
+    return unit.nbytes + work.grad_accum * (looked_up + by_blocks)
 
 
 @dataclass(slots=True)
@@ -220,7 +236,9 @@ class Replay:
         for line in lines:
             self._buffers[line.nbytes] += line.count
         #: By number of a unit: the size of the buffers that serve it.
-        self._size = [smallest_holding(unit.nbytes, self._buffers) for unit in units]
+        #: A table without a buffer is not fetched.
+        largest = max(self._buffers, default=0)
+        self._size = [smallest_holding(unit.nbytes, self._buffers) if unit.nbytes <= largest else 0 for unit in units]
         self._ahead = ahead
         self._order: UseOrder[int] = UseOrder()
         self._resident: set[int] = set()

@@ -244,8 +244,17 @@ def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: 
 
 
 def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: DistributedReader) -> None:
-    def read(place: Place, target: torch.Tensor) -> None:
-        reader.read_into(keys[place.parameter], target)
+    whole: dict[Place, torch.Tensor] = {}  # the table that is read
+
+    def read(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
+        if first_row is None:
+            reader.read_into(keys[place.parameter], target)
+            return
+        if place not in whole:
+            whole.clear()
+            whole[place] = torch.empty(place.shape, dtype=place.dtype)
+            reader.read_into(keys[place.parameter], whole[place])
+        target.copy_(whole[place][first_row : first_row + len(target)])
 
     for session in sessions_of(model):
         session.flush()

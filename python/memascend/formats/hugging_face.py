@@ -45,6 +45,7 @@ def from_pretrained(
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    fused_loss: bool | str = "auto",
     durability: str = "auto",
     keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -60,7 +61,7 @@ def from_pretrained(
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
         store, host_memory, device, device_memory, recompute, activations: as in `memascend.offload`.
-        batch_tokens, durability, keep_store, options: as in `memascend.offload`.
+        batch_tokens, fused_loss, durability, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
@@ -71,13 +72,13 @@ def from_pretrained(
     return_large_blocks_to_system()
     directory = Path(path)
     budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
     config = load_any_config(directory)
     with closing(WeightFiles(directory)) as files:
         model = empty_model(config, directory, parse_dtype(dtype))
         load_generation_config(model, directory)
         sources = Sources(model, files)
-        units = _divide(model, sources, computing.torch_device, frozen, options.get("direct", True))
+        units = _divide(model, sources, computing, frozen, options.get("direct", True))
         plan = make_plan(units, budget)
         materialise(model, units)
         session = Session(
@@ -105,10 +106,10 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | None) 
         )
 
 
-def _divide(model: nn.Module, sources: Sources, device: torch.device, frozen: str | None, direct: bool) -> list[Unit]:
+def _divide(model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, direct: bool) -> list[Unit]:
     """Divide the model into units, frozen if `frozen` is not None."""
     model.requires_grad_(frozen is None)
-    units = partition(model, device)
+    units = partition(model, computing.torch_device, computing.fused_loss)
     if frozen == "files":
         sources.locate(units, direct)
     return units

@@ -110,18 +110,22 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
         return entry
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Read a tensor into `target` (contiguous CPU tensor of its shape), converting to its dtype piece by piece."""
+    def read_into(self, name: str, target: torch.Tensor, first_row: int = 0) -> None:
+        """Read a tensor into `target` (contiguous CPU tensor of its shape), converting to its dtype piece by piece.
+
+        A `target` with fewer rows gets those from `first_row` on.
+        """
         entry = self.entries[name]
+        start = entry.start + first_row * math.prod(entry.shape[1:]) * entry.dtype.itemsize
         flat = target.reshape(-1)
         if entry.dtype == target.dtype:
-            self._read(flat.view(torch.uint8).numpy().data, entry.start)
+            self._read(flat.view(torch.uint8).numpy().data, start)
             return
         step = PIECE_BYTES // entry.dtype.itemsize
         piece = torch.empty(min(step, max(flat.numel(), 1)), dtype=entry.dtype)
         for first in range(0, flat.numel(), step):
             part = piece[: min(step, flat.numel() - first)]
-            self._read(part.view(torch.uint8).numpy().data, entry.start + first * entry.dtype.itemsize)
+            self._read(part.view(torch.uint8).numpy().data, start + first * entry.dtype.itemsize)
             flat[first : first + part.numel()].copy_(part)
 
     def read(self, name: str) -> torch.Tensor:
@@ -158,9 +162,13 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def write_safetensors(
-    path: Path, entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor | Iterable[torch.Tensor]]],
 ) -> None:
     """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
+
+    A tensor may come as an iterable of its rows, in order: some rows at a time.
 
     The file appears under its name only when it is complete and on the medium.
     """
@@ -184,11 +192,17 @@ def write_safetensors(
             unwritten = set(entries)
             for name, tensor in tensors:
                 dtype, shape = entries[name]
-                assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), name
-                flat = tensor.detach().cpu().contiguous().reshape(-1)
-                _write(fd, flat.view(torch.uint8).numpy().data, 8 + len(text) + offsets[name])
+                position, rows = 8 + len(text) + offsets[name], 0
+                for part in [tensor] if isinstance(tensor, torch.Tensor) else tensor:
+                    flat = part.detach().cpu().contiguous().reshape(-1)
+                    assert part.dtype == dtype and tuple(part.shape[1:]) == tuple(shape[1:]), name
+                    _write(fd, flat.view(torch.uint8).numpy().data, position)
+                    position += flat.nbytes
+                    rows += len(part) if shape else 1
+                    del part, flat  # both are views of a buffer that the next tensor may need
+                assert rows == (shape[0] if shape else 1), name
                 unwritten.remove(name)
-                del tensor, flat  # both are views of a buffer that the next tensor may need
+                del tensor
             assert not unwritten, f"never written: {sorted(unwritten)}"
             os.fsync(fd)
         finally:

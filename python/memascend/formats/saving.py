@@ -31,6 +31,8 @@ from memascend.offloading.stand_ins import is_stand_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    from memascend.residency.tables import OffloadedTable
+
 #: Parameters that are written together, by name: those of a unit, and what lies in memory beside them.
 _Group = dict[str, nn.Parameter]
 
@@ -295,13 +297,28 @@ def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> No
 
 def _tensors(
     model: nn.Module, groups: list[_Group], buffers: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | Iterator[torch.Tensor]]]:
     yield from buffers.items()
     for group in groups:
+        if (table := _table(model, group)) is not None:
+            yield table[0], (_converted(table[0], rows, dtype) for _, rows in table[1].blocks())
+            continue
         # A conversion computes on the CPU, wherever the parameters in memory are.
         reverted = revert_conversions(model, {name: value.cpu() for name, value in _values(group).items()})
         for name in list(reverted):
             yield name, _converted(name, reverted.pop(name), dtype)
+
+
+def _table(model: nn.Module, group: _Group) -> tuple[str, OffloadedTable] | None:
+    """Return the name under which a group is written that is one table on the store, and the table."""
+    located = place_of(next(iter(group.values()))) if len(group) == 1 else None
+    if located is None or not located[1].tensor.unit.is_table:
+        return None
+    written = revert_conversions(model, _shown(group))
+    (name, shown), place = next(iter(written.items())), located[1]
+    if len(written) > 1 or (shown.shape, shown.dtype) != (place.shape, place.dtype):
+        return None
+    return name, located[0].table(place)
 
 
 def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

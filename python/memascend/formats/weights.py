@@ -175,21 +175,26 @@ class Sources:
                 )
             place.source = externals[reader], entry.start
 
-    def read(self, place: Place, target: torch.Tensor) -> None:
-        """Fill `target` with the values of a parameter."""
+    def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
+        """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""
         for name in self._aliases[place.name]:
             if name in self._plain:
                 key = self._plain[name]
-                self.files.where[key].read_into(key, target)
+                self.files.where[key].read_into(key, target, first_row or 0)
                 return
             if name in self._made or self._convert(name):
                 made = self._made.pop(name)
-                if made.shape != target.shape:
+                if made.shape != place.shape:
                     raise CheckpointError(
                         f"the tensors in {self.files.directory} that make {name} give shape {tuple(made.shape)}, the "
-                        f"configuration says {tuple(target.shape)}"
+                        f"configuration says {tuple(place.shape)}"
                     )
-                target.copy_(made)
+                if first_row is None:
+                    target.copy_(made)
+                    return
+                target.copy_(made[first_row : first_row + len(target)])
+                if first_row + len(target) < len(made):
+                    self._made[name] = made  # for the rows that follow
                 return
         raise CheckpointError(f"no weights for {place.name} in {self.files.directory}")
 

@@ -1,8 +1,18 @@
-"""The layout of tables: parameters with a row for each token of the vocabulary, which are read by blocks of rows."""
+"""The layout of tables: parameters with a row for each token of a vocabulary, which are read by blocks of rows.
+
+A table is never whole in memory where the budget has no room for it. Its blocks depend on its shape and dtype alone, so
+that what is computed block by block has the same bits whatever the budget.
+"""
 
 from __future__ import annotations
 
 from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1024 * 1024
 #: The least size of a parameter that is read by blocks and by rows. A smaller one is read whole.
@@ -25,3 +35,50 @@ def block_rows(width: int, itemsize: int) -> int:
         rows = PAGE_BYTES // gcd(row_bytes, PAGE_BYTES)
     step_bytes = rows * row_bytes
     return rows * max(1, (2 * BLOCK_BYTES + step_bytes) // (2 * step_bytes))
+
+
+def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
+    """Return the tables of a model: embeddings, and heads.
+
+    Args:
+        model: a head is what `get_output_embeddings` of a model of transformers returns.
+        fused_loss: False leaves heads, and what is tied to them, whole. True takes for heads, in a model that is not
+            of transformers, all linear layers with at least four times as many outputs as inputs, too. "auto" is
+            neither.
+    """
+    embeddings = {
+        weight
+        for module, weight in _weights(model, nn.Embedding)
+        if module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    }
+    heads = _heads(model, fused_loss)
+    return embeddings - heads if fused_loss is False else embeddings | heads
+
+
+def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
+    """Return those of `find_tables` that are heads: hidden states are multiplied by them."""
+    return find_tables(model, fused_loss) & _heads(model, fused_loss)
+
+
+def _heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
+    linear = _weights(model, nn.Linear)
+    get_head = getattr(model, "get_output_embeddings", None)
+    if get_head is not None:
+        head = get_head()
+        return {weight for module, weight in linear if module is head}
+    if fused_loss is True:
+        return {weight for module, weight in linear if module.out_features >= 4 * module.in_features}
+    embeddings = {weight for _, weight in _weights(model, nn.Embedding)}
+    return {weight for _, weight in linear} & embeddings
+
+
+def _weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[Any, torch.Tensor]]:
+    """Return the modules of a kind that are large enough to be read by blocks, and their weights."""
+    # A parametrized module computes `weight` when it is asked for, and may change its buffers then.
+    weights = ((module, module._parameters.get("weight")) for module in model.modules() if isinstance(module, kind))
+    return [(module, weight) for module, weight in weights if weight is not None and is_large(weight)]
+
+
+def is_large(table: torch.Tensor) -> bool:
+    """Whether a parameter is large enough to be read by blocks."""
+    return table.ndim == 2 and table.nbytes >= TABLE_BYTES_MIN

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+from memascend.layout.tables import find_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
 
@@ -166,6 +167,8 @@ class Unit:
     #: Whether it is in use while other units are: its module runs around theirs, or one module
     #: needs several units.
     held: bool = False
+    #: Whether it is a table (`memascend.layout.tables`) and nothing else.
+    is_table: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
@@ -239,15 +242,20 @@ def _assign_offsets(unit: Unit) -> None:
             place.offset = tensor.offset + place.start * tensor.dtype.itemsize
 
 
-def partition(model: nn.Module, device: torch.device = CPU) -> list[Unit]:
+def partition(model: nn.Module, device: torch.device = CPU, fused_loss: bool | str | None = "auto") -> list[Unit]:
     """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
-    Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer); every other
-    module with parameters of its own is one, small ones together. A tied parameter belongs to the first.
+    Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
+    table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
+    first. `fused_loss` says which tables of a model on the CPU are read by blocks (`find_tables`); None is none.
     """
-    divider = _Divider(device)
+    # The layout of a store depends neither on the device nor on how the loss is computed.
+    divider = _Divider(device, find_tables(model, True))
     divider.visit(model, "")
     units = divider.finish()
+    tables = find_tables(model, fused_loss) if device == CPU and fused_loss is not None else set()
+    for unit in units:
+        unit.is_table = any(place.parameter in tables for place in unit.places) and not unit.repeated
     _mark_held_together(model, units)
     return units
 
@@ -255,8 +263,10 @@ def partition(model: nn.Module, device: torch.device = CPU) -> list[Unit]:
 class _Divider:
     """Collects units while the modules of a model are visited in order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tables: Set[torch.Tensor]) -> None:
         self._device = device
+        #: Parameters that are units by themselves.
+        self._tables = tables
         self._units: list[Unit] = []
         #: Identities of the parameters that belong to a unit already.
         self._taken: set[int] = set()
@@ -266,6 +276,11 @@ class _Divider:
     def visit(self, module: nn.Module, prefix: str) -> None:
         """Divide a module, whose name in the model is `prefix`, and the modules inside it."""
         direct = self._take(module, prefix, recurse=False)
+        for name, parameter in direct:
+            if parameter in self._tables:
+                unit = Unit(name.removesuffix(".weight"), repeated=False)
+                self._add(unit, module, [(name, parameter)])
+        direct = [(name, parameter) for name, parameter in direct if parameter not in self._tables]
         if sum(parameter.numel() * parameter.element_size() for _, parameter in direct) >= SMALL_MODULE_BYTES:
             unit = Unit(prefix or "root module", repeated=False, held=any(module.children()))
             self._add(unit, module, direct)
@@ -310,6 +325,7 @@ def _mark_held_together(model: nn.Module, units: Sequence[Unit]) -> None:
     for module in model.modules():
         parameters = module.parameters(recurse=module in repeated)
         units_needed = {unit_of[parameter] for parameter in parameters if parameter in unit_of}
+        units_needed = {unit for unit in units_needed if not unit.is_table}
         if len(units_needed) > 1:
             for unit in units_needed - {repeated.get(module)}:
                 unit.held = True

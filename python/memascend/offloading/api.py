@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from memascend.layout.units import Place
     from memascend.offloading.native import StorePaths
 
 
@@ -85,6 +86,12 @@ def _check_parameters(model: nn.Module, device: torch.device) -> None:
             )
 
 
+def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
+    """Copy a parameter's values, or the rows from `first_row` on, into `target`."""
+    values = place.parameter.data
+    target.copy_(values if first_row is None else values[first_row : first_row + len(target)])
+
+
 def offload(
     model: nn.Module,
     *,
@@ -95,6 +102,7 @@ def offload(
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    fused_loss: bool | str = "auto",
     durability: str = "auto",
     keep_store: bool | None = None,
     **options: Any,
@@ -116,6 +124,11 @@ def offload(
             "recompute" on a device.
         batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
             is too small for them is refused before anything starts.
+        fused_loss: on the CPU, compute the loss in pieces, so that neither the head's weights nor the logits are ever
+            whole (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for
+            a head of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to
+            an embedding. True takes large linear layers of other models for heads, too. False computes as PyTorch does,
+            bit for bit, with the head whole in memory.
         durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
             stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
             "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
@@ -137,9 +150,9 @@ def offload(
     """
     _check_not_offloaded(model)
     budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
     _check_parameters(model, computing.torch_device)
-    units = partition(model, computing.torch_device)
+    units = partition(model, computing.torch_device, fused_loss)
     session = Session(
         model,
         units,
@@ -152,7 +165,7 @@ def offload(
         options=options,
     )
     try:
-        session.fill(lambda place, target: target.copy_(place.parameter.data), None)
+        session.fill(_read_parameter, None)
         Hooks(session).attach()
     except BaseException:
         session.discard()

@@ -36,6 +36,8 @@ class Computing:
     #: One of `POLICIES`.
     activations: str
     batch_tokens: int | None
+    #: Whether heads are tables, so that the loss is computed in pieces: True, False or "auto".
+    fused_loss: bool | str = "auto"
 
     @staticmethod
     def of(
@@ -44,6 +46,7 @@ class Computing:
         recompute: bool,
         activations: str | None,
         batch_tokens: int | None,
+        fused_loss: bool | str = "auto",
     ) -> Computing:
         """Check the arguments of `memascend.offload` that have these names, and open the device.
 
@@ -57,6 +60,8 @@ class Computing:
             )
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"batch_tokens={batch_tokens}: a batch has one token or more")
+        if fused_loss not in (True, False, "auto"):
+            raise ValueError(f"fused_loss={fused_loss!r} is none of True, False and 'auto'")
         opened = open_device(device)
         if opened is None and device_memory is not None:
             raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
@@ -67,6 +72,7 @@ class Computing:
             # On the CPU inputs are in host memory anyway. A device has less room for them.
             activations=activations or ("host" if opened is None else "recompute"),
             batch_tokens=batch_tokens,
+            fused_loss=fused_loss,
         )
 
     @property

@@ -14,6 +14,7 @@ from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES, as_held
 from memascend.offloading.stand_ins import copy_of, is_stand_in, make_marker
+from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -126,7 +127,12 @@ class GradientCapture:
             )
         self.streamer.apply_update(place.tensor.unit)
         with span(f"gradient of {place.name}"):
-            self._keep(place, gradient.detach().contiguous(), accumulate)
+            if isinstance(gradient, TableGradient) and (place.tensor.packed or self.device is not None):
+                gradient = gradient.dense()
+            if isinstance(gradient, TableGradient):
+                self._keep_blocks(place, gradient, accumulate)
+            else:
+                self._keep(place, gradient.detach().contiguous(), accumulate)
         place.held = True
         if accumulate:
             place.added += 1
@@ -147,6 +153,19 @@ class GradientCapture:
             )
         else:
             self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
+
+    def _keep_blocks(self, place: Place, gradient: TableGradient, accumulate: bool) -> None:
+        """Put the gradient of a table into the store's keeping block by block, or add it to the one there."""
+        place.filled = None
+        try:
+            ranges = self.runtime.begin_gradient(self.allocate(place.tensor), accumulate)
+            for _, block in gradient.blocks():
+                ranges.add(block.contiguous().data_ptr(), block.numel())
+            place.sum_squares, place.non_finite = ranges.end()
+        except BaseException:
+            # Some blocks are there, and others are not.
+            place.held, place.parameter.grad = False, None
+            raise
 
     def _capture_from_device(
         self,

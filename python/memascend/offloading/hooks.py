@@ -22,6 +22,7 @@ from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.places import place_of, register
+from memascend.offloading.session import stale
 from memascend.offloading.stand_ins import disguise, is_stand_in
 from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
 
@@ -105,9 +106,11 @@ class Hooks:
         #: (module, attribute, what its `__dict__` held before, or None), in the order of
         #: replacement.
         self._originals: list[tuple[nn.Module, str, Any]] = []
+        #: The units that a use fetches. A table stays a stand-in, for functions that read its blocks.
         self._owners: dict[nn.Parameter, Unit] = {
-            place.parameter: unit for unit in session.units for place in unit.places
+            place.parameter: unit for unit in session.units if not unit.is_table for place in unit.places
         }
+        self._tables = {place.parameter for unit in session.units if unit.is_table for place in unit.places}
         #: Places by the address of what absent parameters hold.
         self._absent: dict[int, Place] = {}
         self._casts = CastWeights(session.torch_device.type)
@@ -180,7 +183,9 @@ class Hooks:
             else:
                 continue
             needed = list(dict.fromkeys(self._owners[p] for p in parameters if p in self._owners))
-            if needed and module is not model:
+            # A graph that is compiled cannot read a table.
+            reads_table = any(parameter in self._tables for parameter in module._parameters.values())
+            if (needed or reads_table) and module is not model:
                 self._surround(module, partial(self._streamed, module, needed, module in blocks))
 
     def _expect_writes(self, module: nn.Module) -> None:
@@ -271,7 +276,7 @@ class Hooks:
             def run_unless_stepped(*args: Any, **kwargs: Any) -> Any:
                 for place, version in zip(places, versions, strict=True):
                     if _version(place) != version:
-                        raise MemascendError(_stale(place.name))
+                        raise MemascendError(stale(place.name))
                 with _trained_as(places, trained):
                     return run(*args, **kwargs)
 
@@ -292,7 +297,7 @@ class Hooks:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._casts.use(module)
-            check_transforms(needed[0].name)
+            check_transforms(needed[0].name if needed else "a table")
             # Our recomputation replaces transformers' own, which would call the layer without this
             # wrapper.
             checkpointing = module.__dict__.get("gradient_checkpointing")
@@ -374,7 +379,7 @@ class Hooks:
                 return saved.tensor
             place = saved.place
             if _version(place) != saved.version:
-                raise MemascendError(_stale(place.name))
+                raise MemascendError(stale(place.name))
             storage = streamer.storage(place.tensor.unit).untyped_storage()
             offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
             empty = torch.empty(0, dtype=saved.dtype, device=device)
@@ -389,7 +394,7 @@ class Hooks:
         apply = module._apply
 
         def apply_unless_converting(fn: Callable, recurse: bool = True) -> nn.Module:
-            own = [parameter for parameter in module._parameters.values() if parameter in self._owners]
+            own = [p for p in module._parameters.values() if p in self._owners or p in self._tables]
             if all([_leaves_alone(fn, parameter) for parameter in own]):
                 return apply(lambda tensor: tensor if is_stand_in(tensor) else fn(tensor), recurse)
             return apply(fn, recurse)
@@ -461,13 +466,6 @@ def _restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
             module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = value
-
-
-def _stale(subject: str) -> str:
-    return (
-        f"{subject} changed since the forward pass whose gradients were asked for: call backward() before "
-        "optimizer.step(), or run the forward pass again"
-    )
 
 
 def _refuse_closed(*_: Any, **__: Any) -> Any:

@@ -77,7 +77,7 @@ def open_runtime(
         measured = {name: value for name, value in measured.items() if name != "rates"}
     return Runtime(
         paths,
-        [(line.consumer, line.nbytes, line.count) for line in plan.units],
+        [(line.consumer, line.nbytes, line.count) for line in plan.buffers],
         [(line.consumer, line.nbytes, line.count) for line in plan.packs],
         plan.staging.nbytes,
         plan.staging.count + plan.kept.count,

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
 from memascend.errors import MemascendError, PinnedMemoryError
+from memascend.layout.tables import block_rows
+from memascend.layout.units import round_up
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
@@ -24,6 +27,7 @@ from memascend.offloading.native import close_at_exit, open_runtime
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
+from memascend.residency.tables import OffloadedTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +41,14 @@ if TYPE_CHECKING:
     from memascend.offloading.native import StorePaths
 
 _log = logging.getLogger("memascend")
+
+
+def stale(subject: str) -> str:
+    """Say that weights changed between a forward pass and its backward pass."""
+    return (
+        f"{subject} changed since the forward pass whose gradients were asked for: call backward() before "
+        "optimizer.step(), or run the forward pass again"
+    )
 
 
 class Attachment(Protocol):
@@ -77,11 +89,13 @@ class Session:
         self.model = weakref.ref(model)
         self.units = units
         self.recompute = computing.recompute
+        self.fused_loss = computing.fused_loss
         self.device = computing.device
         self.torch_device = computing.torch_device
         self.keep_store = keep_store
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = []
+        self._tables: dict[Place, OffloadedTable] = {}
         self.attachment: Attachment | None = None
         self.device_plan = computing.plan(units, getattr(model, "config", None))
         self.host_memory = plan.budget
@@ -178,16 +192,23 @@ class Session:
 
     # ---- filling the store ------------------------------------------------------------------------------
 
-    def fill(self, read: Callable[[Place, torch.Tensor], object], progress: Callable[[int, int], None] | None) -> None:
+    def fill(self, read: Callable[..., object], progress: Callable[[int, int], None] | None) -> None:
         """Write every unit to the store.
 
         Args:
-            read: called as `read(place, target)` to fill `target`, a view of the parameter's shape and dtype.
+            read: called as `read(place, target)` to fill `target`, a view of the parameter's shape and dtype, and as
+                `read(place, target, first_row)` to fill `target`, (n, width), with n rows of a table.
             progress: called as `progress(bytes_done, bytes_total)` after each unit.
         """
         stored = [unit for unit in self.units if unit.weights]
         total, done = sum(unit.nbytes for unit in stored), 0
         for unit in stored:
+            if self.streamer.is_streamed(unit):
+                self._fill_table(unit, read)
+                done += unit.nbytes
+                if progress is not None:
+                    progress(done, total)
+                continue
             lease = self._free_lease(unit)
             storage = torch.frombuffer(lease, dtype=torch.uint8)
             storage[: unit.nbytes].zero_()
@@ -203,6 +224,21 @@ class Session:
         for unit in stored:
             self.runtime.wait_unit(unit.index)
         self.generations.changed()
+
+    def _fill_table(self, unit: Unit, read: Callable[..., object]) -> None:
+        """Write a table block by block."""
+        (place,), ((tensor_id, _, _),) = unit.places, unit.weights
+        (lease, *_) = self.streamer.lease_blocks()
+        rows, width = place.shape
+        row_bytes = width * place.dtype.itemsize
+        for first in range(0, rows, step := block_rows(width, place.dtype.itemsize)):
+            count = min(step, rows - first)
+            storage = torch.frombuffer(lease, dtype=torch.uint8)
+            nbytes = round_up(count * row_bytes, PAGE_BYTES)
+            storage[count * row_bytes : nbytes].zero_()
+            read(place, storage[: count * row_bytes].view(place.dtype).view(count, width), first)
+            self.runtime.write_part(unit.index, tensor_id, first * row_bytes, nbytes, lease)
+            self.runtime.wait_unit(unit.index)
 
     def _free_lease(self, unit: Unit) -> LeaseBuffer:
         """Lease a buffer for `unit`, waiting for writes under way where all buffers of its size are being written."""
@@ -277,6 +313,12 @@ class Session:
         if self.runtime.device is not None:
             stats["device"] = self.runtime.device.stats()
         return stats
+
+    def table(self, place: Place) -> OffloadedTable:
+        """Return the weights of a parameter that is a table."""
+        if place not in self._tables:
+            self._tables[place] = OffloadedTable(self.streamer, place)
+        return self._tables[place]
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them."""

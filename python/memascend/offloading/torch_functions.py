@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -17,6 +18,7 @@ from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import (
     Loan,
+    OffloadedParameter,
     OffloadedTensor,
     Session,
     alias_of,
@@ -30,9 +32,15 @@ from memascend.offloading.stand_ins import (
     whole_of,
 )
 from memascend.residency.host import NoBufferError
+from memascend.vocabulary.logits import deferred_linear
+from memascend.vocabulary.lookup import embedding
+from memascend.vocabulary.tables import find_tables_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from memascend.layout.units import Place
+    from memascend.vocabulary.tables import Table
 
 
 def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -44,6 +52,8 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _OWN[func](*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     check_transforms("a parameter")
+    if func in _OF_TABLES and (result := _OF_TABLES[func](*args, **kwargs)) is not NotImplemented:
+        return result
     stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
     gradients = []
     for tensor in stand_ins:
@@ -62,6 +72,48 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(gradients) > len(set(gradients)):
         return _run_on_copies(func, args, kwargs, stand_ins)  # one gradient is read for each view of it
     return _run_on_values(func, args, kwargs, stand_ins)
+
+
+def _look_up(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Run `torch.nn.functional.embedding` on a table."""
+    located = _table_of(weight)
+    if located is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    session, place = located
+    return embedding(indices, weight, session.table(place), padding_idx)
+
+
+def _apply_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Run `torch.nn.functional.linear` on a table: the logits are computed when they are asked for."""
+    located = _table_of(weight)
+    if located is None or is_stand_in(hidden) or is_stand_in(bias):
+        return NotImplemented
+    session, place = located
+    if session.fused_loss is False:
+        return NotImplemented
+    return deferred_linear(hidden, weight, bias, session.table(place))
+
+
+def _table_of(weight: torch.Tensor) -> tuple[Any, Place] | None:
+    """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
+    located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
+    if located is None or not located[1].tensor.unit.is_table or located[0].runtime.closed:
+        return None
+    return located
+
+
+def _find_table(weight: torch.Tensor) -> Table | None:
+    """Return the table of an offloaded parameter, also of one that is read whole; None for others."""
+    located = place_of(weight) if weight.ndim == 2 else None
+    return None if located is None else located[0].table(located[1])
 
 
 def check_transforms(name: str) -> None:
@@ -292,6 +344,8 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     torch.autograd.backward(ends, inputs=inputs, **kwargs)
 
 
+#: Functions that read tables by blocks or rows.
+_OF_TABLES: dict[Any, Callable[..., Any]] = {F.embedding: _look_up, F.linear: _apply_head}
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
 _ADDRESS = "asks for its address in memory; take a copy by .detach().clone() first"
 #: Functions that have no meaning for values on SSD, and what the error says of them.
@@ -366,3 +420,4 @@ _OWN: dict[Any, Callable[..., Any]] = {
 }
 
 run_functions_by(run)
+find_tables_by(_find_table)

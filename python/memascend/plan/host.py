@@ -10,6 +10,7 @@ import torch
 from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK, PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
+from memascend.layout.tables import block_rows
 from memascend.layout.units import SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
 
@@ -40,6 +41,8 @@ TRANSFER_SHARE = 1 / 6
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
 REPEATED_BUFFERS_MIN = 2
 REPEATED_BUFFERS = 3
+#: Buffers for blocks of tables: the one in use and the next.
+BLOCK_BUFFERS = 2
 #: What Python, autograd and Rust keep beside the arena, as benches/plan_accuracy.py measures it.
 BOOKKEEPING_BYTES = 4 * 2**20
 BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
@@ -76,6 +79,10 @@ class Plan:
     #: Beside the arena.
     windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
+    #: Blocks of tables that are read by blocks.
+    blocks: Line = field(default_factory=lambda: Line("vocabulary, by blocks", 0, 0, "in use, next"))
+    #: Tables that have a buffer of their own, because there is room.
+    whole_tables: list[Unit] = field(default_factory=list)
     #: One buffer serves all large units.
     by_turns: bool = False
     #: The least budget that works, and one with which the next layer is read while one computes, in
@@ -86,7 +93,12 @@ class Plan:
     @property
     def arena(self) -> list[Line]:
         """The lines of the consumers in the arena."""
-        return [*self.units, *self.packs, self.slots, self.staging, self.kept]
+        return [*self.buffers, *self.packs, self.slots, self.staging, self.kept]
+
+    @property
+    def buffers(self) -> list[Line]:
+        """The lines of the buffers that weights are read into."""
+        return [*self.units, *([self.blocks] if self.blocks.count else [])]
 
     @property
     def lines(self) -> list[Line]:
@@ -141,7 +153,10 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     if any(place.source is not None for tensor in tensors for place in tensor.places):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
-    classes, by_turns = classes_apart(units), classes_by_turns(units)
+    tables = [unit for unit in units if unit.is_table]
+    units = [unit for unit in units if not unit.is_table]
+    _add_blocks(plan, units, tables)
+    classes, by_turns = classes_apart(units), classes_by_turns(units, plan.blocks.nbytes)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
     plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
@@ -168,7 +183,38 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         kind.line.count += extra
         spare -= extra * size
         kind.line.note = why(kind)
+    # Last, a table in memory saves the reads of its blocks.
+    spare += plan.blocks.total  # not needed once all tables are whole
+    for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
+        kind.line.count = kind.members
+        whole = [*plan.whole_tables, *(table for table in tables if table.nbytes == kind.line.nbytes)]
+        if kind.line.total + (plan.blocks.total if len(whole) < len(tables) else 0) > spare:
+            break
+        spare -= kind.line.total
+        kind.line.note = why(kind)
+        plan.units.append(kind.line)
+        plan.whole_tables = whole
+    if len(plan.whole_tables) == len(tables):
+        plan.blocks.count = 0
     return plan
+
+
+def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> None:
+    """Plan the buffers for blocks of tables, of a size that is no unit's: the pool tells buffers by their size."""
+    if not tables:
+        return
+    nbytes = max(table_block_bytes(table) for table in tables)
+    while any(round_up(unit.nbytes, PAGE_BYTES) == nbytes for unit in units):
+        nbytes += PAGE_BYTES
+    plan.blocks.nbytes, plan.blocks.count = nbytes, BLOCK_BUFFERS
+
+
+def table_block_bytes(table: Unit) -> int:
+    """Return the bytes of the largest block of a table, in whole pages."""
+    (place,) = table.places
+    rows, width = place.shape
+    itemsize = place.dtype.itemsize
+    return round_up(min(rows, block_rows(width, itemsize)) * width * itemsize, PAGE_BYTES)
 
 
 @dataclass(slots=True)
@@ -193,12 +239,15 @@ def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
     return classes
 
 
-def classes_by_turns(units: Sequence[Unit]) -> list[BufferClass]:
-    """Return the fewest buffers that work: one for all units, except small ones and those in use beside others."""
+def classes_by_turns(units: Sequence[Unit], block_bytes: int = 0) -> list[BufferClass]:
+    """Return the fewest buffers that work: one for all units, except small ones and those in use beside others.
+
+    `block_bytes` is the size of the buffers for blocks of tables.
+    """
     apart = [unit.nbytes for unit in units if unit.held or (not unit.repeated and unit.nbytes <= SMALL_MODULE_BYTES)]
     # A request goes to the smallest class that holds it, so units no larger than these would take
     # their buffers.
-    alone = [unit for unit in units if unit.nbytes <= max(apart, default=0)]
+    alone = [unit for unit in units if unit.nbytes <= max([*apart, block_bytes])]
     others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
     classes = classes_apart(alone)
     if others:

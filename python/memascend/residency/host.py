@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
     from memascend.plan.host import Plan
     from memascend.residency.updates import Update
+
+_log = logging.getLogger("memascend")
 
 
 class NoBufferError(MemascendError):
@@ -73,10 +76,13 @@ class Streamer:
         self.runtime = runtime
         self.timeline = timeline
         self._forget_recomputed = forget_recomputed
+        #: Tables without a buffer: read by blocks and by rows, and whole only beyond the budget.
+        self._streamed = {unit for unit in units if unit.is_table and unit not in plan.whole_tables}
+        self._block_bytes = plan.blocks.nbytes
         sizes = {line.nbytes for line in plan.units}
         self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
-        self._buffer_size = {unit: smallest_holding(unit.nbytes, sizes) for unit in units}
+        self._buffer_size = {unit: smallest_holding(unit.nbytes, sizes) for unit in units if unit not in self._streamed}
         self.residencies = {unit: Residency(unit) for unit in units}
         #: Units by the address of their storage, for tensors that autograd saves.
         self.by_address: dict[int, Unit] = {}
@@ -88,6 +94,8 @@ class Streamer:
         self.on_surprise: Callable[[Unit], None] = lambda unit: None
         #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
+        #: Tables that a warning has named.
+        self._named: set[Unit] = set()
         #: Passes with a backward pass (True) and without (False).
         self._order = UseOrder({True: [*units, *reversed(units)], False: list(units)})
         self._order.begin(True)
@@ -122,6 +130,7 @@ class Streamer:
         """Bind the unit's parameters to their values; every call needs an `exit`."""
         residency = self.residencies[unit]
         if residency.users == 0:
+            self._name_whole(unit)
             if residency.writes_itself:
                 # The durable step must be whole before a module changes the unit's bytes.
                 self.before_write()
@@ -142,6 +151,7 @@ class Streamer:
             if residency.users == 0:
                 for place in unit.places:
                     place.hide()
+                self._free_whole(residency)
 
     def _written_by_module(self, unit: Unit, written: list[Place]) -> None:
         """Write a unit back whose module has changed its weights in its forward."""
@@ -166,6 +176,7 @@ class Streamer:
         Outside of passes this is no use that predicts others. The program says `mark_written` where it has written.
         """
         residency = self.residencies[unit]
+        self._name_whole(unit)
         residency.users += 1
         try:
             storage = self._bring(unit)
@@ -174,6 +185,8 @@ class Streamer:
             yield storage
         finally:
             residency.users -= 1
+            if residency.users == 0:
+                self._free_whole(residency)
 
     def check_writable(self, places: Sequence[Place]) -> None:
         """Raise MemascendError for a weight that is read in place from a file of the model."""
@@ -232,7 +245,9 @@ class Streamer:
 
     def read(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8) in host memory, and prefetch what comes next."""
-        return self.storage(unit)
+        storage = self.storage(unit)
+        self._free_whole(self.residencies[unit])
+        return storage
 
     def _bring(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes, fetched if need be."""
@@ -266,9 +281,50 @@ class Streamer:
         with self.timeline.waiting("ssd_write"):
             self.runtime.wait_unit(unit.index)
 
+    # ---- tables -----------------------------------------------------------------------------------------
+
+    def is_streamed(self, unit: Unit) -> bool:
+        """Whether a unit is a table for which there is no buffer: it is read by blocks and by rows."""
+        return unit in self._streamed
+
+    def use_table(self, unit: Unit) -> None:
+        """Apply the deferred updates of a table that is about to be read by blocks or rows, and prefetch others."""
+        self._order.record(unit)
+        self.apply_update(unit)
+        self._wait_written(unit)
+        self._prefetch()
+
+    def lease_blocks(self) -> list[LeaseBuffer]:
+        """Return the buffers for blocks of tables that are free, at least one.
+
+        Raises NoBufferError if all are in use: other tables are being read.
+        """
+        leases = []
+        while (lease := self.runtime.lease_unit(self._block_bytes)) is not None:
+            leases.append(lease)
+        if not leases:
+            raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
+        return leases
+
+    def _free_whole(self, residency: Residency) -> None:
+        """Give back the memory beyond the budget of a table that was in use as a whole."""
+        if residency.unit in self._streamed and residency.users == 0:
+            self._drop(residency)
+
+    def _name_whole(self, unit: Unit) -> None:
+        """Say the first time that a table without a buffer is in use as a whole, beyond the budget."""
+        if unit in self._streamed - self._named:
+            self._named.add(unit)
+            _log.warning(
+                "%s is used as a whole: this takes %s beyond host_memory for as long as it is in use; lookups and the "
+                "loss read it by blocks (fused_loss=False plans host memory for the whole)",
+                unit.name,
+                format_size(unit.nbytes),
+            )
+
     # ---- buffers ----------------------------------------------------------------------------------------
 
-    def _fetch(self, unit: Unit, lease: LeaseBuffer) -> None:
+    def _fetch(self, unit: Unit, lease: LeaseBuffer | None) -> None:
         residency = self.residencies[unit]
         # An interrupt between the start of an update and its record would apply the update twice.
         residency.updating = bool(residency.updates)
@@ -277,6 +333,8 @@ class Streamer:
             for update in residency.updates:
                 update.started()
             residency.updates = ()
+        if lease is None:
+            return
         # An ordinary tensor in inference mode too: the parameters that show its bytes count writes.
         with torch.inference_mode(False):
             residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
@@ -284,6 +342,8 @@ class Streamer:
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
         """Return a buffer for a unit that is needed now, if need be by evicting others."""
+        if unit in self._streamed:
+            return self.runtime.lease_outside(unit.nbytes)
         for attempt in range(2):
             while True:
                 lease = self.runtime.lease_unit(unit.nbytes)
@@ -304,7 +364,7 @@ class Streamer:
                 self._forget_recomputed()
                 gc.collect()
         size = self._buffer_size
-        in_use = [r.unit.name for r in self.residencies.values() if r.users and size[r.unit] == size[unit]]
+        in_use = [r.unit.name for r in self.residencies.values() if r.users and size.get(r.unit) == size[unit]]
         raise NoBufferError(
             f"no buffer of {format_size(unit.nbytes)} is free for {unit.name}: all are held by tensors still alive "
             f"(in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier steps, or "
@@ -317,7 +377,7 @@ class Streamer:
         idle = (
             residency
             for residency in self.residencies.values()
-            if residency.storage is not None and not self._busy(residency) and size[residency.unit] == size[unit]
+            if residency.storage is not None and not self._busy(residency) and size.get(residency.unit) == size[unit]
         )
         return farthest(idle, lambda residency: self._next_fetch(residency.unit), beyond=sooner_than)
 
@@ -346,11 +406,15 @@ class Streamer:
         self._order.prefetch(PREFETCH_UNITS, self._is_hosted, self._fetch_ahead)
 
     def _is_hosted(self, unit: Unit) -> bool:
-        """Whether the unit's bytes are in host memory, or on their way to it."""
-        return self.residencies[unit].storage is not None
+        """Whether the unit's bytes are in host memory, or on their way to it; of a table by blocks: up to date."""
+        residency = self.residencies[unit]
+        return residency.storage is not None or (unit in self._streamed and not residency.updates)
 
     def _fetch_ahead(self, unit: Unit, number: int) -> bool:
         """Start fetching a unit for use number `number`, unless that would evict a unit that is used sooner."""
+        if unit in self._streamed:
+            self._fetch(unit, None)  # its updates alone
+            return True
         lease = self.runtime.lease_unit(unit.nbytes)
         if lease is None:
             victim = self._victim(unit, sooner_than=number)
@@ -397,7 +461,10 @@ class Streamer:
             # Expecting exactly these units makes the ordinary prefetch a pipeline over them.
             self._order.begin_known(waiting)
             for unit in waiting:
-                self.read(unit)
+                if unit in self._streamed:
+                    self.apply_update(unit)
+                else:
+                    self.read(unit)
         for residency in self.residencies.values():
             if residency.ticket is not None:
                 self._settle(residency)
@@ -415,7 +482,7 @@ class Streamer:
         """Apply the deferred updates of one unit now, because its gradient is about to be replaced."""
         residency = self.residencies[unit]
         if residency.updates:
-            self._fetch(unit, self._lease(unit))
+            self._fetch(unit, None if unit in self._streamed else self._lease(unit))
         if residency.ticket is not None:
             self._settle(residency)
 

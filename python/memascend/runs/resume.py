@@ -104,8 +104,9 @@ def resume(
     else:
         _free_closed(model)
     recompute = record["recompute"] if recompute is None else recompute
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens)
-    units = _divide(model, record, computing.torch_device)
+    fused_loss = record.get("fused_loss", False)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
+    units = _divide(model, record, computing)
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
     session = Session(
         model,
@@ -226,7 +227,7 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     return parse_record(text, paths)
 
 
-def _divide(model: nn.Module, record: dict[str, Any], device: torch.device) -> list[Unit]:
+def _divide(model: nn.Module, record: dict[str, Any], computing: Computing) -> list[Unit]:
     """Divide the model as the store has it, with the dtypes and frozen parameters that it had.
 
     Raises CheckpointError where model and record differ.
@@ -244,7 +245,7 @@ def _divide(model: nn.Module, record: dict[str, Any], device: torch.device) -> l
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
-    units = partition(model, device)
+    units = partition(model, computing.torch_device, computing.fused_loss)
     for name, parameter in model.named_parameters():
         if name in recorded:
             _, _, trained_last = recorded[name]

@@ -274,7 +274,8 @@ def _remembered(func: Any, logits: DeferredLogits, args: tuple, kwargs: dict[str
     if func in (_aten.tanh.default, _aten.alias.default, _aten.detach.default):
         return True
     if func is _aten.clone.default:
-        return set(kwargs) <= {"memory_format"}
+        # `contiguous()` asks for an order of elements; `clone()` keeps the values of now.
+        return kwargs == {"memory_format": torch.contiguous_format}
     if func is _aten._to_copy.default:
         dtype, device = kwargs.get("dtype") or logits.dtype, kwargs.get("device")
         same_device = device is None or torch.device(device) == logits.device

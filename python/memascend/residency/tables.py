@@ -1,0 +1,91 @@
+"""A table on the store, as a use of it sees it: read by blocks with read-ahead, or row by row."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend._memascend import PAGE_BYTES
+from memascend.common.timeline import span
+from memascend.layout.tables import block_rows
+from memascend.layout.units import as_held, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memascend._memascend import LeaseBuffer, Ticket
+    from memascend.layout.units import Place
+    from memascend.residency.host import Streamer
+
+
+class OffloadedTable:
+    """The weights of a table on the store: (rows, width). It implements `memascend.vocabulary.tables.Table`."""
+
+    def __init__(self, streamer: Streamer, place: Place) -> None:
+        """Read the table at `place` through `streamer`."""
+        self.rows, self.width = place.shape
+        self.dtype = place.dtype
+        self.device = place.absent.device
+        self.block_rows = block_rows(self.width, self.dtype.itemsize)
+        self._streamer, self._place = streamer, place
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every step and every write."""
+        with as_held():
+            return self._place.version + self._place.parameter._version
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""
+        streamer, place = self._streamer, self._place
+        firsts = range(0, self.rows, self.block_rows)
+        if not streamer.is_streamed(place.tensor.unit):
+            values = place.view(streamer.storage(place.tensor.unit))
+            yield from ((first, values[first : first + self.block_rows]) for first in firsts)
+            return
+        streamer.use_table(place.tensor.unit)
+        # The buffer of a block is read into again when the next block is asked for.
+        free = streamer.lease_blocks()
+        left = deque(firsts)
+        coming: deque[tuple[int, LeaseBuffer, Ticket]] = deque()
+        while left or coming:
+            while left and free:
+                lease = free.pop()
+                coming.append((left[0], lease, self._read(left.popleft(), lease)))
+            first, lease, ticket = coming.popleft()
+            with streamer.timeline.waiting("ssd_read"):
+                ticket.wait()
+            yield first, self._view(first, lease)
+            free.append(lease)
+
+    def _bytes(self, first: int) -> int:
+        return min(self.block_rows, self.rows - first) * self.width * self.dtype.itemsize
+
+    def _read(self, first: int, lease: LeaseBuffer) -> Ticket:
+        (tensor_id, _, nbytes) = self._place.tensor.unit.weights[0]
+        offset = first * self.width * self.dtype.itemsize
+        length = min(round_up(self._bytes(first), PAGE_BYTES), nbytes - offset)
+        unit = self._place.tensor.unit
+        return self._streamer.runtime.read_part(unit.index, tensor_id, offset, length, lease)
+
+    def _view(self, first: int, lease: LeaseBuffer) -> torch.Tensor:
+        with torch.inference_mode(False):
+            stored = torch.frombuffer(lease, dtype=torch.uint8, count=self._bytes(first))
+        return stored.view(self.dtype).view(-1, self.width)
+
+    def look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows of sorted, unique indices, (n,) of int64, as a new tensor: (n, width)."""
+        streamer, place = self._streamer, self._place
+        unit = place.tensor.unit
+        if not streamer.is_streamed(unit):
+            return place.view(streamer.storage(unit)).index_select(0, indices)
+        streamer.use_table(unit)
+        rows = torch.empty(len(indices), self.width, dtype=self.dtype)
+        (tensor_id, _, _) = unit.weights[0]
+        with span(f"rows of {place.name}"), streamer.timeline.waiting("ssd_read"):
+            streamer.runtime.read_rows(
+                tensor_id, self.width * self.dtype.itemsize, indices.data_ptr(), len(indices), rows.data_ptr()
+            )
+        return rows

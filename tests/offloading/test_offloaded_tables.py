@@ -1,0 +1,294 @@
+"""Tables are read by blocks and by rows, and give the bits of the same functions in memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import bits
+import needs
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memascend
+from memascend.layout import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tables of the size of tests, with blocks of some pages."""
+    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
+    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
+
+
+@pytest.fixture
+def offload(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
+    """Offload a model with the least memory; it is closed at the end of the test."""
+
+    def make(model: nn.Module, **options: Any) -> nn.Module:
+        options = {"host_memory": tiny.smallest_budget(model), "keep_store": False} | options
+        memascend.offload(model, store=tmp_path / "store", **options)
+        request.addfinalizer(lambda: memascend.close(model))
+        return model
+
+    return make
+
+
+def streamed(model: nn.Module) -> list[str]:
+    """Return the names of the tables that are read by blocks and rows."""
+    session = model._memascend
+    return [unit.name for unit in session.units if session.streamer.is_streamed(unit)]
+
+
+def check(offload: Callable[..., nn.Module], architecture: str, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """Train in memory with the same loss, and offloaded, and compare; return the model, still open."""
+    where = options.pop("where", {})
+    prepare = options.pop("prepare", lambda model: None)
+    runs = []
+    fused = where.get("fused_loss", "auto")
+    for place in (lambda model: memascend.fuse_loss(model, fused), lambda model: offload(model, **where)):
+        model = tiny.build(architecture, dtype)
+        prepare(model)
+        place(model)
+        runs.append(tiny.train(model, architecture, **options))
+    tiny.assert_same(runs[1], runs[0])
+    return model
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma", "t5", "plain"])
+def test_training_has_the_bits_of_memory(
+    offload: Callable[..., nn.Module], architecture: str, dtype: torch.dtype
+) -> None:
+    where = {"fused_loss": True} if architecture == "plain" else {}
+    model = check(offload, architecture, dtype, where=where, generate=architecture in ("llama", "gpt2"))
+    assert streamed(model), "no table was read by blocks, so this proves nothing"
+
+
+def test_a_table_is_whole_where_the_budget_has_room(offload: Callable[..., nn.Module]) -> None:
+    model = check(offload, "llama", torch.bfloat16, where={"host_memory": "256MiB"})
+    assert not streamed(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_gradients_of_several_passes_add_up(offload: Callable[..., nn.Module], architecture: str) -> None:
+    assert streamed(check(offload, architecture, torch.bfloat16, accumulate=3))
+
+
+def test_training_has_no_table_in_memory(offload: Callable[..., nn.Module]) -> None:
+    model = offload(tiny.build("gpt2"))
+    optimizer = memascend.AdamW(model.parameters(), lr=0.1)
+    for number in range(2):
+        tiny.step(model, optimizer, "gpt2", number)
+    memascend.flush(model)
+    assert memascend.stats(model)["host_bytes_outside_most"] == 0
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "lm_head", ""])
+def test_frozen_tables(offload: Callable[..., nn.Module], frozen: str) -> None:
+    def freeze(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if (frozen and frozen in name) or (not frozen and "layers" not in name):
+                parameter.requires_grad_(False)
+
+    assert streamed(check(offload, "llama", torch.float32, prepare=freeze))
+
+
+def test_lookups_are_pytorchs_own(offload: Callable[..., nn.Module]) -> None:
+    """With fused_loss=False heads are whole, and a model has PyTorch's bits; its embedding is looked up by rows."""
+    expected, model = tiny.build("llama"), tiny.build("llama")
+    offload(model, fused_loss=False, host_memory="64MiB")
+    tiny.assert_same(tiny.train(model, "llama"), tiny.train(expected, "llama"))
+
+
+def test_a_lookup_reads_rows_and_not_the_table(offload: Callable[..., nn.Module]) -> None:
+    model = offload(tiny.build("llama", torch.float32))
+    embedding = model.model.embed_tokens
+    weight = dict(memascend.parameters_of(model))["model.embed_tokens.weight"]
+    before = memascend.stats(model)["ssd_bytes_read"]
+    ids = torch.tensor([[3, 900, 3, 17]])
+    with torch.no_grad():
+        assert torch.equal(embedding(ids), F.embedding(ids, weight))
+    read = memascend.stats(model)["ssd_bytes_read"] - before
+    assert 0 < read < weight.nbytes / 20  # with what is read ahead
+
+
+def test_the_loss_is_that_of_transformers(offload: Callable[..., nn.Module]) -> None:
+    expected, model = tiny.build("gemma", torch.float32), tiny.build("gemma", torch.float32)
+    offload(model)
+    losses = [run(**tiny.batch("gemma", 0)).loss for run in (expected, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses, rtol=1e-6)
+    for (name, ours), (_, theirs) in zip(tiny.gradients_of(model), tiny.gradients_of(expected), strict=True):
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), name
+
+
+def test_logits_can_be_used(offload: Callable[..., nn.Module]) -> None:
+    """A loss of one's own gets logits, and their gradients reach both tables."""
+    runs = [memascend.fuse_loss(tiny.build("llama", torch.float32)), offload(tiny.build("llama", torch.float32))]
+    gradients = []
+    for model in runs:
+        logits = model(input_ids=tiny.batch("llama", 0)["input_ids"]).logits
+        (logits.softmax(-1)[..., 5].sum() + logits[:, -1].logsumexp(-1).sum()).backward()
+        gradients.append(dict(tiny.gradients_of(model)))
+    assert not bits.differing(gradients[1], gradients[0])
+    assert gradients[0]["lm_head.weight"] is not None
+
+
+def test_code_that_indexes_the_weight_gets_it_whole(
+    offload: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Indexing(tiny.Plain):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            output = super().forward(input_ids, labels)
+            output.loss = output.loss + self.embedding.weight[:7].float().square().mean()
+            return output
+
+    torch.manual_seed(0)
+    expected = Indexing()
+    torch.manual_seed(0)
+    model = offload(Indexing())
+    with caplog.at_level(logging.WARNING):
+        for step in range(2):
+            losses = []
+            for run in (expected, model):
+                optimizer = memascend.SGD(run.parameters(), lr=0.1)
+                losses.append(tiny.step(run, optimizer, "plain", step))
+            assert torch.equal(*losses)
+    assert len([record for record in caplog.records if "embedding is used as a whole" in record.getMessage()]) == 1
+    assert memascend.stats(model)["host_bytes_outside"] == 0
+
+
+def test_programs_read_and_write_tables(offload: Callable[..., nn.Module]) -> None:
+    expected = memascend.fuse_loss(tiny.build("gpt2", torch.float32))
+    model = offload(tiny.build("gpt2", torch.float32))
+    for run in (expected, model):
+        with torch.no_grad():
+            run.lm_head.weight[3:5].mul_(2.0)
+            run.transformer.wte.weight.data.clamp_(-0.5, 0.5)
+        run(**tiny.batch("gpt2", 0)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(run.parameters(), 0.1)
+        run.lm_head.weight.grad.mul_(0.5)
+    assert not bits.differing(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(expected)))
+    assert not bits.differing(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(expected)))
+    assert memascend.stats(model)["host_bytes_outside"] == 0
+
+
+def test_gradients_by_torch_autograd_grad(offload: Callable[..., nn.Module]) -> None:
+    runs = [memascend.fuse_loss(tiny.build("llama", torch.float32)), offload(tiny.build("llama", torch.float32))]
+    found = []
+    for model in runs:
+        loss = model(**tiny.batch("llama", 0)).loss
+        wanted = [model.model.embed_tokens.weight, model.lm_head.weight]
+        found.append([gradient.clone() for gradient in torch.autograd.grad(loss, wanted)])
+        assert all(parameter.grad is None for parameter in wanted)
+    assert bits.difference(found[1], found[0]) is None
+
+
+def test_hooks_see_gradients_of_tables(offload: Callable[..., nn.Module]) -> None:
+    runs = [memascend.fuse_loss(tiny.build("gpt2", torch.float32)), offload(tiny.build("gpt2", torch.float32))]
+    for model in runs:
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 3)
+        model(**tiny.batch("gpt2", 0)).loss.backward()
+    assert not bits.differing(dict(tiny.gradients_of(runs[1])), dict(tiny.gradients_of(runs[0])))
+
+
+def test_a_graph_of_before_a_step_is_refused(offload: Callable[..., nn.Module]) -> None:
+    model = offload(tiny.build("llama", torch.float32))
+    optimizer = memascend.AdamW([model.lm_head.weight], lr=0.1)
+    stale = model(**tiny.batch("llama", 0)).loss
+    tiny.step(model, optimizer, "llama", 1)
+    with pytest.raises(memascend.MemascendError, match="weights of a head have changed since its loss"):
+        stale.backward()
+
+
+def test_a_failure_in_the_backward_pass_leaves_no_half_gradient(
+    offload: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memascend.residency.tables import OffloadedTable
+
+    model = offload(tiny.build("llama", torch.float32))
+    loss = model(**tiny.batch("llama", 0)).loss
+    blocks = OffloadedTable.blocks
+
+    def failing(self: OffloadedTable) -> Any:
+        for number, block in enumerate(blocks(self)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(OffloadedTable, "blocks", failing)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    monkeypatch.undo()
+    assert model.lm_head.weight.grad is None
+    optimizer = memascend.AdamW(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    tiny.step(model, optimizer, "llama", 1)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_over_tables(offload: Callable[..., nn.Module]) -> None:
+    peft = needs.package("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens", "lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(tiny.build("llama", torch.float32), config)
+
+    expected, model = adapted(), offload(adapted(), host_memory="64MiB")
+    for run in (expected, model):
+        run(**tiny.batch("llama", 0)).loss.backward()
+    for (name, ours), (_, theirs) in zip(tiny.gradients_of(model), tiny.gradients_of(expected), strict=True):
+        assert (ours is None) == (theirs is None), name
+        assert ours is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_run_goes_on(tmp_path: Path, durability: str) -> None:
+    expected = memascend.fuse_loss(tiny.build("gpt2"))
+    tiny.train(expected, "gpt2", steps=4, evaluate=False)
+    model = tiny.build("gpt2")
+    memascend.offload(
+        model, store=tmp_path, host_memory=tiny.smallest_budget(model), durability=durability, keep_store=True
+    )
+    tiny.train(model, "gpt2", steps=2, evaluate=False)
+    memascend.close(model)
+    run = memascend.resume(tmp_path)
+    assert streamed(run.model)
+    del expected
+    again = memascend.fuse_loss(tiny.build("gpt2"))
+    reference = tiny.train(again, "gpt2", steps=2, evaluate=False)
+    tiny.assert_same_weights(dict(memascend.parameters_of(run.model)), reference.weights)
+    memascend.close(run.model)
+
+
+def test_models_are_loaded_and_saved_by_blocks(tmp_path: Path) -> None:
+    model = tiny.build("gpt2")
+    model.save_pretrained(tmp_path / "model")
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    opened = memascend.from_pretrained(
+        tmp_path / "model", store=tmp_path / "store", host_memory=tiny.smallest_budget(model), keep_store=False
+    )
+    assert streamed(opened)
+    memascend.save_pretrained(opened, tmp_path / "saved")
+    memascend.save_pretrained(opened, tmp_path / "float32", dtype="float32")
+    assert memascend.stats(opened)["host_bytes_outside_most"] == 0
+    for directory, dtype in (("saved", torch.bfloat16), ("float32", torch.float32)):
+        again = type(model).from_pretrained(tmp_path / directory, dtype=dtype)
+        tiny.assert_same_weights(
+            dict(again.named_parameters()), {name: value.to(dtype) for name, value in expected.items()}
+        )
+    tiny.assert_same_weights(dict(memascend.parameters_of(opened)), expected)
+    memascend.close(opened)
