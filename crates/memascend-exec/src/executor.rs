@@ -2,6 +2,7 @@
 
 mod compute;
 mod coordinator;
+mod groups;
 mod part;
 mod piece;
 
@@ -17,6 +18,7 @@ use memascend_store::{Store, TensorId};
 
 use self::compute::compute;
 use self::coordinator::Coordinator;
+use self::groups::Groups;
 use self::part::PartRead;
 pub use self::part::write_part;
 use self::piece::Work;
@@ -25,6 +27,7 @@ use crate::{ExecError, Pending, Result, Underway, UnitWeights, UpdateTensor};
 /// A job under way.
 pub struct Ticket {
     ready: Arc<Pending>,
+    groups: Vec<Arc<Pending>>,
 }
 
 impl Ticket {
@@ -37,6 +40,12 @@ impl Ticket {
     /// Whether [`Ticket::wait`] would return at once.
     pub fn is_ready(&self) -> bool {
         self.ready.is_idle()
+    }
+
+    /// The groups of elements whose updated weights are counted by themselves: each is idle when all
+    /// of its weights are written. See [`Executor::update_in_groups`].
+    pub fn groups(&self) -> &[Arc<Pending>] {
+        &self.groups
     }
 }
 
@@ -59,7 +68,7 @@ struct Job {
 }
 
 enum Order {
-    Fetch { weights: Option<UnitWeights>, updates: Vec<UpdateTensor> },
+    Fetch { weights: Option<UnitWeights>, updates: Vec<UpdateTensor>, groups: Option<Groups> },
     Part(PartRead),
 }
 
@@ -121,7 +130,23 @@ impl Executor {
         weights: Option<UnitWeights>,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
-        self.send(pending, Order::Fetch { weights, updates })
+        self.send(pending, Order::Fetch { weights, updates, groups: None })
+    }
+
+    /// As [`Executor::fetch`] without a lease, for one tensor, whose weights can be read while the
+    /// update goes on: those of each group of `elements` elements once the ticket's group is idle.
+    ///
+    /// # Panics
+    /// If `elements` is 0.
+    pub fn update_in_groups(
+        &self,
+        pending: Arc<Pending>,
+        weights: UnitWeights,
+        update: UpdateTensor,
+        elements: usize,
+    ) -> Arc<Ticket> {
+        let groups = Some(Groups::new(update.numel, elements));
+        self.send(pending, Order::Fetch { weights: Some(weights), updates: vec![update], groups })
     }
 
     /// Starts reading bytes of a tensor's current value, from `offset` on, into `buffer`. Waits
@@ -140,8 +165,25 @@ impl Executor {
         self.send(pending, Order::Part(PartRead { tensor, offset, buffer, reading }))
     }
 
+    /// As [`Executor::read_part`], of bytes that are known to be written: waits for nothing.
+    pub fn read_written(
+        store: &Store,
+        pending: &Arc<Pending>,
+        tensor: TensorId,
+        offset: u64,
+        buffer: LeaseSlice,
+    ) -> Arc<Ticket> {
+        let ticket = Arc::new(Ticket { ready: Arc::default(), groups: Vec::new() });
+        PartRead { tensor, offset, buffer, reading: pending.ask_read() }.start(store, &ticket);
+        ticket
+    }
+
     fn send(&self, pending: Arc<Pending>, order: Order) -> Arc<Ticket> {
-        let ticket = Arc::new(Ticket { ready: Arc::default() });
+        let groups = match &order {
+            Order::Fetch { groups: Some(groups), .. } => groups.pending(),
+            _ => Vec::new(),
+        };
+        let ticket = Arc::new(Ticket { ready: Arc::default(), groups });
         let job = Job { pending, order, ticket: Arc::clone(&ticket), ready: ticket.ready.begin() };
         if let Err(refused) = self.jobs.as_ref().expect("open until dropped").send(job) {
             refused.0.ready.end(Err(ExecError::Closed));

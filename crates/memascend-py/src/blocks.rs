@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_exec::{ExecError, Pending};
+use memascend_exec::{ExecError, Executor, Pending};
 use memascend_mem::{LeaseSlice, PAGE_BYTES, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, StoreError, TensorId};
@@ -40,9 +40,20 @@ pub(crate) struct Part {
 
 impl Part {
     /// Starts reading it into the beginning of `lease`.
-    pub(crate) fn read(self, parts: &Parts, unit: Arc<Pending>, lease: &LeaseBuffer) -> PyResult<Ticket> {
-        let buffer = self.buffer(&parts.store.current(self.tensor), lease, false)?;
-        Ok(Ticket(parts.executor.read_part(unit, self.tensor, self.offset, buffer)))
+    pub(crate) fn read(
+        self,
+        parts: &Parts,
+        unit: Arc<Pending>,
+        lease: &LeaseBuffer,
+        written: bool,
+    ) -> PyResult<Ticket> {
+        let Self { tensor, offset, .. } = self;
+        let buffer = self.buffer(&parts.store.current(tensor), lease, false)?;
+        Ok(Ticket(if written {
+            Executor::read_written(&parts.store, &unit, tensor, offset, buffer)
+        } else {
+            parts.executor.read_part(unit, tensor, offset, buffer)
+        }))
     }
 
     /// Starts writing it from the beginning of `lease`.

@@ -83,4 +83,20 @@ impl Ticket {
     fn is_ready(&self) -> bool {
         self.0.is_ready()
     }
+
+    /// Number of the groups of elements that are counted by themselves.
+    #[getter]
+    fn groups(&self) -> usize {
+        self.0.groups().len()
+    }
+
+    /// Waits until the updated weights of a group are written.
+    fn wait_group(&self, py: Python<'_>, group: usize) -> PyResult<()> {
+        py.detach(|| self.0.groups()[group].wait()).map_err(|error| exec_error(&error))
+    }
+
+    /// Whether `wait_group` would return at once.
+    fn is_group_ready(&self, group: usize) -> bool {
+        self.0.groups()[group].is_idle()
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use memascend_exec::{DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
 use memascend_mem::LockExt;
 use memascend_store::StoreOptions;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -231,15 +231,24 @@ impl Runtime {
     /// Starts reading a unit's weights, `(tensor, offset, bytes)` of each, into `lease`, and
     /// applies `updates` on the way. Without `lease` only the updates run: each reads its tensor into
     /// the update slots, or is of a tensor in host memory if its segments name addresses.
-    #[pyo3(signature = (unit, tensors, lease, updates))]
+    ///
+    /// With `group_elements`, for the update of one tensor without `lease`, the ticket tells for each
+    /// group of so many elements when its weights can be read.
+    #[pyo3(signature = (unit, tensors, lease, updates, group_elements = 0))]
     fn fetch(
         &self,
         unit: usize,
         tensors: Vec<(Bound<'_, TensorId>, usize, usize)>,
         lease: Option<&Bound<'_, LeaseBuffer>>,
         updates: Vec<UpdateArgument<'_>>,
+        group_elements: usize,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
+        if group_elements > 0 && (lease.is_some() || updates.len() != 1 || tensors.len() != 1) {
+            return Err(PyValueError::new_err(
+                "groups are those of one update without a buffer for its unit",
+            ));
+        }
         let files = self.files.locked().get(&unit).cloned();
         let unit = self.unit(unit);
         let tensors = unit_tensors(&tensors);
@@ -255,7 +264,13 @@ impl Runtime {
         let lease = lease.map(|lease| Arc::clone(&lease.get().lease));
         let weights =
             (lease.is_some() || !tensors.is_empty()).then_some(UnitWeights { tensors, files, lease });
-        Ok(Ticket(parts.executor.fetch(unit, weights, updates)))
+        Ok(Ticket(match (group_elements, weights) {
+            (1.., Some(weights)) => {
+                let update = updates.pop().expect("one update was checked for");
+                parts.executor.update_in_groups(unit, weights, update, group_elements)
+            }
+            (_, weights) => parts.executor.fetch(unit, weights, updates),
+        }))
     }
 
     /// Starts writing a unit's weights, `(tensor, offset, bytes)` of each, from `lease`.
@@ -272,7 +287,9 @@ impl Runtime {
 
     /// Starts reading `bytes` bytes of a tensor's current value, from `offset` on, into the
     /// beginning of `lease`, once what is written of the unit is written. `offset` is the start of a
-    /// page; whole pages are read.
+    /// page; whole pages are read. `written` says that these bytes are written already: then the read
+    /// waits for nothing.
+    #[pyo3(signature = (unit, tensor, offset, bytes, lease, written = false))]
     fn read_part(
         &self,
         unit: usize,
@@ -280,9 +297,10 @@ impl Runtime {
         offset: u64,
         bytes: usize,
         lease: &Bound<'_, LeaseBuffer>,
+        written: bool,
     ) -> PyResult<Ticket> {
         let part = Part { tensor: tensor.get().0, offset, bytes };
-        part.read(&*self.parts()?, self.unit(unit), lease.get())
+        part.read(&*self.parts()?, self.unit(unit), lease.get(), written)
     }
 
     /// Starts writing the first `bytes` bytes of `lease` as those of a tensor's next value from

@@ -301,10 +301,11 @@ def _slot_count(tensors: Sequence[StoreTensor]) -> int:
 
 
 def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
-    """Bytes of an update slot for each element of a chunk."""
+    """Bytes of an update slot for each element of a chunk. Those of a table hold its weights, too."""
+    weights = max((tensor.dtype.itemsize for tensor in tensors if tensor.unit.is_table and tensor.trained), default=0)
     if any(tensor.trained and tensor.dtype == torch.float16 for tensor in tensors):
-        return UPDATE_BYTES_PER_FLOAT16_ELEMENT
-    return UPDATE_BYTES_PER_ELEMENT
+        return UPDATE_BYTES_PER_FLOAT16_ELEMENT + weights
+    return UPDATE_BYTES_PER_ELEMENT + weights
 
 
 def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:

@@ -15,6 +15,7 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
+from memascend.layout.tables import block_rows
 from memascend.residency.order import PREFETCH_UNITS, UseOrder, farthest, smallest_holding
 
 if TYPE_CHECKING:
@@ -287,12 +288,33 @@ class Streamer:
         """Whether a unit is a table for which there is no buffer: it is read by blocks and by rows."""
         return unit in self._streamed
 
-    def use_table(self, unit: Unit) -> None:
-        """Apply the deferred updates of a table that is about to be read by blocks or rows, and prefetch others."""
+    def use_table(self, unit: Unit) -> Ticket | None:
+        """Begin the deferred update of a table that is about to be read by blocks, and prefetch other units.
+
+        Returns the update under way, whose groups are the table's blocks; None if the table is up to date.
+        """
         self._order.record(unit)
-        self.apply_update(unit)
-        self._wait_written(unit)
+        residency = self.residencies[unit]
+        if residency.updates:
+            self._fetch(unit, None)
         self._prefetch()
+        ticket = residency.ticket
+        if ticket is not None and not ticket.groups:
+            self._settle(residency)
+            ticket = None
+        if ticket is None:
+            self._wait_written(unit)
+        return ticket
+
+    def finish_update(self, unit: Unit) -> None:
+        """Wait for the end of a table's update that is under way."""
+        if self.residencies[unit].ticket is not None:
+            self._settle(self.residencies[unit])
+        self._wait_written(unit)
+
+    def _block_elements(self, unit: Unit) -> int:
+        (place,) = unit.places
+        return block_rows(place.shape[1], place.dtype.itemsize) * place.shape[1]
 
     def lease_blocks(self) -> list[LeaseBuffer]:
         """Return the buffers for blocks of tables that are free, at least one.
@@ -329,7 +351,8 @@ class Streamer:
         # An interrupt between the start of an update and its record would apply the update twice.
         residency.updating = bool(residency.updates)
         with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
-            residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates)
+            group = self._block_elements(unit) if lease is None and len(residency.updates) == 1 else 0
+            residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates, group)
             for update in residency.updates:
                 update.started()
             residency.updates = ()

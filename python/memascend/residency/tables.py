@@ -45,15 +45,21 @@ class OffloadedTable:
             values = place.view(streamer.storage(place.tensor.unit))
             yield from ((first, values[first : first + self.block_rows]) for first in firsts)
             return
-        streamer.use_table(place.tensor.unit)
+        # An update under way is followed block by block.
+        update = streamer.use_table(place.tensor.unit)
         # The buffer of a block is read into again when the next block is asked for.
         free = streamer.lease_blocks()
         left = deque(firsts)
         coming: deque[tuple[int, LeaseBuffer, Ticket]] = deque()
         while left or coming:
             while left and free:
+                if update is not None and not update.is_group_ready(left[0] // self.block_rows):
+                    if coming:
+                        break
+                    with streamer.timeline.waiting("cpu_update"):
+                        update.wait_group(left[0] // self.block_rows)
                 lease = free.pop()
-                coming.append((left[0], lease, self._read(left.popleft(), lease)))
+                coming.append((left[0], lease, self._read(left.popleft(), lease, update is not None)))
             first, lease, ticket = coming.popleft()
             with streamer.timeline.waiting("ssd_read"):
                 ticket.wait()
@@ -63,12 +69,12 @@ class OffloadedTable:
     def _bytes(self, first: int) -> int:
         return min(self.block_rows, self.rows - first) * self.width * self.dtype.itemsize
 
-    def _read(self, first: int, lease: LeaseBuffer) -> Ticket:
+    def _read(self, first: int, lease: LeaseBuffer, written: bool) -> Ticket:
         (tensor_id, _, nbytes) = self._place.tensor.unit.weights[0]
         offset = first * self.width * self.dtype.itemsize
         length = min(round_up(self._bytes(first), PAGE_BYTES), nbytes - offset)
         unit = self._place.tensor.unit
-        return self._streamer.runtime.read_part(unit.index, tensor_id, offset, length, lease)
+        return self._streamer.runtime.read_part(unit.index, tensor_id, offset, length, lease, written)
 
     def _view(self, first: int, lease: LeaseBuffer) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -82,6 +88,7 @@ class OffloadedTable:
         if not streamer.is_streamed(unit):
             return place.view(streamer.storage(unit)).index_select(0, indices)
         streamer.use_table(unit)
+        streamer.finish_update(unit)
         rows = torch.empty(len(indices), self.width, dtype=self.dtype)
         (tensor_id, _, _) = unit.weights[0]
         with span(f"rows of {place.name}"), streamer.timeline.waiting("ssd_read"):

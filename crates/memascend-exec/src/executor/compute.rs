@@ -7,7 +7,7 @@ use std::time::Instant;
 use memascend_kernels::step;
 use memascend_mem::LeaseSlice;
 use memascend_nvme::Operation;
-use memascend_store::Store;
+use memascend_store::{Store, StoreError};
 
 use super::piece::{Areas, Work};
 use crate::gradients::{Chunk, SourcePlace};
@@ -24,24 +24,39 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         }
     }
     busy.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-    let Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready } = work;
+    let Work {
+        tensor,
+        first,
+        numel,
+        areas,
+        weights,
+        targets,
+        gradient_chunk,
+        pending,
+        groups,
+        update,
+        ready,
+    } = work;
     let Areas { planes, gradient, weights: _ } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);
     for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
-        writes.push((*target, state.plane.span(first, numel).start, area));
+        writes.push((*target, state.plane.span(first, numel).start, area, Vec::new()));
     }
     if let Some((range, target)) = weights.zip(targets.weights) {
-        writes.push((target, first * tensor.dtype.bytes(), range));
+        writes.push((target, first * tensor.dtype.bytes(), range, groups));
     }
     // From here on only the writes hold the buffers.
     drop((gradient, gradient_chunk));
-    for (extent, offset, buffer) in writes {
+    for (extent, offset, buffer, groups) in writes {
         // Begun before the ticket is ready, so that a caller that sees the weights also sees their
         // write-back pending.
         let write = pending.begin();
-        let done =
-            Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(ExecError::from)));
-        store.transfer(Operation::Write, extent, offset as u64, buffer, done);
+        let done = move |result: std::result::Result<(), StoreError>| {
+            let result = result.map_err(ExecError::from);
+            groups.into_iter().for_each(|group| group.end(result.clone()));
+            write.end(result);
+        };
+        store.transfer(Operation::Write, extent, offset as u64, buffer, Box::new(done));
     }
     drop(tensor);
     update.end(Ok(()));

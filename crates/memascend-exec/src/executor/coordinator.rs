@@ -9,11 +9,12 @@ use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Rewrite, Store};
 
+use super::groups::Groups;
 use super::piece::{Areas, Places, Reads, SlotLayout, Targets, Work};
 use super::{Job, Order, Ticket};
 use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
-use crate::{ExecError, Pending, Result, UnitTensor, UnitWeights, UpdateTensor};
+use crate::{ExecError, Pending, Result, Underway, UnitTensor, UnitWeights, UpdateTensor};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
@@ -45,6 +46,7 @@ struct NewPiece<'a> {
     numel: usize,
     /// The chunk of the gradient that holds these elements, if the gradient lies in chunks.
     gradient_chunk: Option<Chunk>,
+    groups: Vec<Underway>,
 }
 
 impl Coordinator {
@@ -52,20 +54,25 @@ impl Coordinator {
         let Job { pending, order, ticket, ready } = job;
         let started = match order {
             Order::Part(part) => pending.wait().map(|()| part.start(&self.store, &ticket)),
-            Order::Fetch { weights, updates } => {
+            Order::Fetch { weights, updates, mut groups } => {
                 let idle = if updates.is_empty() { pending.wait() } else { pending.wait_started_reads() };
                 // The lease is dropped before the end is signalled, so the waiter can reuse the
                 // buffer.
                 idle.and_then(|()| {
                     let job = Started { pending: &pending, weights: weights.as_ref(), ticket: &ticket };
-                    self.start(&job, updates)
+                    self.start(&job, updates, &mut groups)
                 })
             }
         };
         ready.end(started);
     }
 
-    fn start(&self, job: &Started<'_>, mut updates: Vec<UpdateTensor>) -> Result<()> {
+    fn start(
+        &self,
+        job: &Started<'_>,
+        mut updates: Vec<UpdateTensor>,
+        groups: &mut Option<Groups>,
+    ) -> Result<()> {
         updates.sort_by_key(|tensor| tensor.weight_offset);
         if let Some((weights, lease)) =
             job.weights.and_then(|weights| weights.lease.as_ref().map(|lease| (weights, lease)))
@@ -78,7 +85,7 @@ impl Coordinator {
             }
         }
         for tensor in updates {
-            self.start_tensor(job, tensor)?;
+            self.start_tensor(job, tensor, groups)?;
         }
         // External files come last: their reads may fail, and by now every update has been taken.
         match job.weights {
@@ -90,7 +97,12 @@ impl Coordinator {
     }
 
     /// Starts the update of a tensor, piece by piece.
-    fn start_tensor(&self, job: &Started<'_>, mut tensor: UpdateTensor) -> Result<()> {
+    fn start_tensor(
+        &self,
+        job: &Started<'_>,
+        mut tensor: UpdateTensor,
+        groups: &mut Option<Groups>,
+    ) -> Result<()> {
         let places = self.places(job.weights, &tensor).inspect_err(|error| {
             // Other tensors of the unit may be updated already: record the error, so that no later
             // job reads the unit.
@@ -112,7 +124,8 @@ impl Coordinator {
                 if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
             });
             let (tensor, places, layout) = (&tensor, &places, &layout);
-            self.start_piece(NewPiece { job, tensor, places, layout, first, numel, gradient_chunk })?;
+            let groups = groups.as_mut().map_or_else(Vec::new, |groups| groups.begin(first, numel));
+            self.start_piece(NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, groups })?;
         }
         Ok(())
     }
@@ -180,7 +193,7 @@ impl Coordinator {
                 return Err(error);
             }
         };
-        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk } = piece;
+        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, groups } = piece;
         let areas = Areas::new(slot, tensor, layout, numel);
         let element = tensor.dtype.bytes();
         let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
@@ -209,8 +222,19 @@ impl Coordinator {
         });
         let (tensor, targets) = (Arc::clone(tensor), Arc::clone(&places.targets));
         let (pending, ready) = (Arc::clone(job.pending), job.ticket.ready.begin());
-        let work =
-            Work { tensor, first, numel, areas, weights, targets, gradient_chunk, pending, update, ready };
+        let work = Work {
+            tensor,
+            first,
+            numel,
+            areas,
+            weights,
+            targets,
+            gradient_chunk,
+            pending,
+            groups,
+            update,
+            ready,
+        };
         self.submit_reads(reads, work);
         Ok(())
     }

@@ -50,7 +50,7 @@ pub fn write_part(
     buffer: LeaseSlice,
 ) -> Result<Arc<Ticket>> {
     let target = store.rewrite(tensor)?.target;
-    let ticket = Arc::new(Ticket { ready: Arc::default() });
+    let ticket = Arc::new(Ticket { ready: Arc::default(), groups: Vec::new() });
     let (write, ready) = (pending.begin(), ticket.ready.begin());
     let done = move |result: std::result::Result<(), StoreError>| {
         let result = result.map_err(ExecError::from);

@@ -22,6 +22,8 @@ pub(super) struct Work {
     pub(super) targets: Arc<Targets>,
     pub(super) gradient_chunk: Option<Chunk>,
     pub(super) pending: Arc<Pending>,
+    /// Counted by the groups that the piece is a part of, until its weights are written.
+    pub(super) groups: Vec<Underway>,
     // Declared last, so that even a dropped piece returns its buffers before it signals its end.
     /// Counted by the unit's [`Pending`], so that no later job reads the unit before this update.
     pub(super) update: Underway,
@@ -79,8 +81,9 @@ impl Work {
     /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces
     /// may have been updated.
     fn fail(self, error: ExecError) {
-        let Self { tensor, areas, weights, gradient_chunk, update, ready, .. } = self;
+        let Self { tensor, areas, weights, gradient_chunk, groups, update, ready, .. } = self;
         drop((tensor, areas, weights, gradient_chunk));
+        groups.into_iter().for_each(|group| group.end(Err(error.clone())));
         update.end(Err(error.clone()));
         ready.end(Err(error));
     }
