@@ -15,6 +15,8 @@ from torch import nn
 
 import memascend
 from memascend.layout import tables
+from memascend.layout.units import partition
+from memascend.plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,6 +274,18 @@ def test_a_run_goes_on(tmp_path: Path, durability: str) -> None:
     reference = tiny.train(again, "gpt2", steps=2, evaluate=False)
     tiny.assert_same_weights(dict(memascend.parameters_of(run.model)), reference.weights)
     memascend.close(run.model)
+
+
+def test_frozen_tables_are_read_whole_from_their_files(tmp_path: Path) -> None:
+    built = tiny.build("llama")
+    built.save_pretrained(tmp_path / "model")
+    expected = type(built).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    least = smallest_plan(partition(built.requires_grad_(False), fused_loss=None)).total
+    model = memascend.from_pretrained(
+        tmp_path / "model", store=tmp_path / "store", host_memory=least + 2**22, frozen="files", keep_store=False
+    )
+    assert torch.equal(tiny.logits(model, "llama"), tiny.logits(expected, "llama"))
+    memascend.close(model)
 
 
 def test_models_are_loaded_and_saved_by_blocks(tmp_path: Path) -> None:

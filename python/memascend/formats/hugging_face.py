@@ -109,7 +109,8 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | None) 
 def _divide(model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, direct: bool) -> list[Unit]:
     """Divide the model into units, frozen if `frozen` is not None."""
     model.requires_grad_(frozen is None)
-    units = partition(model, computing.torch_device, computing.fused_loss)
+    # A table is read by parts from the store only.
+    units = partition(model, computing.torch_device, None if frozen == "files" else computing.fused_loss)
     if frozen == "files":
         sources.locate(units, direct)
     return units

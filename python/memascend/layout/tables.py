@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from memascend._memascend import PAGE_BYTES
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,8 +22,6 @@ TABLE_BYTES_MIN = 16 * MIB
 #: The size that blocks come near to, and the most that whole MiB may make of it.
 BLOCK_BYTES = 8 * MIB
 BLOCK_BYTES_MAX = 12 * MIB
-#: Transfers begin and end at multiples of this.
-PAGE_BYTES = 4096
 
 
 def block_rows(width: int, itemsize: int) -> int:
