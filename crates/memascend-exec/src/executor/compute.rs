@@ -37,7 +37,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         update,
         ready,
     } = work;
-    let Areas { planes, gradient, weights: _ } = areas;
+    let Areas { planes, gradient, weights: weights_in_slot } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);
     for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
         writes.push((*target, state.plane.span(first, numel).start, area, Vec::new()));
@@ -46,7 +46,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         writes.push((target, first * tensor.dtype.bytes(), range, groups));
     }
     // From here on only the writes hold the buffers.
-    drop((gradient, gradient_chunk));
+    drop((gradient, gradient_chunk, weights_in_slot));
     for (extent, offset, buffer, groups) in writes {
         // Begun before the ticket is ready, so that a caller that sees the weights also sees their
         // write-back pending.
