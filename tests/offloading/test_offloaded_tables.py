@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,32 @@ def test_logits_can_be_used(offload: Callable[..., nn.Module]) -> None:
         gradients.append(dict(tiny.gradients_of(model)))
     assert not bits.differing(gradients[1], gradients[0])
     assert gradients[0]["lm_head.weight"] is not None
+
+
+def test_logits_of_a_head_with_a_bias_are_read_after_the_pass(offload: Callable[..., nn.Module]) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(1024, 128), nn.Linear(128, 1024)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(ids))
+
+    torch.manual_seed(0)
+    expected = Biased()
+    runs = [memascend.fuse_loss(copy.deepcopy(expected)), offload(expected)]
+    assert streamed(runs[1])
+    ids = tiny.batch("gpt2", 0)["input_ids"]
+    results = []
+    for model in runs:
+        with torch.no_grad():
+            values = model(ids).clone()
+        logits = model(ids)
+        logits.square().mean().backward()
+        results.append({"no_grad": values, "logits": logits.detach(), **dict(tiny.gradients_of(model))})
+    assert results[0]["no_grad"].isfinite().all()
+    assert not bits.differing(results[1], results[0])
 
 
 def test_code_that_indexes_the_weight_gets_it_whole(

@@ -390,5 +390,7 @@ def deferred_linear(
             f"{table.width}"
         )
     dtype = product_dtype(hidden, table)
+    # Of an offloaded bias there are values only while the head's module runs.
+    bias = None if bias is None else bias.clone()
     head = _Head(table, hidden, weight, bias, dtype, table.version, _version(hidden))
     return _Whole.apply(hidden, weight, bias, head)
