@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import bits
 import needs
@@ -13,14 +15,23 @@ import tiny
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 import memascend
 from memascend.layout import tables
 from memascend.layout.units import partition
 from memascend.plan.host import smallest_plan
+from memascend.vocabulary import logits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -51,14 +62,39 @@ def streamed(model: nn.Module) -> list[str]:
     return [unit.name for unit in session.units if session.streamer.is_streamed(unit)]
 
 
+@contextmanager
+def counting_heads() -> Iterator[list[int]]:
+    """Collect the rows of the heads whose logits are computed."""
+    computed: list[int] = []
+    compute = logits._Head.compute
+
+    def collect(head: Any) -> torch.Tensor:
+        computed.append(head.table.rows)
+        return compute(head)
+
+    with mock.patch.object(logits._Head, "compute", collect):
+        yield computed
+
+
+#: Models that do something to their logits before the loss.
+STEPPING: dict[str, Callable[..., nn.Module]] = {
+    "soft cap": lambda **tied: Gemma2ForCausalLM(
+        Gemma2Config(**tiny.SMALL_DECODER | tied, head_dim=32, final_logit_softcapping=5.0)
+    ),
+    "scale": lambda **tied: CohereForCausalLM(CohereConfig(**tiny.SMALL_DECODER | tied, logit_scale=0.25)),
+    "division": lambda **tied: GraniteForCausalLM(GraniteConfig(**tiny.SMALL_DECODER | tied, logits_scaling=4.0)),
+}
+
+
 def check(offload: Callable[..., nn.Module], architecture: str, dtype: torch.dtype, **options: Any) -> nn.Module:
     """Train in memory with the same loss, and offloaded, and compare; return the model, still open."""
     where = options.pop("where", {})
+    build = options.pop("build", lambda: tiny.build(architecture, dtype))
     prepare = options.pop("prepare", lambda model: None)
     runs = []
     fused = where.get("fused_loss", "auto")
     for place in (lambda model: memascend.fuse_loss(model, fused), lambda model: offload(model, **where)):
-        model = tiny.build(architecture, dtype)
+        model = build()
         prepare(model)
         place(model)
         runs.append(tiny.train(model, architecture, **options))
@@ -75,6 +111,20 @@ def test_training_has_the_bits_of_memory(
     where = {"fused_loss": True} if architecture == "plain" else {}
     model = check(offload, architecture, dtype, where=where, generate=architecture in ("llama", "gpt2"))
     assert streamed(model), "no table was read by blocks, so this proves nothing"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("steps", STEPPING)
+def test_logits_that_the_model_changes(offload: Callable[..., nn.Module], steps: str, tied: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return STEPPING[steps](tie_word_embeddings=tied).train()
+
+    model = check(offload, "mistral", torch.float32, build=build, generate=tied)
+    assert streamed(model) == ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
+    with counting_heads() as computed:
+        model(**tiny.batch("mistral", 0)).loss.backward()
+    assert not computed, "the logits were whole"
 
 
 def test_a_table_is_whole_where_the_budget_has_room(offload: Callable[..., nn.Module]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -260,6 +261,29 @@ def test_a_program_that_asks_for_the_gradient_of_logits_gets_it(tensors: Any) ->
         kept.append(logits.grad)
     torch.testing.assert_close(kept[1], kept[0], rtol=1e-5, atol=1e-7)
     assert len(seen) == 2
+
+
+def test_hooks_of_logits_that_went_out_of_scope_run(tensors: Any) -> None:
+    seen = []
+    logits = deferred(tensors).flatten(0, 1) * 2
+    logits.register_hook(seen.append)
+    logits = logits / 3
+    F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.int64)).backward()
+    assert [gradient.shape for gradient in seen] == [(18, ROWS)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_soft_capped_logits_are_freed(tensors: Any, backward: bool) -> None:
+    """The node of a tanh saves its result, which must not hold the node."""
+    hidden, weight, _ = tensors
+    inner = hidden * 1
+    freed = weakref.ref(inner)
+    logits = (deferred_linear(inner, weight, None, StoredTable(weight, BLOCK)).flatten(0, 1) / 3).tanh() * 3
+    loss = F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.int64))
+    if backward:
+        loss.backward()
+    del inner, logits, loss
+    assert freed() is None
 
 
 def test_detached_logits_outlive_a_change_of_the_weights(tensors: Any) -> None:

@@ -59,7 +59,8 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: a node that saves its own output would refer to itself, and never be freed.
-        self.tensor = tensor.detach()
+        with nullcontext() if _has_memory(tensor) else as_held():
+            self.tensor = tensor.detach()
         self.version = version_of(tensor)
 
 
@@ -359,7 +360,7 @@ class Hooks:
         streamer, device = self.session.streamer, self.session.torch_device
 
         def pack(tensor: torch.Tensor) -> _SavedWeight | _Saved:
-            if tensor.device == device and tensor.layout is torch.strided:
+            if tensor.device == device and tensor.layout is torch.strided and _has_memory(tensor):
                 with as_held():
                     address = tensor.untyped_storage().data_ptr()
                     start = int(tensor.storage_offset()) * tensor.itemsize
@@ -408,6 +409,11 @@ class Hooks:
 
         self._replace(module, "_apply", apply_unless_converting)
         self._handles.append(module.register_load_state_dict_pre_hook(refuse_assign))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values in memory of its own: a class that answers operations itself need not."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _version(place: Place) -> tuple[int, int]:

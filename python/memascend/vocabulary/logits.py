@@ -48,7 +48,7 @@ class _Head:
     version: int
     hidden_version: int
     #: All logits that were derived, so that they can be computed before one is written to.
-    derived: weakref.WeakSet[DeferredLogits] = field(default_factory=weakref.WeakSet)
+    derived: weakref.WeakSet[_Values] = field(default_factory=weakref.WeakSet)
 
     def check(self) -> None:
         """Raise MemascendError if hidden states or weights have changed."""
@@ -74,6 +74,39 @@ class _Head:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Values:
+    """The values of logits, computed or not. They refer to no tensor with a node of autograd that may save them."""
+
+    head: _Head
+    dtype: torch.dtype
+    parent: _Values | None = None
+    #: The operation that gives them from the parent's, with its other arguments.
+    operation: tuple[Callable, tuple, dict[str, Any]] | None = None
+    #: The values once they were computed.
+    result: torch.Tensor | None = None
+    #: The hooks that a program has registered, and whether it asked for the gradient.
+    hooks: Any = None
+    retains_grad: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a program waits for the gradient of these logits."""
+        return self.retains_grad or bool(self.hooks)
+
+    @torch.no_grad()
+    def compute(self) -> torch.Tensor:
+        """Return the values, an ordinary tensor without history; views share the memory of what they show."""
+        if self.result is None:
+            if self.parent is None or self.operation is None:
+                self.result = self.head.compute()
+            else:
+                func, args, kwargs = self.operation
+                self.result = func(self.parent.compute(), *args, **kwargs)
+                self.parent = self.operation = None
+        return self.result
 
 
 class _Whole(torch.autograd.Function):
@@ -120,54 +153,40 @@ class _Whole(torch.autograd.Function):
 class DeferredLogits(torch.Tensor):
     """Logits that are computed when they are read; see the module."""
 
-    _head: _Head
-    _parent: DeferredLogits | None
-    #: The operation that gave it from its parent, with its other arguments.
-    _operation: tuple[Callable, tuple, dict[str, Any]] | None
-    #: The values once they were computed.
-    _result: torch.Tensor | None
+    _values: _Values
 
     @staticmethod
-    def _make(head: _Head, like: torch.Tensor, dtype: torch.dtype) -> DeferredLogits:
+    def _make(values: _Values, like: torch.Tensor) -> DeferredLogits:
         """Make logits with the shape and strides of `like`, a tensor without memory."""
         logits = torch.Tensor._make_wrapper_subclass(
-            DeferredLogits, like.shape, strides=like.stride(), dtype=dtype, device=head.hidden.device
+            DeferredLogits, like.shape, strides=like.stride(), dtype=values.dtype, device=values.head.hidden.device
         )
-        logits._head, logits._parent, logits._operation, logits._result = head, None, None, None
-        head.derived.add(logits)
+        logits._values = values
+        values.head.derived.add(values)
         return logits
 
     @staticmethod
     def of_head(head: _Head) -> DeferredLogits:
         """Return the logits that a head itself gives."""
         shape = (*head.hidden.shape[:-1], head.table.rows)
-        return DeferredLogits._make(head, torch.empty(shape, device="meta"), head.dtype)
+        return DeferredLogits._make(_Values(head, head.dtype), torch.empty(shape, device="meta"))
 
     def _derive(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> DeferredLogits:
         """Return what an operation will give once it is computed."""
         shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         meta = {name: value for name, value in kwargs.items() if name != "device"}
         like = func(shape, *args, **meta)
-        child = DeferredLogits._make(self._head, like, like.dtype)
-        child._parent, child._operation = self, (func, args, kwargs)
-        return child
+        values = _Values(self._values.head, like.dtype, self._values, (func, args, kwargs))
+        return DeferredLogits._make(values, like)
 
     @property
     def is_computed(self) -> bool:
         """Whether its values are in memory."""
-        return self._result is not None
+        return self._values.result is not None
 
-    @torch.no_grad()
     def computed(self) -> torch.Tensor:
         """Return the values, an ordinary tensor without history; views of computed logits share their memory."""
-        if self._result is None:
-            if self._parent is None or self._operation is None:
-                self._result = self._head.compute()
-            else:
-                func, args, kwargs = self._operation
-                self._result = func(self._parent.computed(), *args, **kwargs)
-                self._parent = self._operation = None
-        return self._result
+        return self._values.compute()
 
     @classmethod
     def __torch_function__(
@@ -185,7 +204,11 @@ class DeferredLogits(torch.Tensor):
             )
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _WATCHING:
+                (logits, *_) = args
+                logits._values.hooks, logits._values.retains_grad = logits._backward_hooks, logits.retains_grad
+            return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -204,8 +227,8 @@ class DeferredLogits(torch.Tensor):
         wrappers: dict[int, DeferredLogits] = {}
         for leaf in leaves:
             # What was derived before this write has the values of before.
-            for relative in list(leaf._head.derived) if written else ():
-                relative.computed()
+            for relative in list(leaf._values.head.derived) if written else ():
+                relative.compute()
             wrappers[id(leaf.computed())] = leaf
         args, kwargs = pytree.tree_map(
             lambda leaf: leaf.computed() if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs)
@@ -253,6 +276,8 @@ _WITHOUT_HISTORY = frozenset(
         *(_T.__dlpack__, _T.__dlpack_device__, torch.detach, vars(torch._C.TensorBase)["data"].__get__),
     )
 )
+#: Functions by which a program asks for the gradient of logits.
+_WATCHING = frozenset((_T.register_hook, _T.retain_grad))
 
 
 # ---- what is remembered ---------------------------------------------------------------------------------------------
@@ -307,16 +332,16 @@ def _retrace(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Step, ...]] | 
     None if they were computed, or history was cut, or a program waits for a gradient on the way.
     """
     chain: list[tuple[tuple[Callable, tuple, dict[str, Any]], torch.dtype]] = []
-    origin = logits
-    while origin._parent is not None:
-        if _is_watched(origin):
+    origin = logits._values
+    while origin.parent is not None:
+        if origin.is_watched:
             return None
-        assert origin._operation is not None
-        chain.append((origin._operation, origin._parent.dtype))
-        origin = origin._parent
-    if origin.is_computed or _is_watched(origin):
+        assert origin.operation is not None
+        chain.append((origin.operation, origin.parent.dtype))
+        origin = origin.parent
+    if origin.result is not None or origin.is_watched:
         return None
-    hidden, steps = origin._head.hidden, []
+    hidden, steps = origin.head.hidden, []
     for operation, dtype in reversed(chain):
         func, args, _ = operation
         step = _step(operation, dtype)
@@ -350,7 +375,7 @@ def _loss(
     if input.shape[0] != target.shape[0] or not 0 <= label_smoothing <= 1 or isinstance(target, DeferredLogits):
         return None
     retraced = _retrace(input)
-    head = input._head
+    head = input._values.head
     if retraced is None or (torch.is_grad_enabled() and _is_cut(input)):
         return None
     head.check()
@@ -365,14 +390,9 @@ def _loss(
     return loss.to(torch.float32 if autocast else input.dtype)
 
 
-def _is_watched(logits: DeferredLogits) -> bool:
-    """Whether a program has asked for the gradient of logits."""
-    return logits.retains_grad or bool(logits._backward_hooks)
-
-
 def _is_cut(logits: DeferredLogits) -> bool:
     """Whether the logits have no history although the head's inputs have one."""
-    head = logits._head
+    head = logits._values.head
     inputs = (head.hidden, head.weight, head.bias)
     return not logits.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
