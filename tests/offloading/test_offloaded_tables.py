@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 import memascend
 from memascend.layout import tables
@@ -247,6 +250,76 @@ def test_code_that_indexes_the_weight_gets_it_whole(
             assert torch.equal(*losses)
     assert len([record for record in caplog.records if "embedding is used as a whole" in record.getMessage()]) == 1
     assert memascend.stats(model)["host_bytes_outside"] == 0
+
+
+class Unusual(tiny.Plain):
+    """Uses the weights of its embedding and its head as no module of PyTorch does, and returns what `logits` gives."""
+
+    logits: Callable[[Unusual, torch.Tensor], torch.Tensor]
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.embedding(input_ids) @ self.mix + self.shift
+        logits = self.logits(self.tail(self.layers[0](x)))
+        loss = None if labels is None else F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def write_and_look(model: Unusual, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.head.weight[3] += 0.01
+    return model.head(x)
+
+
+def checkpointed(model: Unusual, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model.head, x, use_reentrant=False)
+
+
+USES: dict[str, Callable[[Unusual, torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda model, x: model.head(x),
+    "by keywords": lambda model, x: F.linear(input=x, weight=model.head.weight, bias=model.head.bias),
+    "product": lambda model, x: x @ model.head.weight.t() + model.head.bias,
+    "read before the head": lambda model, x: model.head(x + model.head.weight[:7].mean(0)),
+    "embedding as a head": lambda model, x: F.linear(x, model.embedding.weight),
+    "product with an embedding": lambda model, x: torch.einsum("btw,vw->btv", x, model.embedding.weight),
+    "normalized": lambda model, x: F.linear(x, F.normalize(model.head.weight, dim=1)),
+    "rows of the head": lambda model, x: F.linear(x, model.head.weight[:2040]),
+    "written to": write_and_look,
+    "checkpointed": checkpointed,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_models_that_use_their_tables_in_another_way(offload: Callable[..., nn.Module], use: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Unusual().train()
+        model.logits = MethodType(USES[use], model)
+        return model
+
+    model = check(offload, "plain", torch.float32, build=build, where={"fused_loss": True}, steps=2)
+    assert streamed(model) == ["embedding", "head"]
+    model(**tiny.batch("plain", 0)).loss.backward()
+    assert memascend.stats(model)["host_bytes_outside"] == 0, "a table stayed in memory after the backward pass"
+
+
+def test_logits_meet_values_on_the_store(offload: Callable[..., nn.Module]) -> None:
+    """Deferred logits, and weights of a fused model in memory, meet stand-ins in one function."""
+    expected, model = memascend.fuse_loss(tiny.build("plain", torch.float32), True), tiny.build("plain", torch.float32)
+    offload(model, fused_loss=True)
+    results = []
+    for run in (expected, model):
+        logits = run.head(torch.ones(3, tiny.WIDE))
+        results.append(
+            [logits + run.head.bias, F.cross_entropy(logits, torch.arange(3), weight=run.head.bias.detach().abs())]
+        )
+        results[-1].append(torch.maximum(run.head.weight[0], logits[:, : tiny.WIDE]))
+    assert bits.difference(results[1], results[0]) is None
+    assert torch.equal(expected.head.weight, model.head.weight)
+    with torch.no_grad():
+        expected.embedding.weight.zero_().copy_(model.embedding.weight)
+    tiny.assert_same_weights(
+        {"weight": expected.embedding.weight}, {"weight": tiny.build("plain", torch.float32).embedding.weight}
+    )
 
 
 def test_programs_read_and_write_tables(offload: Callable[..., nn.Module]) -> None:

@@ -55,11 +55,6 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
     return embeddings - heads if fused_loss is False else embeddings | heads
 
 
-def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
-    """Return those of `find_tables` that are heads: hidden states are multiplied by them."""
-    return find_tables(model, fused_loss) & _heads(model, fused_loss)
-
-
 def _heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
     linear = _weights(model, nn.Linear)
     get_head = getattr(model, "get_output_embeddings", None)

@@ -384,7 +384,9 @@ class Hooks:
             storage = streamer.storage(place.tensor.unit).untyped_storage()
             offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
             empty = torch.empty(0, dtype=saved.dtype, device=device)
-            return empty.set_(storage, offset, saved.shape, saved.stride)
+            weights = empty.set_(storage, offset, saved.shape, saved.stride)
+            streamer.free_whole(place.tensor.unit)
+            return weights
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -75,7 +75,7 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _look_up(
-    indices: torch.Tensor,
+    input: torch.Tensor,
     weight: torch.Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -88,18 +88,18 @@ def _look_up(
     if located is None or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     session, place = located
-    return embedding(indices, weight, session.table(place), padding_idx)
+    return embedding(input, weight, session.table(place), padding_idx)
 
 
-def _apply_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """Run `torch.nn.functional.linear` on a table: the logits are computed when they are asked for."""
     located = _table_of(weight)
-    if located is None or is_stand_in(hidden) or is_stand_in(bias):
+    if located is None or is_stand_in(input):
         return NotImplemented
     session, place = located
     if session.fused_loss is False:
         return NotImplemented
-    return deferred_linear(hidden, weight, bias, session.table(place))
+    return deferred_linear(input, weight, bias, session.table(place))
 
 
 def _table_of(weight: torch.Tensor) -> tuple[Any, Place] | None:

@@ -128,7 +128,10 @@ class Streamer:
     # ---- use --------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> None:
-        """Bind the unit's parameters to their values; every call needs an `exit`."""
+        """Bind the unit's parameters to their values; every call needs an `exit`.
+
+        A table is brought into memory, but stays a stand-in: what reads it by blocks and rows goes on doing so.
+        """
         residency = self.residencies[unit]
         if residency.users == 0:
             self._name_whole(unit)
@@ -137,7 +140,7 @@ class Streamer:
                 self.before_write()
                 self._wait_written(unit)
             storage = self.storage(unit)
-            for place in unit.places:
+            for place in unit.places if not unit.is_table else ():
                 place.show(storage)
         residency.users += 1
 
@@ -145,14 +148,15 @@ class Streamer:
         """End a use. Parameters without users are hidden; their bytes live as long as a tensor refers to them."""
         residency = self.residencies[unit]
         try:
-            if residency.users == 1 and (written := [place for place in unit.places if place.written]):
+            shown = [place for place in unit.places if not unit.is_table]
+            if residency.users == 1 and (written := [place for place in shown if place.written]):
                 self._written_by_module(unit, written)
         finally:
             residency.users -= 1
             if residency.users == 0:
-                for place in unit.places:
+                for place in shown:
                     place.hide()
-                self._free_whole(residency)
+                self.free_whole(unit)
 
     def _written_by_module(self, unit: Unit, written: list[Place]) -> None:
         """Write a unit back whose module has changed its weights in its forward."""
@@ -186,8 +190,7 @@ class Streamer:
             yield storage
         finally:
             residency.users -= 1
-            if residency.users == 0:
-                self._free_whole(residency)
+            self.free_whole(unit)
 
     def check_writable(self, places: Sequence[Place]) -> None:
         """Raise MemascendError for a weight that is read in place from a file of the model."""
@@ -247,7 +250,7 @@ class Streamer:
     def read(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8) in host memory, and prefetch what comes next."""
         storage = self.storage(unit)
-        self._free_whole(self.residencies[unit])
+        self.free_whole(unit)
         return storage
 
     def _bring(self, unit: Unit) -> torch.Tensor:
@@ -295,6 +298,7 @@ class Streamer:
         """
         self._order.record(unit)
         residency = self.residencies[unit]
+        self._write_back(residency)
         if residency.updates:
             self._fetch(unit, None)
         self._prefetch()
@@ -328,9 +332,10 @@ class Streamer:
             raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
         return leases
 
-    def _free_whole(self, residency: Residency) -> None:
-        """Give back the memory beyond the budget of a table that was in use as a whole."""
-        if residency.unit in self._streamed and residency.users == 0:
+    def free_whole(self, unit: Unit) -> None:
+        """Give back the memory beyond the budget of a table that was in use as a whole, once views of it are gone."""
+        residency = self.residencies[unit]
+        if unit in self._streamed and residency.users == 0:
             self._drop(residency)
 
     def _name_whole(self, unit: Unit) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memascend.layout.tables import find_heads
-from memascend.vocabulary.logits import deferred_linear
+from memascend.layout.tables import find_tables
+from memascend.vocabulary.logits import deferred_linear, is_answered_elsewhere
 from memascend.vocabulary.tables import MemoryTable
 
 if TYPE_CHECKING:
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 class HeadWeight(nn.Parameter):
     """The weight of a head in memory: its logits are computed when they are asked for."""
 
+    #: Logits that were deferred run functions on both.
+    answers_last = True
+
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Defer the product with hidden states; run everything else as for an ordinary parameter."""
+        if is_answered_elsewhere(cls, types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(*args, **kwargs)
@@ -31,11 +36,11 @@ class HeadWeight(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if isinstance(weight, HeadWeight):
-        return deferred_linear(hidden, weight, bias, MemoryTable(weight))
+        return deferred_linear(input, weight, bias, MemoryTable(weight))
     with torch._C.DisableTorchFunctionSubclass():
-        return F.linear(hidden, weight, bias)
+        return F.linear(input, weight, bias)
 
 
 def fuse_loss(model: nn.Module, fused_loss: bool | str = "auto") -> nn.Module:
@@ -44,6 +49,7 @@ def fuse_loss(model: nn.Module, fused_loss: bool | str = "auto") -> nn.Module:
     Losses, gradients and weights then have the same bits in memory and offloaded. `fused_loss` chooses the heads, as in
     `memascend.offload`; heads below 16 MiB stay as they are. See `memascend.linear_cross_entropy`.
     """
-    for weight in find_heads(model, fused_loss):
+    # An embedding may be multiplied by, too: by code that ties it, or by an adapter around a tied head.
+    for weight in find_tables(model, fused_loss) if fused_loss is not False else ():
         weight.__class__ = HeadWeight
     return model

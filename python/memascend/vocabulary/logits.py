@@ -28,7 +28,7 @@ from memascend.vocabulary.pieces import Recipe
 from memascend.vocabulary.steps import Convert, Divide, Multiply, Step, Tanh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memascend.vocabulary.tables import Table
 
@@ -193,6 +193,8 @@ class DeferredLogits(torch.Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute the loss in pieces where the function is the loss."""
+        if is_answered_elsewhere(cls, types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             loss = _loss(*args, **kwargs)
@@ -281,6 +283,17 @@ _WATCHING = frozenset((_T.register_hook, _T.retain_grad))
 
 
 # ---- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def is_answered_elsewhere(cls: type, types: Sequence[type]) -> bool:
+    """Whether a function on `types` is for a class other than `cls` to run: one that has its values elsewhere."""
+    default = torch.Tensor.__torch_function__.__func__
+    return any(
+        not issubclass(kind, cls)
+        and not getattr(kind, "answers_last", False)
+        and getattr(kind.__torch_function__, "__func__", None) is not default
+        for kind in types
+    )
 
 
 def _is_number(value: Any) -> bool:
