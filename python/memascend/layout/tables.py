@@ -41,7 +41,7 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
     """Return the tables of a model: embeddings, and heads.
 
     Args:
-        model: a head is what `get_output_embeddings` of a model of transformers returns.
+        model: a head is what `get_output_embeddings` of a model of transformers returns, or lies within it.
         fused_loss: False leaves heads, and what is tied to them, whole. True takes for heads, in a model that is not
             of transformers, all linear layers with at least four times as many outputs as inputs, too. "auto" is
             neither.
@@ -60,7 +60,11 @@ def _heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
     get_head = getattr(model, "get_output_embeddings", None)
     if get_head is not None:
         head = get_head()
-        return {weight for module, weight in linear if module is head}
+        inside = set() if head is None else set(head.modules())
+        weights = {weight for module, weight in linear if module in inside}
+        # Around the head there may be an adapter, with smaller weights of its own.
+        most = max((weight.numel() for weight in weights), default=0)
+        return {weight for weight in weights if weight.numel() == most}
     if fused_loss is True:
         return {weight for module, weight in linear if module.out_features >= 4 * module.in_features}
     embeddings = {weight for _, weight in _weights(model, nn.Embedding)}

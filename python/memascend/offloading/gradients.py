@@ -90,8 +90,8 @@ class GradientCapture:
         if gradient is place.marker:
             if not place.held:
                 raise MemascendError(
-                    f"the gradient of {place.name} was consumed by optimizer.step(), so that no other can be added to "
-                    "it: call optimizer.zero_grad() between step() and the next backward()"
+                    f"the gradient of {place.name} was consumed by optimizer.step(), or lost in a backward pass that "
+                    "failed, so that no other can be added to it: call optimizer.zero_grad() before the next backward()"
                 )
             # AccumulateGrad would add to the marker. With None it stores the new gradient, which
             # `capture` adds.
@@ -163,8 +163,9 @@ class GradientCapture:
                 ranges.add(block.contiguous().data_ptr(), block.numel())
             place.sum_squares, place.non_finite = ranges.end()
         except BaseException:
-            # Some blocks are there, and others are not.
-            place.held, place.parameter.grad = False, None
+            # Some blocks are there, and others are not. What earlier backward passes left is gone, and reading it or
+            # adding to it is refused.
+            place.held, place.parameter.grad = False, place.marker if accumulate else None
             raise
 
     def _capture_from_device(

@@ -312,8 +312,8 @@ class OnModel(Home):
             gradients.capture(place, accumulate=False)
         elif not place.held:
             raise MemascendError(
-                f"the values of the gradient of {place.name} are gone, since step() or zero_grad() has consumed them: "
-                "call zero_grad(), and backward() again, before the next step()"
+                f"the values of the gradient of {place.name} are gone: step() or zero_grad() has consumed them, or a "
+                "backward pass failed; call zero_grad(), and backward() again, before the next step()"
             )
         gradients.finish(place)
 

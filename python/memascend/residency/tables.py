@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend._memascend import PAGE_BYTES
 from memascend.common.timeline import span
+from memascend.errors import MemascendError
 from memascend.layout.tables import block_rows
 from memascend.layout.units import as_held, round_up
 
@@ -40,31 +42,44 @@ class OffloadedTable:
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""
         streamer, place = self._streamer, self._place
-        firsts = range(0, self.rows, self.block_rows)
-        if not streamer.is_streamed(place.tensor.unit):
-            values = place.view(streamer.storage(place.tensor.unit))
-            yield from ((first, values[first : first + self.block_rows]) for first in firsts)
+        if streamer.is_streamed(place.tensor.unit):
+            yield from self._read_blocks()
             return
+        values = place.view(streamer.storage(place.tensor.unit))
+        for first in range(0, self.rows, self.block_rows):
+            yield first, values[first : first + self.block_rows]
+
+    def _read_blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        streamer = self._streamer
         # An update under way is followed block by block.
-        update = streamer.use_table(place.tensor.unit)
+        update = streamer.use_table(self._place.tensor.unit)
         # The buffer of a block is read into again when the next block is asked for.
         free = streamer.lease_blocks()
-        left = deque(firsts)
+        left = deque(range(0, self.rows, self.block_rows))
         coming: deque[tuple[int, LeaseBuffer, Ticket]] = deque()
-        while left or coming:
-            while left and free:
-                if update is not None and not update.is_group_ready(left[0] // self.block_rows):
-                    if coming:
-                        break
-                    with streamer.timeline.waiting("cpu_update"):
-                        update.wait_group(left[0] // self.block_rows)
-                lease = free.pop()
-                coming.append((left[0], lease, self._read(left.popleft(), lease, update is not None)))
-            first, lease, ticket = coming.popleft()
-            with streamer.timeline.waiting("ssd_read"):
-                ticket.wait()
-            yield first, self._view(first, lease)
-            free.append(lease)
+        try:
+            while left or coming:
+                while left and free:
+                    if update is not None and not update.is_group_ready(left[0] // self.block_rows):
+                        if coming:
+                            break
+                        with streamer.timeline.waiting("cpu_update"):
+                            update.wait_group(left[0] // self.block_rows)
+                    coming.append((left[0], free[-1], self._read(left.popleft(), free.pop(), update is not None)))
+                with streamer.timeline.waiting("ssd_read"):
+                    coming[0][-1].wait()
+                block = self._view(*coming[0][:2])
+                try:
+                    yield coming[0][0], block
+                finally:
+                    block.set_()  # The traceback of an error may go on holding the tensor.
+                free.append(coming.popleft()[1])
+        finally:
+            # After an error, too, the next one to read finds all buffers free.
+            free.clear()
+            while coming:
+                with suppress(MemascendError):
+                    coming.pop()[-1].wait()
 
     def _bytes(self, first: int) -> int:
         return min(self.block_rows, self.rows - first) * self.width * self.dtype.itemsize
@@ -79,7 +94,9 @@ class OffloadedTable:
     def _view(self, first: int, lease: LeaseBuffer) -> torch.Tensor:
         with torch.inference_mode(False):
             stored = torch.frombuffer(lease, dtype=torch.uint8, count=self._bytes(first))
-        return stored.view(self.dtype).view(-1, self.width)
+            shape = (min(self.block_rows, self.rows - first), self.width)
+            # No view, which would hold `stored`.
+            return torch.empty(0, dtype=self.dtype).set_(stored.untyped_storage(), 0, shape)
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows of sorted, unique indices, (n,) of int64, as a new tensor: (n, width)."""

@@ -71,6 +71,40 @@ class LinearSource:
         return (self.grad_logits[:, first : first + count].t() @ self.hidden).to(self.dtype)
 
 
+class ConstantSource:
+    """A gradient all of whose elements have one value, as after `zero_`."""
+
+    needs_weights = False
+
+    def __init__(self, table: Table, value: float) -> None:
+        """Fill blocks of `table`'s gradient with `value`."""
+        self._table, self._value = table, value
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Make a block of the value."""
+        table = self._table
+        return torch.full((count, table.width), self._value, dtype=table.dtype, device=table.device)
+
+
+class _SumSource:
+    """A sum that is one term of another: it is rounded by itself."""
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        self._sources = sources
+        self.needs_weights = any(source.needs_weights for source in sources)
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+        return _add_up(self._sources, first, count, weights)
+
+
+def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the sources' blocks, in their order."""
+    block = sources[0].block(first, count, weights)
+    for source in sources[1:]:
+        block.add_(source.block(first, count, weights))
+    return block
+
+
 class _Contents:
     """What a gradient and its aliases share: sources, or values once they were asked for."""
 
@@ -135,13 +169,11 @@ class TableGradient(torch.Tensor):
         contents = self._contents
         if contents.values is not None:
             return contents.values[first : first + count]
-        block: torch.Tensor | None = None
-        for source in contents.sources:
-            part = source.block(first, count, weights)
-            block = part if block is None else block.add_(part)
-        if block is None:
-            return torch.zeros(count, contents.table.width, dtype=self.dtype, device=self.device)
-        return block
+        return _add_up(self._terms(), first, count, weights)
+
+    def _terms(self) -> tuple[Source, ...]:
+        # What has no sources is zero, and adding to zero is no copy: 0 + -0 is 0.
+        return self.sources or (ConstantSource(self.table, 0.0),)
 
     @torch.no_grad()
     def dense(self) -> torch.Tensor:
@@ -240,7 +272,8 @@ def _joined(left: Any, right: Any, alpha: float) -> tuple[Source, ...] | None:
         return None
     if left._contents.version != right._contents.version:
         return None
-    return left.sources + right.sources
+    terms, more = left._terms(), right._terms()
+    return terms + (more if len(more) == 1 else (_SumSource(more),))
 
 
 def _add(left: Any, right: Any, *, alpha: float = 1) -> torch.Tensor | None:
