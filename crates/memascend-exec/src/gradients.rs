@@ -1,5 +1,6 @@
 //! Captured gradients: copied or added up in staging buffers, and spilled to the SSD.
 
+mod dtypes;
 mod ranges;
 
 use std::ops::Range;
@@ -11,11 +12,10 @@ use memascend_store::Extent;
 
 use crate::device::{Copies, DeviceGradient, Download};
 use crate::{Pending, Result, Staging, Underway};
-use memascend_kernels::{
-    Dtype, GRADIENT_BLOCK, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32,
-    stats_bf16, stats_f16, stats_f32,
-};
+use memascend_kernels::{GRADIENT_BLOCK, GradientStats};
 
+pub use self::dtypes::GradientDtypes;
+pub(crate) use self::dtypes::widen;
 pub use self::ranges::GradientRanges;
 
 /// Names a gradient.
@@ -31,7 +31,7 @@ pub struct Gradients {
 }
 
 struct Record {
-    dtype: Dtype,
+    dtypes: GradientDtypes,
     numel: usize,
     packed: bool,
     pending: Arc<Pending>,
@@ -64,6 +64,8 @@ pub(crate) enum Chunk {
 #[derive(Clone)]
 pub struct GradientSource {
     pub(crate) place: SourcePlace,
+    /// Whether it is kept in bf16, and widened to fp32 before the update.
+    pub(crate) rounded: bool,
 }
 
 #[derive(Clone)]
@@ -83,7 +85,7 @@ pub(crate) enum SourcePlace {
 impl GradientSource {
     /// The gradients lie at the addresses in the segments.
     pub fn addresses() -> Self {
-        Self { place: SourcePlace::Addresses }
+        Self { place: SourcePlace::Addresses, rounded: false }
     }
 }
 
@@ -99,28 +101,36 @@ impl Gradients {
     pub fn create(
         &self,
         name: &str,
-        dtype: Dtype,
+        dtypes: impl Into<GradientDtypes>,
         numel: usize,
         pending: Arc<Pending>,
     ) -> Result<GradientId> {
-        let bytes = numel * dtype.bytes();
+        let dtypes = dtypes.into();
+        let bytes = numel * dtypes.kept_bytes();
         let extent = self.staging.store().allocate(name, bytes as u64)?;
         let chunks = vec![Chunk::Empty; numel.div_ceil(self.chunk_elements)];
-        Ok(self.insert(dtype, numel, pending, Place::Chunks { extent, chunks }))
+        Ok(self.insert(dtypes, numel, pending, Place::Chunks { extent, chunks }))
     }
 
     /// Registers `buffer` for the gradients of small tensors packed together.
-    pub fn create_packed(&self, dtype: Dtype, numel: usize, buffer: LeaseSlice) -> GradientId {
-        assert!(numel * dtype.bytes() <= buffer.bytes(), "the buffer holds the pack");
-        self.insert(dtype, numel, Arc::default(), Place::Packed { buffer })
+    pub fn create_packed(
+        &self,
+        dtypes: impl Into<GradientDtypes>,
+        numel: usize,
+        buffer: LeaseSlice,
+    ) -> GradientId {
+        let dtypes = dtypes.into();
+        assert!(numel * dtypes.kept_bytes() <= buffer.bytes(), "the buffer holds the pack");
+        self.insert(dtypes, numel, Arc::default(), Place::Packed { buffer })
     }
 
     /// Captures a gradient of `numel` elements that begins at element `start` of the tensor: copies
-    /// it, or adds it to the gradient so far if `accumulate`. Returns the statistics of the result.
+    /// it, or adds it to the gradient so far if `accumulate`. Returns the statistics of the result,
+    /// as it is kept.
     ///
     /// # Safety
-    /// `source` points to `numel` readable elements of the gradient's dtype, which are not written
-    /// during the call.
+    /// `source` points to `numel` readable elements of the dtype that the gradient is made in, which
+    /// are not written during the call.
     ///
     /// # Panics
     /// If the range leaves the tensor, or is only a part of a tensor that moves alone.
@@ -137,18 +147,19 @@ impl Gradients {
         if numel == 0 {
             return Ok(GradientStats::default()); // torch gives an empty tensor the address 0
         }
-        let dtype = record.dtype;
+        let dtypes = record.dtypes;
         // SAFETY: the caller vouches for `numel` readable elements.
-        let source = unsafe { std::slice::from_raw_parts(source, numel * dtype.bytes()) };
+        let source = unsafe { std::slice::from_raw_parts(source, numel * dtypes.made_bytes()) };
         let mut stats = GradientStats::default();
         let mut place = record.settled();
         record.changed();
         match &mut *place {
             Place::Packed { buffer } => {
-                let target = buffer.narrow(start * dtype.bytes(), source.len());
+                let element = dtypes.kept_bytes();
+                let target = buffer.narrow(start * element, numel * element);
                 // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an
                 // update that reads it has been waited for before gradients are captured again.
-                merge(dtype, unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
+                dtypes.merge(unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
             }
             Place::Chunks { extent, chunks } => {
                 record.pending.wait()?;
@@ -171,14 +182,15 @@ impl Gradients {
         accumulate: bool,
         stats: &mut GradientStats,
     ) -> Result<()> {
-        let (dtype, pending) = (record.dtype, &record.pending);
-        let chunk_bytes = self.chunk_elements * dtype.bytes();
-        let end = first + source.len().div_ceil(chunk_bytes);
+        let (dtypes, pending) = (record.dtypes, &record.pending);
+        let part_bytes = self.chunk_elements * dtypes.made_bytes();
+        let chunk_bytes = self.chunk_elements * dtypes.kept_bytes();
+        let end = first + source.len().div_ceil(part_bytes);
         let mut index = first;
         while index < end {
             let part = |index: usize| {
-                let start = (index - first) * chunk_bytes;
-                &source[start..source.len().min(start + chunk_bytes)]
+                let start = (index - first) * part_bytes;
+                &source[start..source.len().min(start + part_bytes)]
             };
             // Neighbouring spilled chunks are read ahead of the addition.
             let spilled = if accumulate {
@@ -191,11 +203,11 @@ impl Gradients {
                     extent,
                     chunk_bytes,
                     index..index + spilled,
-                    record.numel * dtype.bytes(),
+                    record.numel * dtypes.kept_bytes(),
                     |index, chunk, length| {
                         let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
                         // SAFETY: the read has ended and the chunk is ours alone.
-                        merge(dtype, unsafe { target.as_mut_slice() }, part(index), true, stats);
+                        dtypes.merge(unsafe { target.as_mut_slice() }, part(index), true, stats);
                         self.staging.write_chunk(extent, index * chunk_bytes, chunk, length, pending);
                         Ok(())
                     },
@@ -208,13 +220,14 @@ impl Gradients {
                 Chunk::Host(lease) => ((Arc::clone(lease), true), accumulate),
                 _ => (self.staging.chunk_for(true)?, false),
             };
-            let target = LeaseSlice::new(Arc::clone(&lease), 0, part.len());
+            let length = part.len() / dtypes.made_bytes() * dtypes.kept_bytes();
+            let target = LeaseSlice::new(Arc::clone(&lease), 0, length);
             // SAFETY: the record's lock is held; the lease is fresh or belongs to the record.
-            merge(dtype, unsafe { target.as_mut_slice() }, part, add, stats);
+            dtypes.merge(unsafe { target.as_mut_slice() }, part, add, stats);
             if stays {
                 chunks[index] = Chunk::Host(lease);
             } else {
-                self.staging.write_chunk(extent, index * chunk_bytes, lease, part.len(), pending);
+                self.staging.write_chunk(extent, index * chunk_bytes, lease, length, pending);
                 chunks[index] = Chunk::Ssd;
             }
             index += 1;
@@ -226,11 +239,12 @@ impl Gradients {
     /// waits.
     ///
     /// # Panics
-    /// As [`Gradients::capture`], and if there are block sums of another number of blocks, or of a
-    /// gradient that is added up.
+    /// As [`Gradients::capture`], if the gradient is kept in another dtype than it is made in, and if
+    /// there are block sums of another number of blocks, or of a gradient that is added up.
     pub(crate) fn begin_capture(&self, id: GradientId, source: &DeviceGradient) -> Underway {
         let record = self.record(id);
         record.check(source.start, source.numel);
+        assert!(!record.dtypes.rounded(), "gradients of a device are kept as they are made");
         if let Some((_, count)) = source.sums {
             assert!(!source.accumulate, "block sums of an addend are not those of the sum");
             assert_eq!(count, source.numel.div_ceil(GRADIENT_BLOCK), "one sum for each block");
@@ -273,7 +287,7 @@ impl Gradients {
         place: &mut Place,
         source: &DeviceGradient,
     ) -> Result<GradientStats> {
-        let (dtype, element) = (record.dtype, record.dtype.bytes());
+        let (dtypes, element) = (record.dtypes, record.dtypes.kept_bytes());
         let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
         let mut stats = GradientStats::default();
         match place {
@@ -286,7 +300,7 @@ impl Gradients {
                     let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
                     match source.sums {
                         Some(_) => target.copy_from_slice(part),
-                        None => merge(dtype, target, part, source.accumulate, &mut stats),
+                        None => dtypes.merge(target, part, source.accumulate, &mut stats),
                     }
                     Ok(())
                 };
@@ -322,9 +336,10 @@ impl Gradients {
         source: &DeviceGradient,
         stats: &mut GradientStats,
     ) -> Result<()> {
-        let (dtype, pending) = (record.dtype, &record.pending);
+        let (dtypes, pending) = (record.dtypes, &record.pending);
         let DeviceGradient { address, numel, accumulate, .. } = *source;
-        let (bytes, piece_bytes) = (numel * dtype.bytes(), self.chunk_elements * dtype.bytes());
+        let element = dtypes.kept_bytes();
+        let (bytes, piece_bytes) = (numel * element, self.chunk_elements * element);
         if !accumulate {
             chunks.fill(Chunk::Empty);
         }
@@ -348,12 +363,12 @@ impl Gradients {
                     // SAFETY: the copy has ended; one lease is ours alone, the other the record's,
                     // whose lock is held.
                     let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                    merge(dtype, target, part, true, stats);
+                    dtypes.merge(target, part, true, stats);
                     return Ok(());
                 }
                 if source.sums.is_none() {
                     // SAFETY: the copy has ended and the chunk is ours alone.
-                    measure(dtype, unsafe { part.as_slice() }, stats);
+                    dtypes.measure(unsafe { part.as_slice() }, stats);
                 }
                 drop(part);
                 if stays {
@@ -384,15 +399,15 @@ impl Gradients {
         source: &DeviceGradient,
         stats: &mut GradientStats,
     ) -> Result<()> {
-        let dtype = record.dtype;
-        let (bytes, piece_bytes) = (source.numel * dtype.bytes(), self.chunk_elements * dtype.bytes());
+        let (dtypes, element) = (record.dtypes, record.dtypes.kept_bytes());
+        let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
         self.staging.read_chunks(extent, piece_bytes, range, bytes, |index, chunk, length| {
             let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
             let add = |_, part, _, length| {
                 let part = LeaseSlice::new(part, 0, length);
                 // SAFETY: read and copy have ended, and the chunks are ours alone.
                 let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                merge(dtype, target, part, true, stats);
+                dtypes.merge(target, part, true, stats);
                 Ok(())
             };
             let (source, pieces) = (source.address, index..index + 1);
@@ -430,10 +445,11 @@ impl Gradients {
                 SourcePlace::Chunks { extent: *extent, chunk_elements: self.chunk_elements, chunks }
             }
         };
-        GradientSource { place }
+        GradientSource { place, rounded: record.dtypes.rounded() }
     }
 
-    /// Reads a gradient of `target.len()` bytes, for inspection outside training.
+    /// Reads a gradient of `target.len()` bytes, in the dtype it is kept in, for inspection outside
+    /// training.
     pub fn read(&self, id: GradientId, target: &mut [u8]) -> Result<()> {
         let record = self.record(id);
         let place = record.settled();
@@ -446,7 +462,7 @@ impl Gradients {
             }
             Place::Chunks { extent, chunks } => {
                 self.staging.read(*extent, target)?;
-                let chunk_bytes = self.chunk_elements * record.dtype.bytes();
+                let chunk_bytes = self.chunk_elements * record.dtypes.kept_bytes();
                 for (part, chunk) in target.chunks_mut(chunk_bytes).zip(chunks) {
                     match chunk {
                         Chunk::Host(lease) => {
@@ -463,12 +479,18 @@ impl Gradients {
         Ok(())
     }
 
-    fn insert(&self, dtype: Dtype, numel: usize, pending: Arc<Pending>, place: Place) -> GradientId {
+    fn insert(
+        &self,
+        dtypes: GradientDtypes,
+        numel: usize,
+        pending: Arc<Pending>,
+        place: Place,
+    ) -> GradientId {
         let packed = matches!(place, Place::Packed { .. });
         let (arriving, place) = (Arc::default(), Mutex::new(place));
         let mut records = self.records.locked();
         let changes = AtomicU64::new(0);
-        records.push(Arc::new(Record { dtype, numel, packed, pending, arriving, changes, place }));
+        records.push(Arc::new(Record { dtypes, numel, packed, pending, arriving, changes, place }));
         GradientId(records.len() - 1)
     }
 
@@ -500,50 +522,4 @@ impl Record {
         let _ = self.arriving.wait();
         self.lock()
     }
-}
-
-/// Adds the statistics of a gradient that was copied.
-fn measure(dtype: Dtype, source: &[u8], stats: &mut GradientStats) {
-    match dtype {
-        Dtype::Bf16 => stats_bf16(cast(source), stats),
-        Dtype::F16 => stats_f16(cast(source), stats),
-        Dtype::F32 => stats_f32(cast(source), stats),
-    }
-}
-
-/// `target = source` or `target += source`, with the statistics of the result.
-fn merge(dtype: Dtype, target: &mut [u8], source: &[u8], add: bool, stats: &mut GradientStats) {
-    match dtype {
-        Dtype::Bf16 => {
-            let (target, source) = (cast_mut::<u16>(target), cast::<u16>(source));
-            if add { add_bf16(target, source, stats) } else { copy_bf16(target, source, stats) }
-        }
-        Dtype::F16 => {
-            let (target, source) = (cast_mut::<u16>(target), cast::<u16>(source));
-            if add { add_f16(target, source, stats) } else { copy_f16(target, source, stats) }
-        }
-        Dtype::F32 => {
-            let (target, source) = (cast_mut::<f32>(target), cast::<f32>(source));
-            if add { add_f32(target, source, stats) } else { copy_f32(target, source, stats) }
-        }
-    }
-}
-
-/// Numbers for which every bit pattern is a value.
-pub(crate) trait Plain: Copy {}
-impl Plain for u16 {}
-impl Plain for f32 {}
-
-pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
-    // SAFETY: every bit pattern is a valid T.
-    let (before, values, after) = unsafe { bytes.align_to::<T>() };
-    assert!(before.is_empty() && after.is_empty(), "a buffer of whole, aligned elements");
-    values
-}
-
-pub(crate) fn cast_mut<T: Plain>(bytes: &mut [u8]) -> &mut [T] {
-    // SAFETY: every bit pattern is a valid T.
-    let (before, values, after) = unsafe { bytes.align_to_mut::<T>() };
-    assert!(before.is_empty() && after.is_empty(), "a buffer of whole, aligned elements");
-    values
 }

@@ -16,7 +16,7 @@ pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLin
 pub use error::{ExecError, Result};
 pub use executor::{Executor, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
-pub use gradients::{GradientId, GradientRanges, GradientSource, Gradients};
+pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
 pub use pending::{Pending, Reading, Underway};
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;

@@ -72,7 +72,7 @@ pub struct UpdatePlane {
 
 /// The update of one tensor: its states, its gradient, and the step of each parameter.
 pub struct UpdateTensor {
-    /// Element type of weight and gradient.
+    /// Element type of the weight, and of the gradient as the kernels take it.
     pub dtype: Dtype,
     /// Elements, padding included.
     pub numel: usize,

@@ -5,9 +5,10 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_exec::{GradientId, Gradients, Pending, Result, Staging};
+use memascend_exec::{GradientDtypes, GradientId, Gradients, Pending, Result, Staging};
 use memascend_kernels::{
-    Dtype, GRADIENT_BLOCK, GradientStats, round_f16, stats_bf16, stats_f16, stats_f32, widen_f16,
+    Dtype, GRADIENT_BLOCK, GradientStats, round_bf16, round_f16, stats_bf16, stats_f16, stats_f32,
+    widen_bf16, widen_f16,
 };
 use memascend_mem::{LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::testing::Faults;
@@ -145,6 +146,41 @@ proptest! {
             }
             drop(captures.gradients.take(id));
             assert_eq!(captures.chunks_live(), 0, "{what}: taken");
+        });
+    }
+
+    /// What is kept of each sum is its rounding, and half as many bytes as the gradient has.
+    #[test]
+    fn an_fp32_gradient_kept_in_bf16_is_rounded_after_each_addition(
+        numel in 1..(6 * BLOCK),
+        (chunk_blocks, staging_chunks, volumes) in (1_usize..3, 1_usize..16, 1_usize..4),
+        seed in any::<u64>(),
+        engine in any::<prop::sample::Index>(),
+    ) {
+        let kinds = Kind::all(seed);
+        let kind = kinds[engine.index(kinds.len())];
+        let what = format!("seed {seed}, {kind:?}, {numel} elements, {chunk_blocks} blocks a chunk, \
+            {staging_chunks} staging chunks, {volumes} volumes");
+        within_patience(&what.clone(), move || {
+            let captures = Captures::new(kind, volumes, chunk_blocks, staging_chunks);
+            let pending = Arc::<Pending>::default();
+            let created = captures.gradients.create("w", GradientDtypes::ROUNDED, numel, Arc::clone(&pending));
+            let (id, mut random) = (created.unwrap(), Random(seed));
+            let mut sum = vec![0; numel];
+            let written = || captures.bench.store.volumes().iter().map(|volume| volume.counters.writes.bytes).sum::<u64>();
+            for micro_batch in 0..4 {
+                let (part, before) = (random.values(Dtype::F32, numel), written());
+                let found = captures.capture(id, 0, Dtype::F32, &part, micro_batch > 0).unwrap();
+                sum = sum.iter().zip(floats(&part)).map(|(kept, part)| round_bf16(widen_bf16(*kept) + part)).collect();
+                let mut expected = GradientStats::default();
+                stats_bf16(&sum, &mut expected);
+                assert_eq!(found, expected, "{what}, {micro_batch}: statistics");
+                assert!(words(&captures.read(id, 2 * numel)) == sum, "{what}, {micro_batch}: values");
+                pending.wait().unwrap();
+                let in_memory = captures.chunks_live() * captures.chunk_elements;
+                let spilled = 2 * numel.saturating_sub(in_memory);
+                assert_eq!(written() - before, round_up_to_page(spilled) as u64, "{what}, {micro_batch}: spilled");
+            }
         });
     }
 

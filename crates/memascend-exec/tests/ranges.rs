@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_exec::{ExecError, GradientId, Gradients, Pending, Result, Staging};
+use memascend_exec::{ExecError, GradientDtypes, GradientId, Gradients, Pending, Result, Staging};
 use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats};
 use memascend_mem::Pool;
 use memascend_nvme::testing::Faults;
@@ -12,10 +12,18 @@ use proptest::prelude::*;
 use support::{Bench, Kind, Random, pool, within_patience};
 
 const BLOCK: usize = GRADIENT_BLOCK;
+/// What gradients are made in, and kept in.
+const DTYPES: [(Dtype, Dtype); 4] = [
+    (Dtype::Bf16, Dtype::Bf16),
+    (Dtype::F16, Dtype::F16),
+    (Dtype::F32, Dtype::F32),
+    (Dtype::F32, Dtype::Bf16),
+];
 
 struct Captures {
     gradients: Gradients,
     chunks: Pool,
+    dtypes: GradientDtypes,
     dtype: Dtype,
     numel: usize,
     whole: GradientId,
@@ -27,15 +35,27 @@ struct Captures {
 impl Captures {
     /// Two gradients of the same shape: one is captured whole, the other in ranges.
     fn new(kind: Kind, dtype: Dtype, numel: usize, chunk_blocks: usize, staging_chunks: usize) -> Self {
+        Self::kept_in(dtype, kind, dtype, numel, chunk_blocks, staging_chunks)
+    }
+
+    fn kept_in(
+        kept: Dtype,
+        kind: Kind,
+        dtype: Dtype,
+        numel: usize,
+        chunk_blocks: usize,
+        staging_chunks: usize,
+    ) -> Self {
+        let dtypes = GradientDtypes::of(dtype, kept).unwrap();
         let bench = Bench::new(kind, 2);
         let chunk_elements = chunk_blocks * BLOCK;
         let chunks = pool(chunk_elements * 4, staging_chunks);
         let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), chunk_elements * 4);
         let gradients = Gradients::new(staging, chunk_elements);
         let pending = Arc::<Pending>::default();
-        let create = |name| gradients.create(name, dtype, numel, Arc::clone(&pending)).unwrap();
+        let create = |name| gradients.create(name, dtypes, numel, Arc::clone(&pending)).unwrap();
         let (whole, ranges) = (create("whole.gradient"), create("w.gradient"));
-        Self { whole, ranges, gradients, chunks, dtype, numel, pending, bench }
+        Self { whole, ranges, gradients, chunks, dtypes, dtype, numel, pending, bench }
     }
 
     fn values(&self, seed: u64) -> Vec<u8> {
@@ -68,7 +88,7 @@ impl Captures {
     }
 
     fn read(&self, id: GradientId) -> Vec<u8> {
-        let mut target = vec![0xEE; self.numel * self.dtype.bytes()];
+        let mut target = vec![0xEE; self.numel * self.dtypes.kept_bytes()];
         self.gradients.read(id, &mut target).unwrap();
         target
     }
@@ -84,7 +104,7 @@ proptest! {
     /// Few staging chunks spill everything, many keep everything in host memory, some mix both.
     #[test]
     fn ranges_of_any_lengths_give_what_one_capture_gives(
-        dtype in prop::sample::select(vec![Dtype::Bf16, Dtype::F16, Dtype::F32]),
+        (dtype, kept) in prop::sample::select(DTYPES.to_vec()),
         numel in 1..(6 * BLOCK),
         (chunk_blocks, staging_chunks) in (1_usize..3, 1_usize..16),
         longest in prop::sample::select(vec![1_000, BLOCK, 3 * BLOCK, 6 * BLOCK]),
@@ -93,10 +113,10 @@ proptest! {
     ) {
         let kinds = Kind::all(seed);
         let kind = kinds[engine.index(kinds.len())];
-        let what = format!("seed {seed}, {kind:?}, {dtype:?} of {numel}, up to {longest} at a time, \
+        let what = format!("seed {seed}, {kind:?}, {dtype:?} of {numel} in {kept:?}, up to {longest} at a time, \
             {chunk_blocks} blocks a chunk, {staging_chunks} staging chunks");
         within_patience(&what.clone(), move || {
-            let captures = Captures::new(kind, dtype, numel, chunk_blocks, staging_chunks);
+            let captures = Captures::kept_in(kept, kind, dtype, numel, chunk_blocks, staging_chunks);
             let mut random = Random(seed);
             for round in 0..2 {
                 for micro_batch in 0..3 {

@@ -93,7 +93,8 @@ impl Trial {
             staging_chunks: 2 + below(&mut random, 12),
         };
         let dropped_at = if below(&mut random, 8) == 0 { 1 + below(&mut random, STEPS) as u64 } else { 0 };
-        let model = Arc::new(Model::new(shapes, seed));
+        let rounded = random.next().is_multiple_of(2);
+        let model = Arc::new(Model { rounded, ..Model::new(shapes, seed) });
         Self { seed, faults, setup, model, dropped_at, outcomes: Arc::clone(outcomes) }
     }
 

@@ -1,5 +1,7 @@
 //! bf16 as its bits: widening, and rounding as PyTorch rounds.
 
+use super::dispatch::kernel;
+
 /// The one NaN that kernels write (as fp32 bits): quiet, positive, no payload.
 ///
 /// Which operand's payload an addition keeps depends on how the compiler ordered the operands, so
@@ -10,6 +12,20 @@ pub(super) const NAN_BITS: u32 = 0x7FC0_0000;
 #[inline(always)]
 pub const fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
+}
+
+kernel! {
+    /// [`widen_bf16`] of every element.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn widen_bf16_slice / widen_bf16_slice_with(dst: &mut [f32], src: &[u16]) = widen_body;
+}
+
+#[inline(always)]
+fn widen_body(dst: &mut [f32], src: &[u16]) {
+    assert_eq!(dst.len(), src.len(), "lengths");
+    dst.iter_mut().zip(src).for_each(|(value, &bits)| *value = widen_bf16(bits));
 }
 
 /// Rounds to the nearest bf16, ties to even; any NaN becomes `0x7FC0`.
@@ -32,7 +48,20 @@ pub(super) const fn canonical_nan(value: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Isa;
+    use super::super::testing::bits_of;
     use super::*;
+
+    #[test]
+    fn a_slice_is_widened_element_by_element_on_every_isa() {
+        let bits: Vec<u16> = (0..=u16::MAX).chain(0..5).collect();
+        let expected: Vec<f32> = bits.iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect();
+        for isa in Isa::available() {
+            let mut values = vec![1.0; bits.len()];
+            widen_bf16_slice_with(isa, &mut values, &bits);
+            assert_eq!(bits_of(&values), bits_of(&expected), "{isa:?}");
+        }
+    }
 
     #[test]
     fn every_bf16_survives_a_round_trip() {

@@ -103,6 +103,29 @@ kernel! {
         = stats_body::<F32>;
 }
 
+kernel! {
+    /// Rounds an fp32 gradient to bf16: to the nearest, ties to even; a NaN becomes `0x7FC0`. The
+    /// statistics are those of the rounded values.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn round_gradient / round_gradient_with(dst: &mut [u16], src: &[f32], stats: &mut GradientStats)
+        = round_body::<false>;
+}
+
+kernel! {
+    /// Adds an fp32 gradient to a bf16 `dst`: added in fp32, rounded once, as [`round_gradient`]
+    /// rounds.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn round_gradient_sum / round_gradient_sum_with(
+        dst: &mut [u16],
+        src: &[f32],
+        stats: &mut GradientStats,
+    ) = round_body::<true>;
+}
+
 /// The partial sums of one block and its largest magnitude, per lane.
 pub(super) struct Lanes<M> {
     pub(super) sums: [f64; LANES],
@@ -179,6 +202,36 @@ fn write_body<F: Format, const ADD: bool>(
             lanes.take_rest::<F>(dst_rest);
         }
         lanes.finish::<F>(stats);
+    }
+}
+
+#[inline(always)]
+fn round_body<const ADD: bool>(dst: &mut [u16], src: &[f32], stats: &mut GradientStats) {
+    assert_eq!(dst.len(), src.len(), "gradient lengths");
+    let blocks = dst.chunks_mut(GRADIENT_BLOCK).zip(src.chunks(GRADIENT_BLOCK));
+    for (dst, src) in blocks {
+        let mut lanes = Lanes::new();
+        let (dst_groups, dst_rest) = dst.as_chunks_mut::<LANES>();
+        let (src_groups, src_rest) = src.as_chunks::<LANES>();
+        for (dst, src) in dst_groups.iter_mut().zip(src_groups) {
+            let mut values = *src;
+            if ADD {
+                let mut old = [0.0; LANES];
+                Bf16::widen_all(dst, &mut old);
+                values.iter_mut().zip(old).for_each(|(value, old)| *value += old);
+            }
+            let mut result = [0; LANES];
+            Bf16::round_all(&values, &mut result);
+            *dst = result;
+            lanes.take::<Bf16>(&result);
+        }
+        if !dst_rest.is_empty() {
+            for (dst, &src) in dst_rest.iter_mut().zip(src_rest) {
+                *dst = Bf16::round(if ADD { Bf16::widen(*dst) + src } else { src });
+            }
+            lanes.take_rest::<Bf16>(dst_rest);
+        }
+        lanes.finish::<Bf16>(stats);
     }
 }
 

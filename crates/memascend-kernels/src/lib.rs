@@ -9,7 +9,8 @@
 //! - [`split()`], [`join`]: fp32 master weight to and from its bf16 weight and the low half;
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a
-//!   gradient, with its sum of squares and its overflow check, in one pass;
+//!   gradient, with its sum of squares and its overflow check, in one pass; [`round_gradient`] and
+//!   [`round_gradient_sum`] do so with an fp32 gradient that is kept in bf16;
 //! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or
 //!   with unscaling;
 //! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host
@@ -28,14 +29,15 @@ mod rules;
 mod split;
 mod step_host;
 
-pub use bf16::{round_bf16, widen_bf16};
+pub use bf16::{round_bf16, widen_bf16, widen_bf16_slice, widen_bf16_slice_with};
 pub use dispatch::Isa;
 pub use dtype::Dtype;
 pub use fp16::{round_f16, widen_f16};
 pub use gradient::{
     GRADIENT_BLOCK, GradientStats, add_bf16, add_bf16_with, add_f16, add_f16_with, add_f32, add_f32_with,
-    copy_bf16, copy_bf16_with, copy_f16, copy_f16_with, copy_f32, copy_f32_with, stats_bf16, stats_bf16_with,
-    stats_f32, stats_f32_with,
+    copy_bf16, copy_bf16_with, copy_f16, copy_f16_with, copy_f32, copy_f32_with, round_gradient,
+    round_gradient_sum, round_gradient_sum_with, round_gradient_with, stats_bf16, stats_bf16_with, stats_f32,
+    stats_f32_with,
 };
 pub use overflow::{
     check_bf16, check_bf16_with, check_f16, check_f16_with, check_f32, check_f32_with, stats_f16,

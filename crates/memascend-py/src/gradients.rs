@@ -2,18 +2,39 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use memascend_exec::{ExecError, GradientId};
-use memascend_kernels::Dtype;
+use memascend_exec::{ExecError, GradientDtypes, GradientId, Pending};
 use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::errors::{exec_error, memory_error};
+use crate::host::parse_dtype;
 use crate::parts::Parts;
 
+/// The dtypes of a gradient that is made in one and kept in the other.
+pub(crate) fn parse_dtypes(made: &str, kept: &str) -> PyResult<GradientDtypes> {
+    GradientDtypes::of(parse_dtype(made)?, parse_dtype(kept)?)
+        .ok_or_else(|| PyValueError::new_err(format!("a gradient in {made} is not kept in {kept}")))
+}
+
+/// Allocates the gradient of a tensor that moves alone, whose spills `pending` counts; returns its
+/// number.
+pub(crate) fn create(
+    py: Python<'_>,
+    parts: &Parts,
+    pending: Arc<Pending>,
+    name: &str,
+    dtypes: GradientDtypes,
+    numel: usize,
+) -> PyResult<usize> {
+    py.detach(|| parts.gradients.create(name, dtypes, numel, pending))
+        .map(|id| id.0)
+        .map_err(|error| exec_error(&error))
+}
+
 /// Reserves host memory for the gradients of a pack; returns their number.
-pub(crate) fn create_packed(parts: &Parts, dtype: Dtype, numel: usize) -> PyResult<usize> {
-    let bytes = numel * dtype.bytes();
+pub(crate) fn create_packed(parts: &Parts, dtypes: GradientDtypes, numel: usize) -> PyResult<usize> {
+    let bytes = numel * dtypes.kept_bytes();
     let lease = parts.packs.try_lease(bytes).map_err(|error| memory_error(&error))?;
     let lease = lease.ok_or_else(|| {
         PyRuntimeError::new_err(
@@ -21,7 +42,7 @@ pub(crate) fn create_packed(parts: &Parts, dtype: Dtype, numel: usize) -> PyResu
         )
     })?;
     let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
-    Ok(parts.gradients.create_packed(dtype, numel, buffer).0)
+    Ok(parts.gradients.create_packed(dtypes, numel, buffer).0)
 }
 
 /// A gradient on its way, range by range. It has its values when `end` has returned, and is empty

@@ -18,7 +18,7 @@ use crate::errors::{exec_error, memory_error, store_error};
 use crate::files::ExternalFile;
 use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
-use crate::host::{self, Plane, parse_dtype};
+use crate::host::{self, Plane};
 use crate::lease::LeaseBuffer;
 use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions, StorePlan};
 use crate::statistics::statistics;
@@ -353,25 +353,25 @@ impl Runtime {
         py.detach(|| pending.wait_all()).map_err(|error| exec_error(&error))
     }
 
-    /// Allocates the gradient of a tensor of `unit` that moves alone; returns its number.
+    /// Allocates the gradient of a tensor of `unit` that moves alone: made in `dtype`, `kept` in
+    /// another or the same; returns its number.
     fn create_gradient(
         &self,
         py: Python<'_>,
         unit: usize,
         name: &str,
         dtype: &str,
+        kept: &str,
         numel: usize,
     ) -> PyResult<usize> {
-        let (parts, pending, dtype) = (self.parts()?, self.unit(unit), parse_dtype(dtype)?);
-        py.detach(|| parts.gradients.create(name, dtype, numel, pending))
-            .map(|id| id.0)
-            .map_err(|error| exec_error(&error))
+        let dtypes = gradients::parse_dtypes(dtype, kept)?;
+        gradients::create(py, &*self.parts()?, self.unit(unit), name, dtypes, numel)
     }
 
-    /// Reserves host memory for the gradients of small tensors packed together; returns their
-    /// number.
-    fn create_packed_gradient(&self, dtype: &str, numel: usize) -> PyResult<usize> {
-        gradients::create_packed(&*self.parts()?, parse_dtype(dtype)?, numel)
+    /// Reserves host memory for the gradients of small tensors packed together, as
+    /// `create_gradient`; returns their number.
+    fn create_packed_gradient(&self, dtype: &str, kept: &str, numel: usize) -> PyResult<usize> {
+        gradients::create_packed(&*self.parts()?, gradients::parse_dtypes(dtype, kept)?, numel)
     }
 
     /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any
@@ -437,7 +437,7 @@ impl Runtime {
         Ok(())
     }
 
-    /// Copies a gradient of `bytes` bytes to address `target`.
+    /// Copies a gradient of `bytes` bytes, in the dtype it is kept in, to address `target`.
     fn read_gradient(&self, py: Python<'_>, gradient: usize, target: usize, bytes: usize) -> PyResult<()> {
         let parts = self.parts()?;
         py.detach(|| {

@@ -10,12 +10,15 @@ use memascend_nvme::Operation;
 use memascend_store::{Store, StoreError};
 
 use super::piece::{Areas, Work};
-use crate::gradients::{Chunk, SourcePlace};
+use crate::gradients::{Chunk, SourcePlace, widen};
 use crate::{ExecError, Segment};
 
 /// Runs the kernel on a piece whose reads have ended and starts its write-back.
 pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
     let began = Instant::now();
+    if work.tensor.gradient.rounded {
+        widen_gradient(&work);
+    }
     for segment in &work.tensor.segments {
         let start = segment.start.max(work.first);
         let end = (segment.start + segment.numel).min(work.first + work.numel);
@@ -37,7 +40,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         update,
         ready,
     } = work;
-    let Areas { planes, gradient, weights: weights_in_slot } = areas;
+    let Areas { planes, gradient, spilled, weights: weights_in_slot } = areas;
     let mut writes = Vec::with_capacity(planes.len() + 1);
     for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
         writes.push((*target, state.plane.span(first, numel).start, area, Vec::new()));
@@ -46,7 +49,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         writes.push((target, first * tensor.dtype.bytes(), range, groups));
     }
     // From here on only the writes hold the buffers.
-    drop((gradient, gradient_chunk, weights_in_slot));
+    drop((gradient, spilled, gradient_chunk, weights_in_slot));
     for (extent, offset, buffer, groups) in writes {
         // Begun before the ticket is ready, so that a caller that sees the weights also sees their
         // write-back pending.
@@ -113,11 +116,33 @@ fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) ->
     }
 }
 
+/// Widens a gradient that is kept in bf16, into the slot.
+fn widen_gradient(work: &Work) {
+    let (numel, element) = (work.numel, size_of::<u16>());
+    let source = match (&work.tensor.gradient.place, &work.gradient_chunk) {
+        (SourcePlace::Packed { buffer }, _) => buffer.narrow(work.first * element, numel * element),
+        (SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
+            let offset = work.first % chunk_elements * element;
+            LeaseSlice::new(Arc::clone(lease), offset, numel * element)
+        }
+        (SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => work.areas.spilled.narrow(0, numel * element),
+        _ => return, // no segment is updated where no gradient was captured
+    };
+    let target = work.areas.gradient.narrow(0, numel * size_of::<f32>());
+    // SAFETY: the piece's reads have ended, and only this thread uses the slot's areas; captures wait
+    // for this update. A source in the slot lies in the last half of the area, which may be longer
+    // than the target.
+    unsafe { widen(source.address().as_ptr(), target.address().as_ptr(), numel) };
+}
+
 /// Where the gradient of elements `start .. start + numel` lies, of which there are as many in
 /// memory.
 fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *const u8 {
     let element = work.tensor.dtype.bytes();
     let bytes = numel * element;
+    if work.tensor.gradient.rounded {
+        return work.areas.gradient.narrow((start - work.first) * element, bytes).address().as_ptr();
+    }
     match (&segment.host, &work.tensor.gradient.place, &work.gradient_chunk) {
         (Some((_, gradient)), SourcePlace::Addresses, _) => {
             gradient.0.wrapping_add((start - segment.start) * element).cast_const()

@@ -208,7 +208,8 @@ impl Coordinator {
         if let (SourcePlace::Chunks { extent, .. }, Some(Chunk::Ssd)) =
             (&tensor.gradient.place, &gradient_chunk)
         {
-            reads.push((*extent, first * element, areas.gradient.clone()));
+            let kept = if tensor.gradient.rounded { size_of::<u16>() } else { element };
+            reads.push((*extent, first * kept, areas.spilled.clone()));
         }
         let weights = job.weights.zip(places.weights).map(|(weights, source)| {
             let in_lease = |lease: &Arc<Lease>| {

@@ -140,7 +140,10 @@ impl SlotLayout {
 /// The parts of an update slot that one piece uses.
 pub(super) struct Areas {
     pub(super) planes: Vec<LeaseSlice>,
+    /// The gradient as the kernel takes it.
     pub(super) gradient: LeaseSlice,
+    /// Where a spilled gradient is read to: the same area, or its last half if it is to be widened.
+    pub(super) spilled: LeaseSlice,
     /// The weights, if they lie in the slot.
     pub(super) weights: Option<LeaseSlice>,
 }
@@ -152,9 +155,17 @@ impl Areas {
         };
         let planes = tensor.planes.iter().enumerate();
         let (gradient, bytes) = (tensor.planes.len(), numel * tensor.dtype.bytes());
+        let spilled = if tensor.gradient.rounded {
+            // A piece is whole pages of elements, so this is the start of a page.
+            let half = layout.offsets[gradient] + layout.elements * size_of::<u16>();
+            LeaseSlice::new(Arc::clone(&slot), half, round_up_to_page(numel * size_of::<u16>()))
+        } else {
+            area(gradient, bytes)
+        };
         Self {
             planes: planes.map(|(index, state)| area(index, state.plane.span(0, numel).len())).collect(),
             gradient: area(gradient, bytes),
+            spilled,
             weights: (layout.offsets.len() > gradient + 1).then(|| area(gradient + 1, bytes)),
         }
     }

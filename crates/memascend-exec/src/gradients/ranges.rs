@@ -67,8 +67,8 @@ impl Gradients {
     /// meanwhile, or if a transfer fails.
     ///
     /// # Safety
-    /// `source` points to `numel` readable elements of the gradient's dtype, which are not written
-    /// during the call.
+    /// `source` points to `numel` readable elements of the dtype that the gradient is made in, which
+    /// are not written during the call.
     pub unsafe fn add_range(
         &self,
         ranges: &mut GradientRanges,
@@ -87,7 +87,7 @@ impl Gradients {
             return Ok(());
         }
         // SAFETY: the caller vouches for `numel` readable elements.
-        let source = unsafe { std::slice::from_raw_parts(source, numel * record.dtype.bytes()) };
+        let source = unsafe { std::slice::from_raw_parts(source, numel * record.dtypes.made_bytes()) };
         let added = self.add_bytes(ranges, &record, source);
         ranges.failed |= added.is_err();
         added
@@ -115,7 +115,7 @@ impl Gradients {
     }
 
     fn add_bytes(&self, ranges: &mut GradientRanges, record: &Record, mut source: &[u8]) -> Result<()> {
-        let element = record.dtype.bytes();
+        let element = record.dtypes.made_bytes();
         let chunk_bytes = self.chunk_elements * element;
         let total = record.numel * element;
         while !source.is_empty() {

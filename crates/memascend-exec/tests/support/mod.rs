@@ -7,8 +7,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use memascend_exec::{
-    Address, ExecError, Executor, GradientId, GradientSource, Gradients, Pending, Segment, Staging, Ticket,
-    UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
+    Address, ExecError, Executor, GradientDtypes, GradientId, GradientSource, Gradients, Pending, Segment,
+    Staging, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{
     Algorithm, Dtype, GRADIENT_BLOCK, HostTensor, Moments, Plane, Rule, StepScalars, Weight, round_bf16,
@@ -282,6 +282,8 @@ pub struct Model {
     pub shapes: Vec<Shape>,
     pub offsets: Vec<usize>,
     pub start: State,
+    /// Whether fp32 gradients are kept in bf16.
+    pub rounded: bool,
     seed: u64,
 }
 
@@ -303,7 +305,7 @@ impl Model {
             unit[*offset..*offset + weights.len()].copy_from_slice(&weights);
             states.push(shape.rule.planes().iter().map(|plane| vec![0; plane.bytes(shape.numel)]).collect());
         }
-        Self { shapes, offsets, start: State { unit, states }, seed }
+        Self { shapes, offsets, start: State { unit, states }, rounded: false, seed }
     }
 
     /// What the unit is made of: its tensors, and the frozen ones between them.
@@ -325,6 +327,24 @@ impl Model {
         Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype(), shape.numel)
     }
 
+    /// The dtypes of a tensor's gradient.
+    fn gradient_dtypes(&self, shape: &Shape) -> GradientDtypes {
+        match shape.dtype() {
+            Dtype::F32 if self.rounded => GradientDtypes::ROUNDED,
+            dtype => dtype.into(),
+        }
+    }
+
+    /// The gradient as the update takes it.
+    fn gradient_kept(&self, tensor: usize, step: u64) -> Vec<u8> {
+        let gradient = self.gradient(tensor, step);
+        if self.gradient_dtypes(&self.shapes[tensor]) != GradientDtypes::ROUNDED {
+            return gradient;
+        }
+        let values = gradient.as_chunks().0.iter().map(|four| f32::from_le_bytes(*four));
+        values.flat_map(|value| (u32::from(round_bf16(value)) << 16).to_le_bytes()).collect()
+    }
+
     /// Other hyper-parameters for every segment.
     pub fn scalars(&self, tensor: usize, segment: usize, step: u64) -> StepScalars {
         scalars_of(self.shapes[tensor].rule.algorithm, 1 + tensor + 3 * segment, step)
@@ -335,7 +355,7 @@ impl Model {
         let mut state = self.start.clone();
         for step in 1..=steps {
             for (tensor, shape) in self.shapes.iter().enumerate() {
-                let gradient = self.gradient(tensor, step);
+                let gradient = self.gradient_kept(tensor, step);
                 for (index, (start, numel)) in shape.segments.iter().enumerate() {
                     let bytes = shape.dtype().bytes();
                     let range = start * bytes..(start + numel) * bytes;
@@ -440,13 +460,14 @@ impl Unit {
                     || store.create_tensor(&name(plane.name), plane.bytes(shape.numel) as u64).unwrap();
                 (plane, found.unwrap_or_else(create))
             };
+            let dtypes = model.gradient_dtypes(shape);
             let gradient = if shape.is_pack() {
-                let bytes = shape.numel * shape.dtype().bytes();
+                let bytes = shape.numel * dtypes.kept_bytes();
                 let lease = pool(bytes, 1).try_lease(bytes).unwrap().unwrap();
                 let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
-                gradients.create_packed(shape.dtype(), shape.numel, buffer)
+                gradients.create_packed(dtypes, shape.numel, buffer)
             } else {
-                gradients.create(&name("gradient"), shape.dtype(), shape.numel, Arc::clone(&pending)).unwrap()
+                gradients.create(&name("gradient"), dtypes, shape.numel, Arc::clone(&pending)).unwrap()
             };
             tensors
                 .push(Tensor { gradient, planes: shape.rule.planes().into_iter().map(allocate).collect() });

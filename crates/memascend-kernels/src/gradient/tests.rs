@@ -126,6 +126,31 @@ fn unequal_lengths_are_refused() {
     copy_bf16(&mut [0; 3], &[0; 4], &mut GradientStats::default());
 }
 
+/// The nearest bf16, written apart from the kernels: of the two neighbours the nearer one, or the even
+/// one of two as near.
+fn round_by_cases(value: f32) -> u16 {
+    if value.is_nan() {
+        return 0x7FC0;
+    }
+    let (bits, half) = ((value.to_bits() >> 16) as u16, value.to_bits() & 0xFFFF);
+    match half.cmp(&0x8000) {
+        std::cmp::Ordering::Less => bits,
+        std::cmp::Ordering::Equal => bits + (bits & 1),
+        std::cmp::Ordering::Greater => bits + 1, // the next after the largest is infinity
+    }
+}
+
+#[test]
+fn rounding_a_gradient_may_overflow_which_is_reported() {
+    let largest = f32::from_bits(0x7F7F_7FFF); // rounds down to the largest bf16
+    for (value, expected) in [(largest, 0x7F7F), (f32::MAX, 0x7F80), (-f32::MAX, 0xFF80)] {
+        let (mut dst, mut stats) = (vec![0; 40], GradientStats::default());
+        round_gradient(&mut dst, &[value; 40], &mut stats);
+        assert_eq!(dst, [expected; 40]);
+        assert_eq!(stats.non_finite, expected != 0x7F7F, "{value}");
+    }
+}
+
 /// What [`GradientStats`] promises, lane by lane.
 fn reference(values: &[f32]) -> (u64, bool) {
     let mut lanes = [0f64; LANES];
@@ -171,6 +196,27 @@ proptest! {
             let mut stats = GradientStats::default();
             stats_bf16_with(isa, &src, &mut stats);
             prop_assert_eq!(measured(&stats), reference(&widen(&src)));
+        }
+    }
+
+    #[test]
+    fn every_isa_rounds_an_fp32_gradient_as_the_reference(bits in any_bits(0..300), other in any_bits(300)) {
+        let src: Vec<f32> = bits.iter().map(|&b| f32::from_bits(b)).collect();
+        let old: Vec<u16> = other[..src.len()].iter().map(|b| (b >> 16) as u16).collect();
+        let rounded: Vec<u16> = src.iter().map(|&s| round_by_cases(s)).collect();
+        let sum: Vec<u16> = src.iter().zip(&old).map(|(&s, &o)| round_by_cases(widen_bf16(o) + s)).collect();
+        let widen = |g: &[u16]| g.iter().map(|&g| widen_bf16(g)).collect::<Vec<_>>();
+        for isa in Isa::available() {
+            let mut dst = old.clone();
+            let mut stats = GradientStats::default();
+            round_gradient_sum_with(isa, &mut dst, &src, &mut stats);
+            prop_assert_eq!(&dst, &sum);
+            prop_assert_eq!(measured(&stats), reference(&widen(&sum)));
+
+            let mut stats = GradientStats::default();
+            round_gradient_with(isa, &mut dst, &src, &mut stats);
+            prop_assert_eq!(&dst, &rounded);
+            prop_assert_eq!(measured(&stats), reference(&widen(&rounded)));
         }
     }
 
