@@ -256,10 +256,11 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
         {"optimizer": "adamw", "states": "bfloat16"},
         {"optimizer": "lion", "states": "8bit", "no_master": True},
         {"optimizer": "sgd", "lr": 0.1},
+        {"gradients": "bfloat16", "dtype": "float32", "grad_accum": 2},
     ],
-    ids=lambda chosen: chosen["optimizer"],
+    ids=lambda chosen: chosen.get("optimizer", "rounded"),
 )
-def test_other_optimizers_give_the_weights_of_the_run_in_memory(room, capfd, chosen):
+def test_other_states_and_gradients_give_the_weights_of_the_run_in_memory(room, capfd, chosen):
     flags = ["--no-master"] if chosen.pop("no_master", False) else []
     assert main.main(command(room, *flags, **chosen)) == 0, capfd.readouterr().err
     assert main.main(command(room, "--in-memory", *flags, out=room / "mem", **MEMORY, **chosen)) == 0
@@ -267,6 +268,24 @@ def test_other_optimizers_give_the_weights_of_the_run_in_memory(room, capfd, cho
     start = AutoModelForCausalLM.from_pretrained(room / "model", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(ssd[name], memory[name]) for name in memory)
     assert sum(not torch.equal(ssd[name], start[name]) for name in start) > len(start) / 2
+
+
+def test_rounded_gradients_are_planned_and_belong_to_the_run(room, capfd):
+    chosen = {"gradients": "bfloat16", "dtype": "float32"}
+    assert main.main(command(room, "--keep-store", **chosen)) == 0, capfd.readouterr().err
+    assert main.main(command(room, "--resume", out=room / "again", dtype="float32")) == main.BAD_INPUT
+    assert "--gradients is auto, but the run in the store has bfloat16" in capfd.readouterr().err
+    assert main.main(command(room, "--resume", out=room / "again", **chosen)) == 0
+    plan = ["plan", str(room / "model"), "--json", "--dtype", "float32", "--seq-len", "32"]
+    capfd.readouterr()
+    found = []
+    for flags in ([], ["--gradients", "bfloat16"]):
+        assert main.main([*plan, *flags]) == 0
+        found.append(json.loads(capfd.readouterr().out)["ssd_space"]["gradients_bytes"])
+    assert 0 < found[1] < 0.6 * found[0]  # in whole pages
+    on_gpu = ["--gradients", "bfloat16", "--gpu", "8GiB", "--flops", "1e12", "--pcie", "1e9", "--dram", "1e9"]
+    assert main.main([*plan[:2], *on_gpu, "--ssd", "1e9"]) == main.BAD_INPUT
+    assert "--gradients bfloat16 is of a run on the CPU" in capfd.readouterr().err
 
 
 def test_metrics_tell_the_run(room):

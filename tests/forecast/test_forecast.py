@@ -197,6 +197,25 @@ def test_float32_has_no_low_half(tmp_path, offloaded):
     assert found["ssd_traffic"]["planned"]["read"]["total_bytes"] == pytest.approx(real, rel=0.03)
 
 
+def test_rounded_gradients_are_those_of_a_real_run(tmp_path, offloaded):
+    model = build(SMALL, torch.float32)
+    kept = {"dtype": "float32", "gradients": "bfloat16"}
+    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, grad_accum=2, **kept)
+    offloaded(model, host_memory=found["host_memory"]["smallest_bytes"], gradients="bfloat16")
+    seen = steps(model, memascend.AdamW(model.parameters(), lr=1e-4), 4, 2, 1, 128, SMALL.vocab_size)
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    space = found["ssd_space"]
+    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
+    moved = found["ssd_traffic"]["planned"]
+    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
+        real = (seen[3][counter] - seen[1][counter]) / 2
+        assert moved[direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+    whole = forecast(saved(SMALL, tmp_path / "other"), seq_len=128, batch_size=1, grad_accum=2, dtype="float32")
+    assert 2 * space["gradients_bytes"] == whole["ssd_space"]["gradients_bytes"] > 0
+    spilled = whole["ssd_traffic"]["planned"]["written"]["gradients_bytes"]
+    assert 2 * moved["written"]["gradients_bytes"] == spilled > 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "states", "master"),
     [("adamw", "bfloat16", True), ("adamw", "8bit", False), ("lion", "8bit", True), ("sgd", "float32", True)],

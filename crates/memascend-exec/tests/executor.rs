@@ -51,7 +51,7 @@ fn every_rule_gives_the_bits_of_the_one_in_memory() {
                 shapes.push(Shape { rule: *rule, numel: BLOCK + 9_000, gap_pages: 0, segments });
             }
         }
-        let model = Arc::new(Model::new(shapes, 7));
+        let model = Arc::new(Model::new(shapes, 7).with_gradients_rounded(index / 2 % 2 == 1));
         let expected = model.in_memory(3);
         let kinds = Kind::all(index as u64);
         let setup = Setup {

@@ -94,7 +94,7 @@ impl Trial {
         };
         let dropped_at = if below(&mut random, 8) == 0 { 1 + below(&mut random, STEPS) as u64 } else { 0 };
         let rounded = random.next().is_multiple_of(2);
-        let model = Arc::new(Model { rounded, ..Model::new(shapes, seed) });
+        let model = Arc::new(Model::new(shapes, seed).with_gradients_rounded(rounded));
         Self { seed, faults, setup, model, dropped_at, outcomes: Arc::clone(outcomes) }
     }
 

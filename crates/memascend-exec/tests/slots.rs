@@ -42,7 +42,7 @@ fn every_rule_gives_the_bits_of_the_one_in_memory_without_a_buffer() {
                 });
             }
         }
-        let model = Arc::new(Model { rounded: index % 2 == 1, ..Model::new(shapes, 7) });
+        let model = Arc::new(Model::new(shapes, 7).with_gradients_rounded(index / 2 % 2 == 1));
         let expected = model.in_memory(2);
         let kinds = Kind::all(index as u64);
         let setup = Setup {

@@ -11,8 +11,9 @@ use crate::errors::{exec_error, memory_error};
 use crate::host::parse_dtype;
 use crate::parts::Parts;
 
-/// The dtypes of a gradient that is made in one and kept in the other.
-pub(crate) fn parse_dtypes(made: &str, kept: &str) -> PyResult<GradientDtypes> {
+/// The dtypes of a gradient that is made in one, and kept in the other if there is one.
+pub(crate) fn parse_dtypes(made: &str, kept: Option<&str>) -> PyResult<GradientDtypes> {
+    let kept = kept.unwrap_or(made);
     GradientDtypes::of(parse_dtype(made)?, parse_dtype(kept)?)
         .ok_or_else(|| PyValueError::new_err(format!("a gradient in {made} is not kept in {kept}")))
 }

@@ -353,16 +353,17 @@ impl Runtime {
         py.detach(|| pending.wait_all()).map_err(|error| exec_error(&error))
     }
 
-    /// Allocates the gradient of a tensor of `unit` that moves alone: made in `dtype`, `kept` in
-    /// another or the same; returns its number.
+    /// Allocates the gradient of a tensor of `unit` that moves alone: made in `dtype`, and kept in
+    /// `kept` if that is not the same; returns its number.
+    #[pyo3(signature = (unit, name, dtype, numel, kept = None))]
     fn create_gradient(
         &self,
         py: Python<'_>,
         unit: usize,
         name: &str,
         dtype: &str,
-        kept: &str,
         numel: usize,
+        kept: Option<&str>,
     ) -> PyResult<usize> {
         let dtypes = gradients::parse_dtypes(dtype, kept)?;
         gradients::create(py, &*self.parts()?, self.unit(unit), name, dtypes, numel)
@@ -370,7 +371,8 @@ impl Runtime {
 
     /// Reserves host memory for the gradients of small tensors packed together, as
     /// `create_gradient`; returns their number.
-    fn create_packed_gradient(&self, dtype: &str, kept: &str, numel: usize) -> PyResult<usize> {
+    #[pyo3(signature = (dtype, numel, kept = None))]
+    fn create_packed_gradient(&self, dtype: &str, numel: usize, kept: Option<&str>) -> PyResult<usize> {
         gradients::create_packed(&*self.parts()?, gradients::parse_dtypes(dtype, kept)?, numel)
     }
 

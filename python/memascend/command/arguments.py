@@ -13,6 +13,7 @@ from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import parse_size
 from memascend.durable.generations import parse_durability
 from memascend.offloading.activations import POLICIES
+from memascend.offloading.computing import GRADIENTS
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -146,7 +147,7 @@ def _add_durability(add: Callable[..., Any]) -> None:
 
 
 def _add_optimizer(parser: Any) -> None:
-    """Add the arguments that choose the optimizer and its states on SSD."""
+    """Add the arguments that choose the optimizer, and how its states and the gradients are kept."""
     add = parser.add_argument
     text = "sgd has a momentum of 0.9; lion and sgd need other learning rates than adamw (default: %(default)s)"
     add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)
@@ -154,6 +155,11 @@ def _add_optimizer(parser: Any) -> None:
     add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
     text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"
     add("--no-master", help=text, action="store_true")
+    text = (
+        "the dtype that gradients are put aside in; bfloat16 rounds those of a float32 training, on the CPU, for half "
+        "of their memory and traffic (default: %(default)s, as they are made)"
+    )
+    add("--gradients", choices=GRADIENTS, default="auto", help=text)
 
 
 def _add_plan(subcommands: Any) -> None:

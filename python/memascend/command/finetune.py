@@ -29,7 +29,7 @@ from memascend.command.metrics import (
     reset_peak_rss,
     take_over_records,
 )
-from memascend.command.models import copy_side_files, load_in_memory
+from memascend.command.models import copy_side_files, load_in_memory, round_gradients
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
@@ -131,7 +131,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
 
     Raises DataError.
     """
-    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]))
+    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]), gradients=settings.gradients)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
@@ -218,6 +218,8 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
         device = open_device(settings.device)
         model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
         memascend.fuse_loss(model)  # as the offloaded model computes it
+        if settings.gradients == "bfloat16":
+            round_gradients(model)
         return model if device is None else model.to(device.torch_device)
     assert settings.host_memory is not None, "a run with a store has a budget"
     bar: Progress | None = None
@@ -234,6 +236,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
             host_memory=settings.host_memory,
             dtype=settings.dtype,
             **settings.computing,
+            gradients=settings.gradients,
             durability=settings.durability,
             keep_store=settings.keep_store or None,
             progress=loading,

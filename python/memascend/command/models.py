@@ -55,6 +55,18 @@ def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn
     return model
 
 
+def round_gradients(model: torch.nn.Module) -> None:
+    """Have a model in memory round its gradients to bfloat16 after each backward pass, as an offloaded one does."""
+
+    def round_gradient(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(round_gradient)
+
+
 def copy_side_files(model_dir: Path, out: Path) -> None:
     """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
 

@@ -36,6 +36,7 @@ class Settings:
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
+    gradients: str = "auto"  # the dtype that they are put aside in
     on_nan: str = "stop"
     durability: str = "auto"
     resume: bool = False
@@ -68,7 +69,7 @@ class Settings:
         """The settings that a resumed run must share with the run in the store, so that the result is the same."""
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
-            *("seed", "dtype", "optimizer", "states", "master", "text_field", "steps", "epochs"),
+            *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "steps", "epochs"),
         )
         return {name: getattr(self, name) for name in names}
 

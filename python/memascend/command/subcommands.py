@@ -58,7 +58,7 @@ def _conflict(settings: Settings) -> str | None:
         if missing:
             return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
         try:
-            Computing.of(**settings.computing)
+            Computing.of(**settings.computing, gradients=settings.gradients)
         except ValueError as error:  # options that do not go together, or a device that is not there
             return str(error)
         return None
@@ -114,6 +114,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             optimizer=chosen.optimizer,
             states=chosen.states,
             master=not chosen.no_master,
+            gradients=chosen.gradients,
             durability=chosen.durability,
             gpu=_gpu(chosen, choice.dtype),
         )

@@ -330,6 +330,7 @@ class Generations:
             source=self._source,
             recompute=self._session.recompute,
             fused_loss=self._session.fused_loss,
+            gradients=self._session.gradients_in,
             units=self._session.units,
             buffers=self._buffers.described,
             optimizers=self._describe_optimizers(),

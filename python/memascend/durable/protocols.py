@@ -24,6 +24,7 @@ class Session(Protocol):
     notices: list[str]
     recompute: bool
     fused_loss: bool | str
+    gradients_in: str
     keep_store: bool | None
 
     def model(self) -> nn.Module | None:

@@ -32,6 +32,7 @@ def record_text(
     source: dict[str, Any],
     recompute: bool,
     fused_loss: bool | str,
+    gradients: str,
     units: Iterable[Unit],
     buffers: list[list[Any]],
     optimizers: list[dict[str, Any]],
@@ -45,6 +46,7 @@ def record_text(
         source: how to make the model again; see `source_of`.
         recompute: whether activations of repeated layers are recomputed.
         fused_loss: whether heads are tables; see `memascend.offload`.
+        gradients: the dtype that gradients are put aside in; see `memascend.offload`.
         units: the layout of the model, with the states that its tensors have.
         buffers: name, dtype and shape of each of the model's buffers.
         optimizers: what `describe` of each optimizer returned.
@@ -60,6 +62,7 @@ def record_text(
             "model": source,
             "recompute": recompute,
             "fused_loss": fused_loss,
+            "gradients": gradients,
             "units": [
                 {"name": unit.name, "tensors": [_describe_tensor(tensor) for tensor in unit.tensors]} for unit in units
             ],

@@ -69,6 +69,7 @@ def forecast(
     optimizer: str = "adamw",
     states: str = "float32",
     master: bool = True,
+    gradients: str = "auto",
     durability: str = "auto",
     gpu: Gpu | None = None,
 ) -> dict[str, Any]:
@@ -79,15 +80,17 @@ def forecast(
 
     Raises:
         CheckpointError: the configuration cannot be used.
-        DataError: a sequence has more tokens than the model has positions.
+        DataError: a sequence has more tokens than the model has positions, or a GPU's gradients are to be rounded.
         BudgetError: the budget, or the GPU, is too small for a run.
     """
     config = load_bare_config(path)
     _, positions = limits(config)
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
+    if gpu is not None and gradients != "auto":
+        raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
     model = empty_model(config, path if path.is_dir() else path.parent, getattr(torch, dtype))
-    units = partition(model, fused_loss="auto" if gpu is None else None)
+    units = partition(model, fused_loss="auto" if gpu is None else None, gradients=gradients)
     smallest = smallest_plan(units)
     plan = smallest if budget is None else make_plan(units, budget)
     two_slots = parse_durability(durability) != 0

@@ -121,7 +121,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
         space["weights"] += unit.nbytes
         for tensor in unit.tensors:
             space.update(state_kinds(tensor, work))
-            space["gradients"] += 0 if tensor.packed else tensor.nbytes
+            space["gradients"] += 0 if tensor.packed else tensor.gradient_nbytes
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
     if work.two_slots:
         space["second_slot"] = space.total() - space["gradients"]
@@ -219,10 +219,10 @@ def spill(
                     if turn == 0:
                         held[tensor] = min(-(-tensor.numel // plan.chunk_elements), room)
                         room -= held[tensor]
-                    outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements) * tensor.dtype.itemsize
+                    outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements)
                     # Written by every pass; read by the next pass, which adds to it, or by the
                     # update.
-                    spilled.gradients += round_up(outside, PAGE_BYTES)
+                    spilled.gradients += round_up(outside * tensor.gradient_dtype.itemsize, PAGE_BYTES)
                 room += inputs.pop(number, 0)
     return spilled
 

@@ -46,6 +46,7 @@ def from_pretrained(
     activations: str | None = None,
     batch_tokens: int | None = None,
     fused_loss: bool | str = "auto",
+    gradients: str = "auto",
     durability: str = "auto",
     keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -61,7 +62,7 @@ def from_pretrained(
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
         store, host_memory, device, device_memory, recompute, activations: as in `memascend.offload`.
-        batch_tokens, fused_loss, durability, keep_store, options: as in `memascend.offload`.
+        batch_tokens, fused_loss, gradients, durability, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
@@ -72,7 +73,7 @@ def from_pretrained(
     return_large_blocks_to_system()
     directory = Path(path)
     budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
     config = load_any_config(directory)
     with closing(WeightFiles(directory)) as files:
         model = empty_model(config, directory, parse_dtype(dtype))
@@ -110,7 +111,8 @@ def _divide(model: nn.Module, sources: Sources, computing: Computing, frozen: st
     """Divide the model into units, frozen if `frozen` is not None."""
     model.requires_grad_(frozen is None)
     # A table is read by parts from the store only.
-    units = partition(model, computing.torch_device, None if frozen == "files" else computing.fused_loss)
+    fused_loss = None if frozen == "files" else computing.fused_loss
+    units = partition(model, computing.torch_device, fused_loss, computing.gradients)
     if frozen == "files":
         sources.locate(units, direct)
     return units

@@ -150,11 +150,22 @@ class StoreTensor:
     id: TensorId | None = None
     #: The optimizer's states.
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
+    #: In which dtype the gradient is put aside; autograd makes it in the weights' dtype.
+    gradient_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have the gradient put aside as autograd makes it."""
+        self.gradient_dtype = self.dtype
 
     @property
     def nbytes(self) -> int:
         """Size of the weights in bytes, rounded up to whole pages."""
         return round_up(self.numel * self.dtype.itemsize, PAGE_BYTES)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Size of the gradient that is put aside, in bytes, rounded up to whole pages."""
+        return round_up(self.numel * self.gradient_dtype.itemsize, PAGE_BYTES)
 
 
 @dataclass(slots=True, eq=False)
@@ -242,12 +253,20 @@ def _assign_offsets(unit: Unit) -> None:
             place.offset = tensor.offset + place.start * tensor.dtype.itemsize
 
 
-def partition(model: nn.Module, device: torch.device = CPU, fused_loss: bool | str | None = "auto") -> list[Unit]:
+def partition(
+    model: nn.Module,
+    device: torch.device = CPU,
+    fused_loss: bool | str | None = "auto",
+    gradients: str = "auto",
+) -> list[Unit]:
     """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
     table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
     first. `fused_loss` says which tables of a model on the CPU are read by blocks (`find_tables`); None is none.
+    `gradients` is as in `memascend.offload`.
+
+    Raises ValueError for a dtype that cannot be trained, or whose gradients cannot be put aside so.
     """
     # The layout of a store depends neither on the device nor on how the loss is computed.
     divider = _Divider(device, find_tables(model, True))
@@ -257,7 +276,21 @@ def partition(model: nn.Module, device: torch.device = CPU, fused_loss: bool | s
     for unit in units:
         unit.is_table = any(place.parameter in tables for place in unit.places) and not unit.repeated
     _mark_held_together(model, units)
+    if gradients == "bfloat16":
+        _round_gradients(units)
     return units
+
+
+def _round_gradients(units: Sequence[Unit]) -> None:
+    """Have gradients be put aside in bfloat16. Raises ValueError for a float16 weight, which would lose accuracy."""
+    for tensor in (tensor for unit in units for tensor in unit.tensors):
+        if tensor.trained and tensor.dtype == torch.float16:
+            raise ValueError(
+                f"gradients='bfloat16' is for weights in float32 (those in bfloat16 have such gradients anyway), but "
+                f"{tensor.places[0].name} is in float16: leave it out, or train in float32"
+            )
+        if tensor.dtype == torch.float32:
+            tensor.gradient_dtype = torch.bfloat16
 
 
 class _Divider:

@@ -103,6 +103,7 @@ def offload(
     activations: str | None = None,
     batch_tokens: int | None = None,
     fused_loss: bool | str = "auto",
+    gradients: str = "auto",
     durability: str = "auto",
     keep_store: bool | None = None,
     **options: Any,
@@ -129,6 +130,12 @@ def offload(
             a head of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to
             an embedding. True takes large linear layers of other models for heads, too. False computes as PyTorch does,
             bit for bit, with the head whole in memory.
+        gradients: the dtype that gradients are put aside in until the update. "auto" is that of the weight. "bfloat16"
+            halves the memory and the SSD traffic of float32 weights' gradients, on the CPU, and changes bits: what is
+            put aside is rounded to the nearest, ties to even. Each further backward pass adds in float32 to what was
+            put aside, and rounds the sum. The update computes in float32 from the rounded values. `parameter.grad`
+            shows them, and clipping and the overflow check see them: what rounds to infinity (from 3.396e38 on) is not
+            finite. Gradients of bfloat16 weights are so anyway; float16 weights are refused.
         durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
             stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
             "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
@@ -150,9 +157,9 @@ def offload(
     """
     _check_not_offloaded(model)
     budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
     _check_parameters(model, computing.torch_device)
-    units = partition(model, computing.torch_device, fused_loss)
+    units = partition(model, computing.torch_device, fused_loss, gradients)
     session = Session(
         model,
         units,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
 
+#: The dtypes that gradients may be put aside in: that of the weight, or bfloat16.
+GRADIENTS = ("auto", "bfloat16")
+
 _log = logging.getLogger("memascend")
 
 
@@ -38,6 +41,8 @@ class Computing:
     batch_tokens: int | None
     #: Whether heads are tables, so that the loss is computed in pieces: True, False or "auto".
     fused_loss: bool | str = "auto"
+    #: One of `GRADIENTS`.
+    gradients: str = "auto"
 
     @staticmethod
     def of(
@@ -47,6 +52,7 @@ class Computing:
         activations: str | None,
         batch_tokens: int | None,
         fused_loss: bool | str = "auto",
+        gradients: str = "auto",
     ) -> Computing:
         """Check the arguments of `memascend.offload` that have these names, and open the device.
 
@@ -62,7 +68,14 @@ class Computing:
             raise ValueError(f"batch_tokens={batch_tokens}: a batch has one token or more")
         if fused_loss not in (True, False, "auto"):
             raise ValueError(f"fused_loss={fused_loss!r} is none of True, False and 'auto'")
+        if gradients not in GRADIENTS:
+            raise ValueError(f"gradients={gradients!r} is none of {', '.join(map(repr, GRADIENTS))}")
         opened = open_device(device)
+        if opened is not None and gradients != "auto":
+            raise ValueError(
+                f"gradients={gradients!r} is of a model that computes on the CPU: a device's gradients are put aside "
+                "as they are made; leave it out, or train in bfloat16 there"
+            )
         if opened is None and device_memory is not None:
             raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
         return Computing(
@@ -73,6 +86,7 @@ class Computing:
             activations=activations or ("host" if opened is None else "recompute"),
             batch_tokens=batch_tokens,
             fused_loss=fused_loss,
+            gradients=gradients,
         )
 
     @property

@@ -34,6 +34,9 @@ class GradientCapture:
 
     The marker is a stand-in (`memascend.offloading.stand_ins`): what a program does with it is done with the gradient.
     Setting `parameter.grad = None` discards the gradient, as in PyTorch.
+
+    A tensor's `gradient_dtype` may be bfloat16 where its weights are float32. What is kept is then the rounding of the
+    new gradient, or of the float32 sum of what was kept and the new one; norm and overflow check are of what is kept.
     """
 
     def __init__(
@@ -240,12 +243,12 @@ class GradientCapture:
                 f"{tensor.places[0].name} was frozen when the model was offloaded, so that the plan of host memory "
                 "holds no room for its gradient: set requires_grad before"
             )
-        dtype = DTYPE_NAMES[tensor.dtype]
+        dtype, kept = DTYPE_NAMES[tensor.dtype], DTYPE_NAMES[tensor.gradient_dtype]
         if tensor.packed:
-            tensor.gradient = self.runtime.create_packed_gradient(dtype, tensor.numel)
+            tensor.gradient = self.runtime.create_packed_gradient(dtype, tensor.numel, kept)
         else:
             tensor.gradient = self.runtime.create_gradient(
-                tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel
+                tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel, kept
             )
         return tensor.gradient
 
@@ -272,11 +275,11 @@ class GradientCapture:
         self.finish(place)
         tensor = place.tensor
         assert tensor.gradient is not None, "a marker stands for a gradient in the store"
-        stored = torch.empty(tensor.numel, dtype=tensor.dtype)  # (elements of the tensor,)
+        stored = torch.empty(tensor.numel, dtype=tensor.gradient_dtype)  # (elements of the tensor,)
         self.runtime.read_gradient(tensor.gradient, stored.data_ptr(), stored.nbytes)
         if tensor.packed:
             stored = stored[place.start : place.start + place.numel].clone()
-        return stored.to(device)
+        return stored.to(device, tensor.dtype)
 
     def replace(self, place: Place, values: torch.Tensor) -> None:
         """Keep `values`, (elements of the parameter,), instead of the present gradient."""

@@ -90,6 +90,7 @@ class Session:
         self.units = units
         self.recompute = computing.recompute
         self.fused_loss = computing.fused_loss
+        self.gradients_in = computing.gradients
         self.device = computing.device
         self.torch_device = computing.torch_device
         self.keep_store = keep_store

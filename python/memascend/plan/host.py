@@ -143,7 +143,7 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
-            nbytes = round_up(tensor.numel * tensor.dtype.itemsize, PAGE_BYTES)
+            nbytes = tensor.gradient_nbytes
             packed[nbytes] = packed.get(nbytes, 0) + 1
     plan.packs = [
         Line("gradients of small tensors", nbytes, count, "until the update")
@@ -290,9 +290,13 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
 
 
 def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
-    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
     chunk_elements = min(chunk_elements, _largest_chunk(tensors))
-    return chunk_elements * (_update_bytes(tensors) * _slot_count(tensors) + element * staging)
+    return chunk_elements * (_update_bytes(tensors) * _slot_count(tensors) + _staged_bytes(tensors) * staging)
+
+
+def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:
+    """Bytes of a staging buffer for each element of a chunk: those of a gradient that is put aside."""
+    return max((tensor.gradient_dtype.itemsize for tensor in tensors), default=2)
 
 
 def _slot_count(tensors: Sequence[StoreTensor]) -> int:
@@ -315,11 +319,10 @@ def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
 
 def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> None:
     """Size the buffers through which bytes move; raises BudgetError when not even the smallest fit."""
-    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
     largest = _largest_chunk(tensors)
 
     def size(chunk_elements: int) -> None:
-        plan.chunk_elements, nbytes = chunk_elements, chunk_elements * element
+        plan.chunk_elements, nbytes = chunk_elements, chunk_elements * _staged_bytes(tensors)
         slot = chunk_elements * _update_bytes(tensors)
         plan.slots = Line("update pipeline", slot, _slot_count(tensors), "moments, masters, gradient of a chunk")
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
@@ -331,7 +334,7 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> 
             return
     size(CHUNK_ELEMENTS_MIN)
     if plan.total > plan.budget:
-        raise _too_small(plan, element)
+        raise _too_small(plan, max((tensor.dtype.itemsize for tensor in tensors), default=2))
 
 
 def why(kind: BufferClass) -> str:

@@ -75,7 +75,8 @@ def resume(
 
     Weights, optimizer states, options and step numbers, the model's buffers and the states of Python's, NumPy's and
     PyTorch's random number generators are restored. Call `memascend.track` before the training loop for schedulers,
-    scalers and data loaders. The run then goes on with the same bits.
+    scalers and data loaders. The run then goes on with the same bits: `fused_loss` and `gradients` of `offload` are as
+    they were.
 
     Args:
         store: the volumes of the run's store, at least one.
@@ -104,8 +105,9 @@ def resume(
     else:
         _free_closed(model)
     recompute = record["recompute"] if recompute is None else recompute
-    fused_loss = record.get("fused_loss", False)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss)
+    # They change bits, so they are those of the run.
+    fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
     units = _divide(model, record, computing)
     plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
     session = Session(
@@ -245,7 +247,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing) -> l
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
-    units = partition(model, computing.torch_device, computing.fused_loss)
+    units = partition(model, computing.torch_device, computing.fused_loss, computing.gradients)
     for name, parameter in model.named_parameters():
         if name in recorded:
             _, _, trained_last = recorded[name]

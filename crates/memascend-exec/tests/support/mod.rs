@@ -283,7 +283,7 @@ pub struct Model {
     pub offsets: Vec<usize>,
     pub start: State,
     /// Whether fp32 gradients are kept in bf16.
-    pub rounded: bool,
+    rounded: bool,
     seed: u64,
 }
 
@@ -306,6 +306,11 @@ impl Model {
             states.push(shape.rule.planes().iter().map(|plane| vec![0; plane.bytes(shape.numel)]).collect());
         }
         Self { shapes, offsets, start: State { unit, states }, rounded: false, seed }
+    }
+
+    /// The same, of which fp32 gradients are kept in bf16 if `rounded`.
+    pub fn with_gradients_rounded(self, rounded: bool) -> Self {
+        Self { rounded, ..self }
     }
 
     /// What the unit is made of: its tensors, and the frozen ones between them.
