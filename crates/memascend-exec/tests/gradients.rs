@@ -167,11 +167,14 @@ proptest! {
             let created = captures.gradients.create("w", GradientDtypes::ROUNDED, numel, Arc::clone(&pending));
             let (id, mut random) = (created.unwrap(), Random(seed));
             let mut sum = vec![0; numel];
-            let written = || captures.bench.store.volumes().iter().map(|volume| volume.counters.writes.bytes).sum::<u64>();
+            let written = || -> u64 {
+                captures.bench.store.volumes().iter().map(|volume| volume.counters.writes.bytes).sum()
+            };
             for micro_batch in 0..4 {
                 let (part, before) = (random.values(Dtype::F32, numel), written());
                 let found = captures.capture(id, 0, Dtype::F32, &part, micro_batch > 0).unwrap();
-                sum = sum.iter().zip(floats(&part)).map(|(kept, part)| round_bf16(widen_bf16(*kept) + part)).collect();
+                let add = |(kept, part): (&u16, f32)| round_bf16(widen_bf16(*kept) + part);
+                sum = sum.iter().zip(floats(&part)).map(add).collect();
                 let mut expected = GradientStats::default();
                 stats_bf16(&sum, &mut expected);
                 assert_eq!(found, expected, "{what}, {micro_batch}: statistics");

@@ -1,11 +1,12 @@
 //! Arguments of a fetch: the tensors of a unit, and their updates.
 
-use memascend_exec::{Address, GradientSource, Segment, UnitTensor, UpdatePlane, UpdateTensor};
+use memascend_exec::{Address, GradientId, GradientSource, Segment, UnitTensor, UpdatePlane, UpdateTensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::handles::TensorId;
 use crate::host::{Plane, Rule, StepScalars, parse_dtype};
+use crate::parts::Parts;
 
 #[derive(FromPyObject)]
 pub(crate) struct SegmentArgument<'py> {
@@ -31,13 +32,13 @@ pub(crate) struct UpdateArgument<'py> {
     numel: usize,
     weight_offset: usize,
     planes: Vec<PlaneArgument<'py>>,
-    pub gradient: Option<usize>,
+    gradient: Option<usize>,
     segments: Vec<SegmentArgument<'py>>,
 }
 
 impl UpdateArgument<'_> {
     /// The update as the executor takes it, its gradient still to be filled in.
-    pub(crate) fn tensor(self) -> PyResult<UpdateTensor> {
+    fn tensor(self) -> PyResult<UpdateTensor> {
         let address = |value: usize| Address(value as *mut u8);
         let planes: Vec<UpdatePlane> = self
             .planes
@@ -95,6 +96,19 @@ impl UpdateArgument<'_> {
             gradient: GradientSource::addresses(),
         })
     }
+}
+
+/// The updates as the executor takes them, with their gradients.
+pub(crate) fn update_tensors(parts: &Parts, updates: Vec<UpdateArgument<'_>>) -> PyResult<Vec<UpdateTensor>> {
+    let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
+    let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
+    for (update, gradient) in updates.iter_mut().zip(gradients) {
+        // Taken after all checks: a gradient that was taken cannot be put back.
+        if let Some(id) = gradient {
+            update.gradient = parts.gradients.take(id);
+        }
+    }
+    Ok(updates)
 }
 
 /// Offsets of the tensors in their unit, from `(tensor, offset, bytes)` of each.

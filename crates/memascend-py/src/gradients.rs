@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::errors::{exec_error, memory_error};
-use crate::host::parse_dtype;
+use crate::host::{elements_mut, parse_dtype};
 use crate::parts::Parts;
 
 /// The dtypes of a gradient that is made in one, and kept in the other if there is one.
@@ -44,6 +44,19 @@ pub(crate) fn create_packed(parts: &Parts, dtypes: GradientDtypes, numel: usize)
     })?;
     let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
     Ok(parts.gradients.create_packed(dtypes, numel, buffer).0)
+}
+
+/// Copies a gradient of `bytes` bytes, in the dtype it is kept in, to address `target`.
+pub(crate) fn read(
+    py: Python<'_>,
+    parts: &Parts,
+    id: GradientId,
+    target: usize,
+    bytes: usize,
+) -> PyResult<()> {
+    // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
+    py.detach(|| parts.gradients.read(id, unsafe { elements_mut(target, bytes) }))
+        .map_err(|error| exec_error(&error))
 }
 
 /// A gradient on its way, range by range. It has its values when `end` has returned, and is empty

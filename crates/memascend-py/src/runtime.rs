@@ -11,7 +11,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{UpdateArgument, unit_tensors};
+use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
 use crate::device::{self, Capture, CudaEvent, Stash};
 use crate::errors::{exec_error, memory_error, store_error};
@@ -252,14 +252,7 @@ impl Runtime {
         let files = self.files.locked().get(&unit).cloned();
         let unit = self.unit(unit);
         let tensors = unit_tensors(&tensors);
-        let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
-        let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
-        for (update, gradient) in updates.iter_mut().zip(gradients) {
-            // Taken after all checks: a gradient that was taken cannot be put back.
-            if let Some(id) = gradient {
-                update.gradient = parts.gradients.take(id);
-            }
-        }
+        let mut updates = update_tensors(&parts, updates)?;
         let files = files.unwrap_or_default();
         let lease = lease.map(|lease| Arc::clone(&lease.get().lease));
         let weights =
@@ -441,13 +434,7 @@ impl Runtime {
 
     /// Copies a gradient of `bytes` bytes, in the dtype it is kept in, to address `target`.
     fn read_gradient(&self, py: Python<'_>, gradient: usize, target: usize, bytes: usize) -> PyResult<()> {
-        let parts = self.parts()?;
-        py.detach(|| {
-            // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-            let target = unsafe { host::elements_mut(target, bytes) };
-            parts.gradients.read(GradientId(gradient), target)
-        })
-        .map_err(|error| exec_error(&error))
+        gradients::read(py, &*self.parts()?, GradientId(gradient), target, bytes)
     }
 
     /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when
