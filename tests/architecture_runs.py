@@ -7,6 +7,7 @@ import random
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import architecture_tables
 import bits
 import numpy as np
 import small_models
@@ -44,13 +45,30 @@ class NotTrainedError(Exception):
 
 def run(pipe: Any, name: str, room: Path) -> None:
     """Send what becomes of the architecture `name`, and why."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    _keep_quiet()
     pipe.send(outcome(name, room))
 
 
-def outcome(name: str, room: Path) -> tuple[str, str]:
-    """Return what becomes of the architecture `name`, and why."""
+def run_with_tables(pipe: Any, name: str, room: Path) -> None:
+    """Send what becomes of the architecture `name` with tables, and why; then how they were used."""
+    _keep_quiet()
+    architecture_tables.force()
+    seen = architecture_tables.Seen()
+    pipe.send(outcome(name, room, seen))
+    pipe.send(seen)
+
+
+def _keep_quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def outcome(name: str, room: Path, seen: architecture_tables.Seen | None = None) -> tuple[str, str]:
+    """Return what becomes of the architecture `name`, and why.
+
+    Where `seen` is given, its tables are read by blocks, and the model in memory computes its loss in pieces. `seen` is
+    told how.
+    """
     try:
         pristine, inputs = find(getattr(transformers, name))
     except NotBuiltError as error:
@@ -58,13 +76,23 @@ def outcome(name: str, room: Path) -> tuple[str, str]:
     except NotTrainedError as error:
         return "not trained", str(error)
     model, beside = copy.deepcopy(pristine), copy.deepcopy(pristine)
+    if seen is not None:
+        seen.expect(beside)
+        if not seen.tables:
+            return "no table", ""
+        memascend.fuse_loss(beside)
     expected = train(beside, inputs)
+    if seen is not None and seen.heads:
+        seen.compare(expected, train(copy.deepcopy(pristine), inputs))
     try:
         memascend.offload(model, store=room / "store", **WHERE)
         if wrong := bits.differing(train(model, inputs), expected):
-            if bits.differing(train(pristine, inputs), expected):
+            again = pristine if seen is None else memascend.fuse_loss(pristine)
+            if bits.differing(train(again, inputs), expected):
                 return "not trained", "in memory, too, two runs differ"
             return "wrong", told(wrong, expected)
+        if seen is not None:
+            seen.note(model)
         return saved(model, beside, room)
     except memascend.MemascendError as error:
         return "refused", reason_of(error, room)

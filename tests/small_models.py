@@ -45,6 +45,7 @@ LIMITS: list[tuple[str, int | None]] = [
     (r"num_samples|train_num_points", 64),
 ]
 _LIMITS = [(re.compile(pattern), limit) for pattern, limit in LIMITS]
+_VOCABULARIES = 1  # the second of them
 #: Names of widths, and of numbers that are called like them but are none.
 _WIDTHS = re.compile(
     r".*(size|sizes|dim|dims|dimension|channels?|width|rank|filters|units|planes|features|latents)"
@@ -54,6 +55,13 @@ _NO_WIDTHS = re.compile(
     r".*(vocab|image|patch|kernel|window|chunk|block|crop|stride|num_|max_|min_|pool|hop|batch|merge|group_"
     r"|audio_channels|in_chans|patch_embed_input|feature_layer|grid|roi|hidden_layers|attention_heads).*"
 )
+
+
+def enlarge_vocabularies(tokens: int) -> None:
+    """Have the models that are made from now on in this process know so many tokens."""
+    global VOCABULARY
+    VOCABULARY = tokens
+    _LIMITS[_VOCABULARIES] = (_LIMITS[_VOCABULARIES][0], tokens)
 
 
 # ---- configurations -----------------------------------------------------------------------------------------

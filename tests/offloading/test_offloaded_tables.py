@@ -203,6 +203,26 @@ def test_logits_can_be_used(offload: Callable[..., nn.Module]) -> None:
     assert gradients[0]["lm_head.weight"] is not None
 
 
+def test_what_was_looked_up_is_written_in_place(offload: Callable[..., nn.Module]) -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(1024, 128), nn.Embedding(64, 128)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.tokens(ids)
+            hidden += self.positions(torch.arange(ids.shape[1]))
+            return hidden.mul_(3.0)
+
+    torch.manual_seed(0)
+    expected = Embedded()
+    model = offload(copy.deepcopy(expected))
+    assert streamed(model)
+    for run in (expected, model):
+        run(tiny.batch("gpt2", 0)["input_ids"]).square().mean().backward()
+    assert not bits.differing(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(expected)))
+
+
 def test_logits_of_a_head_with_a_bias_are_read_after_the_pass(offload: Callable[..., nn.Module]) -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:

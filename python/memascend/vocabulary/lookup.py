@@ -26,8 +26,8 @@ class _Lookup(torch.autograd.Function):
         rows, inverse = torch.unique(ids.reshape(-1), sorted=True, return_inverse=True)
         if rows.numel() and not (rows[0] >= 0 and rows[-1] < table.rows):
             raise IndexError("index out of range in self")  # PyTorch's own words
-        looked_up = table.look_up(rows.long())
-        return looked_up.index_select(0, inverse).view(*ids.shape, table.width)
+        # No view: models add positions to the result in place.
+        return torch.embedding(table.look_up(rows.long()), inverse.view(ids.shape))
 
     @staticmethod
     @once_differentiable
