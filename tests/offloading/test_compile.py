@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import bits
 import pytest
 import tiny
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import memascend
+from memascend.layout import tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,3 +120,48 @@ def test_a_layer_compiled_as_a_function_of_its_own(offloaded: Callable[..., nn.M
     with pytest.raises(RuntimeError, match="no compiled frames"):
         whole(torch.zeros(1, 2, tiny.WIDE, dtype=torch.bfloat16))
     assert backend.runs == 0
+
+
+def _loss_of_transformers(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def _loss_of_its_own(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**batch).logits
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+    return loss + 0.1 * logits[:, -1].square().mean()
+
+
+@pytest.mark.parametrize("what", ["model before", "model after", "step", "step with a loss of its own", "layers"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_tables_stay_outside_of_the_graphs(
+    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, architecture: str, what: str
+) -> None:
+    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
+    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
+    backend, model = Backend(), tiny.build(architecture)
+    function = _loss_of_its_own if what == "step with a loss of its own" else _loss_of_transformers
+    options = {"host_memory": tiny.smallest_budget(model)}
+    if what == "layers":
+        for layer in model.transformer.h if architecture == "gpt2" else model.model.layers:
+            layer.compile(backend=backend)
+    if what == "model before":
+        model.compile(backend=backend)
+    offloaded(model, **options)
+    if what == "model after":
+        model.compile(backend=backend)
+    compiled = torch.compile(function, backend=backend) if "step" in what else function
+    runs = []
+    for run, loss_of in ((memascend.fuse_loss(tiny.build(architecture)), function), (model, compiled)):
+        computed: dict[str, torch.Tensor | None] = {}
+        for step in range(STEPS):
+            run.zero_grad()
+            loss = loss_of(run, tiny.batch(architecture, step))
+            loss.backward()
+            computed |= {f"{step}": loss.detach(), **{f"{step} {name}": grad for name, grad in tiny.gradients_of(run)}}
+        runs.append(computed)
+    assert not bits.differing(runs[1], runs[0])
+    session = model._memascend
+    assert any(session.streamer.is_streamed(unit) for unit in session.units)
+    assert (backend.runs > 0) == (what == "layers" or "own" in what)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
+from memascend.common.graphs import outside_of_graphs
 from memascend.errors import MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
@@ -323,6 +324,9 @@ class Hooks:
     def _whole(self, model: nn.Module, original: Callable) -> Callable:
         """Wrap the forward of the whole model: one pass of the stream."""
         session, streamer = self.session, self.session.streamer
+        if self._tables:
+            # Dynamo cannot trace logits that are not computed yet. Without tables, it traces what lies between layers.
+            original = outside_of_graphs(original)
         own = (parameter for parameter in model._parameters.values() if parameter is not None)
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
 

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from memascend.common.graphs import outside_of_graphs
 from memascend.errors import MemascendError
 from memascend.vocabulary.gradient import LinearSource, gradient_of
 from memascend.vocabulary.loss import check_version, differentiable_once, loss_in_pieces, product_dtype
@@ -189,6 +190,7 @@ class DeferredLogits(torch.Tensor):
         return self._values.compute()
 
     @classmethod
+    @outside_of_graphs
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

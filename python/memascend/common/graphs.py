@@ -1,0 +1,34 @@
+"""Functions that torch.compile leaves as they are."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def outside_of_graphs(function: Callable) -> Callable:
+    """Return the function as one that Dynamo does not trace, with all that it calls: graphs end where it is called.
+
+    `torch.compiler.disable` does that, but loads Dynamo, which takes seconds, in programs that compile nothing. What
+    is compiled by itself within the function still is.
+    """
+    untraced: Callable | None = None
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
+        if untraced is None:
+            if not hasattr(sys.modules.get("torch._dynamo"), "disable"):
+                return function(*args, **kwargs)
+            untraced = torch.compiler.disable(function)
+        return untraced(*args, **kwargs)
+
+    # Dynamo looks for this before it traces a call.
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return outside
