@@ -428,10 +428,9 @@ def test_a_failure_in_the_backward_pass_leaves_no_half_gradient(
                 raise KeyboardInterrupt
             yield block
 
-    monkeypatch.setattr(OffloadedTable, "blocks", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OffloadedTable, "blocks", failing)
         loss.backward()
-    monkeypatch.undo()
     assert (model.lm_head.weight.grad is None) == (not accumulate)
     if accumulate:  # The sum of before must not be missing without a word.
         for use in (optimizer.step, model(**tiny.batch("llama", 3)).loss.backward, model.lm_head.weight.grad.sum):

@@ -6,6 +6,7 @@ that what is computed block by block has the same bits whatever the budget.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from memascend._memascend import PAGE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 MIB = 1024 * 1024
@@ -35,6 +38,35 @@ def block_rows(width: int, itemsize: int) -> int:
         rows = PAGE_BYTES // gcd(row_bytes, PAGE_BYTES)
     step_bytes = rows * row_bytes
     return rows * max(1, (2 * BLOCK_BYTES + step_bytes) // (2 * step_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of rows of a table (rows, width)."""
+
+    rows: int
+    width: int
+    itemsize: int
+
+    @property
+    def height(self) -> int:
+        """Rows of a block; the last block may have fewer."""
+        return block_rows(self.width, self.itemsize)
+
+    @property
+    def elements(self) -> int:
+        """Elements of a block; the last block may have fewer."""
+        return self.height * self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest block."""
+        return min(self.height, self.rows) * self.width * self.itemsize
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row of each block, and how many it has."""
+        for first in range(0, self.rows, height := self.height):
+            yield first, min(height, self.rows - first)
 
 
 def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:

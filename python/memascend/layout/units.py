@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
-from memascend.layout.tables import find_tables
+from memascend.layout.tables import Blocks, find_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
@@ -90,6 +90,12 @@ class Place:
     def nbytes(self) -> int:
         """Size of the parameter in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of rows of a table."""
+        rows, width = self.shape
+        return Blocks(rows, width, self.dtype.itemsize)
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""

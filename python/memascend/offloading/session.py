@@ -18,7 +18,6 @@ from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
 from memascend.errors import MemascendError, PinnedMemoryError
-from memascend.layout.tables import block_rows
 from memascend.layout.units import round_up
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
@@ -230,14 +229,12 @@ class Session:
         """Write a table block by block."""
         (place,), ((tensor_id, _, _),) = unit.places, unit.weights
         (lease, *_) = self.streamer.lease_blocks()
-        rows, width = place.shape
-        row_bytes = width * place.dtype.itemsize
-        for first in range(0, rows, step := block_rows(width, place.dtype.itemsize)):
-            count = min(step, rows - first)
+        row_bytes = place.shape[1] * place.dtype.itemsize
+        for first, count in place.blocks:
             storage = torch.frombuffer(lease, dtype=torch.uint8)
             nbytes = round_up(count * row_bytes, PAGE_BYTES)
             storage[count * row_bytes : nbytes].zero_()
-            read(place, storage[: count * row_bytes].view(place.dtype).view(count, width), first)
+            read(place, storage[: count * row_bytes].view(place.dtype).view(count, -1), first)
             self.runtime.write_part(unit.index, tensor_id, first * row_bytes, nbytes, lease)
             self.runtime.wait_unit(unit.index)
 

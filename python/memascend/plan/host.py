@@ -10,7 +10,6 @@ import torch
 from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK, PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
-from memascend.layout.tables import block_rows
 from memascend.layout.units import SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
 
@@ -203,18 +202,10 @@ def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> No
     """Plan the buffers for blocks of tables, of a size that is no unit's: the pool tells buffers by their size."""
     if not tables:
         return
-    nbytes = max(table_block_bytes(table) for table in tables)
+    nbytes = max(round_up(place.blocks.nbytes, PAGE_BYTES) for table in tables for place in table.places)
     while any(round_up(unit.nbytes, PAGE_BYTES) == nbytes for unit in units):
         nbytes += PAGE_BYTES
     plan.blocks.nbytes, plan.blocks.count = nbytes, BLOCK_BUFFERS
-
-
-def table_block_bytes(table: Unit) -> int:
-    """Return the bytes of the largest block of a table, in whole pages."""
-    (place,) = table.places
-    rows, width = place.shape
-    itemsize = place.dtype.itemsize
-    return round_up(min(rows, block_rows(width, itemsize)) * width * itemsize, PAGE_BYTES)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.tables import block_rows
 from memascend.residency.order import PREFETCH_UNITS, UseOrder, farthest, smallest_holding
 
 if TYPE_CHECKING:
@@ -316,10 +315,6 @@ class Streamer:
             self._settle(self.residencies[unit])
         self._wait_written(unit)
 
-    def _block_elements(self, unit: Unit) -> int:
-        (place,) = unit.places
-        return block_rows(place.shape[1], place.dtype.itemsize) * place.shape[1]
-
     def lease_blocks(self) -> list[LeaseBuffer]:
         """Return the buffers for blocks of tables that are free, at least one.
 
@@ -356,7 +351,8 @@ class Streamer:
         # An interrupt between the start of an update and its record would apply the update twice.
         residency.updating = bool(residency.updates)
         with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
-            group = self._block_elements(unit) if lease is None and len(residency.updates) == 1 else 0
+            # The update of a table is followed block by block.
+            group = next(unit.places).blocks.elements if lease is None and len(residency.updates) == 1 else 0
             residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates, group)
             for update in residency.updates:
                 update.started()

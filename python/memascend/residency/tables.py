@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from memascend._memascend import PAGE_BYTES
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.tables import block_rows
 from memascend.layout.units import as_held, round_up
 
 if TYPE_CHECKING:
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from memascend.residency.host import Streamer
 
 
+@dataclass(slots=True)
+class _Read:
+    """A read of a block under way: `count` rows from `first` on."""
+
+    first: int
+    count: int
+    lease: LeaseBuffer
+    ticket: Ticket
+
+
 class OffloadedTable:
     """The weights of a table on the store: (rows, width). It implements `memascend.vocabulary.tables.Table`."""
 
@@ -30,7 +40,7 @@ class OffloadedTable:
         self.rows, self.width = place.shape
         self.dtype = place.dtype
         self.device = place.absent.device
-        self.block_rows = block_rows(self.width, self.dtype.itemsize)
+        self.block_rows = place.blocks.height
         self._streamer, self._place = streamer, place
 
     @property
@@ -46,8 +56,8 @@ class OffloadedTable:
             yield from self._read_blocks()
             return
         values = place.view(streamer.storage(place.tensor.unit))
-        for first in range(0, self.rows, self.block_rows):
-            yield first, values[first : first + self.block_rows]
+        for first, count in place.blocks:
+            yield first, values[first : first + count]
 
     def _read_blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         streamer = self._streamer
@@ -55,48 +65,47 @@ class OffloadedTable:
         update = streamer.use_table(self._place.tensor.unit)
         # The buffer of a block is read into again when the next block is asked for.
         free = streamer.lease_blocks()
-        left = deque(range(0, self.rows, self.block_rows))
-        coming: deque[tuple[int, LeaseBuffer, Ticket]] = deque()
+        left = deque(self._place.blocks)
+        coming: deque[_Read] = deque()
         try:
             while left or coming:
                 while left and free:
-                    if update is not None and not update.is_group_ready(left[0] // self.block_rows):
+                    group = left[0][0] // self.block_rows
+                    if update is not None and not update.is_group_ready(group):
                         if coming:
                             break
                         with streamer.timeline.waiting("cpu_update"):
-                            update.wait_group(left[0] // self.block_rows)
-                    coming.append((left[0], free[-1], self._read(left.popleft(), free.pop(), update is not None)))
+                            update.wait_group(group)
+                    coming.append(self._read(*left.popleft(), free.pop(), update is not None))
                 with streamer.timeline.waiting("ssd_read"):
-                    coming[0][-1].wait()
-                block = self._view(*coming[0][:2])
+                    coming[0].ticket.wait()
+                block = self._view(coming[0])
                 try:
-                    yield coming[0][0], block
+                    yield coming[0].first, block
                 finally:
-                    block.set_()  # The traceback of an error may go on holding the tensor.
-                free.append(coming.popleft()[1])
+                    block.set_()  # type: ignore[call-overload]  # The traceback of an error may go on holding the tensor.
+                free.append(coming.popleft().lease)
         finally:
             # After an error, too, the next one to read finds all buffers free.
             free.clear()
             while coming:
                 with suppress(MemascendError):
-                    coming.pop()[-1].wait()
+                    coming.pop().ticket.wait()
 
-    def _bytes(self, first: int) -> int:
-        return min(self.block_rows, self.rows - first) * self.width * self.dtype.itemsize
-
-    def _read(self, first: int, lease: LeaseBuffer, written: bool) -> Ticket:
-        (tensor_id, _, nbytes) = self._place.tensor.unit.weights[0]
-        offset = first * self.width * self.dtype.itemsize
-        length = min(round_up(self._bytes(first), PAGE_BYTES), nbytes - offset)
+    def _read(self, first: int, count: int, lease: LeaseBuffer, written: bool) -> _Read:
         unit = self._place.tensor.unit
-        return self._streamer.runtime.read_part(unit.index, tensor_id, offset, length, lease, written)
+        (tensor_id, _, nbytes) = unit.weights[0]
+        row_bytes = self.width * self.dtype.itemsize
+        length = min(round_up(count * row_bytes, PAGE_BYTES), nbytes - first * row_bytes)
+        ticket = self._streamer.runtime.read_part(unit.index, tensor_id, first * row_bytes, length, lease, written)
+        return _Read(first, count, lease, ticket)
 
-    def _view(self, first: int, lease: LeaseBuffer) -> torch.Tensor:
+    def _view(self, read: _Read) -> torch.Tensor:
         with torch.inference_mode(False):
-            stored = torch.frombuffer(lease, dtype=torch.uint8, count=self._bytes(first))
-            shape = (min(self.block_rows, self.rows - first), self.width)
+            stored = torch.frombuffer(read.lease, dtype=self.dtype, count=read.count * self.width)
             # No view, which would hold `stored`.
-            return torch.empty(0, dtype=self.dtype).set_(stored.untyped_storage(), 0, shape)
+            shape, stride = (read.count, self.width), (self.width, 1)
+            return torch.empty(0, dtype=self.dtype).set_(stored.untyped_storage(), 0, shape, stride)
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows of sorted, unique indices, (n,) of int64, as a new tensor: (n, width)."""

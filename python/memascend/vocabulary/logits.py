@@ -49,7 +49,7 @@ class _Head:
     version: int
     hidden_version: int
     #: All logits that were derived, so that they can be computed before one is written to.
-    derived: weakref.WeakSet[_Values] = field(default_factory=weakref.WeakSet)
+    derived: weakref.WeakSet[_Contents] = field(default_factory=weakref.WeakSet)
 
     def check(self) -> None:
         """Raise MemascendError if hidden states or weights have changed."""
@@ -78,12 +78,12 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Values:
-    """The values of logits, computed or not. They refer to no tensor with a node of autograd that may save them."""
+class _Contents:
+    """The values of logits, computed or not. It refers to no tensor with a node of autograd that may save them."""
 
     head: _Head
     dtype: torch.dtype
-    parent: _Values | None = None
+    parent: _Contents | None = None
     #: The operation that gives them from the parent's, with its other arguments.
     operation: tuple[Callable, tuple, dict[str, Any]] | None = None
     #: The values once they were computed.
@@ -154,40 +154,40 @@ class _Whole(torch.autograd.Function):
 class DeferredLogits(torch.Tensor):
     """Logits that are computed when they are read; see the module."""
 
-    _values: _Values
+    _contents: _Contents
 
     @staticmethod
-    def _make(values: _Values, like: torch.Tensor) -> DeferredLogits:
+    def _make(contents: _Contents, like: torch.Tensor) -> DeferredLogits:
         """Make logits with the shape and strides of `like`, a tensor without memory."""
         logits = torch.Tensor._make_wrapper_subclass(
-            DeferredLogits, like.shape, strides=like.stride(), dtype=values.dtype, device=values.head.hidden.device
+            DeferredLogits, like.shape, strides=like.stride(), dtype=contents.dtype, device=contents.head.hidden.device
         )
-        logits._values = values
-        values.head.derived.add(values)
+        logits._contents = contents
+        contents.head.derived.add(contents)
         return logits
 
     @staticmethod
     def of_head(head: _Head) -> DeferredLogits:
         """Return the logits that a head itself gives."""
         shape = (*head.hidden.shape[:-1], head.table.rows)
-        return DeferredLogits._make(_Values(head, head.dtype), torch.empty(shape, device="meta"))
+        return DeferredLogits._make(_Contents(head, head.dtype), torch.empty(shape, device="meta"))
 
     def _derive(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> DeferredLogits:
         """Return what an operation will give once it is computed."""
         shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         meta = {name: value for name, value in kwargs.items() if name != "device"}
         like = func(shape, *args, **meta)
-        values = _Values(self._values.head, like.dtype, self._values, (func, args, kwargs))
-        return DeferredLogits._make(values, like)
+        contents = _Contents(self._contents.head, like.dtype, self._contents, (func, args, kwargs))
+        return DeferredLogits._make(contents, like)
 
     @property
     def is_computed(self) -> bool:
         """Whether its values are in memory."""
-        return self._values.result is not None
+        return self._contents.result is not None
 
     def computed(self) -> torch.Tensor:
         """Return the values, an ordinary tensor without history; views of computed logits share their memory."""
-        return self._values.compute()
+        return self._contents.compute()
 
     @classmethod
     @outside_of_graphs
@@ -211,7 +211,7 @@ class DeferredLogits(torch.Tensor):
             result = func(*args, **kwargs)
             if func in _WATCHING:
                 (logits, *_) = args
-                logits._values.hooks, logits._values.retains_grad = logits._backward_hooks, logits.retains_grad
+                logits._contents.hooks, logits._contents.retains_grad = logits._backward_hooks, logits.retains_grad
             return result
 
     @classmethod
@@ -231,7 +231,7 @@ class DeferredLogits(torch.Tensor):
         wrappers: dict[int, DeferredLogits] = {}
         for leaf in leaves:
             # What was derived before this write has the values of before.
-            for relative in list(leaf._values.head.derived) if written else ():
+            for relative in list(leaf._contents.head.derived) if written else ():
                 relative.compute()
             wrappers[id(leaf.computed())] = leaf
         args, kwargs = pytree.tree_map(
@@ -289,13 +289,17 @@ _WATCHING = frozenset((_T.register_hook, _T.retain_grad))
 
 def is_answered_elsewhere(cls: type, types: Sequence[type]) -> bool:
     """Whether a function on `types` is for a class other than `cls` to run: one that has its values elsewhere."""
-    default = torch.Tensor.__torch_function__.__func__
     return any(
-        not issubclass(kind, cls)
-        and not getattr(kind, "answers_last", False)
-        and getattr(kind.__torch_function__, "__func__", None) is not default
+        not issubclass(kind, cls) and not getattr(kind, "answers_last", False) and _answer_of(kind) is not _DEFAULT
         for kind in types
     )
+
+
+def _answer_of(kind: type) -> Any:
+    return getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+
+
+_DEFAULT = _answer_of(torch.Tensor)
 
 
 def _is_number(value: Any) -> bool:
@@ -347,7 +351,7 @@ def _retrace(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Step, ...]] | 
     None if they were computed, or history was cut, or a program waits for a gradient on the way.
     """
     chain: list[tuple[tuple[Callable, tuple, dict[str, Any]], torch.dtype]] = []
-    origin = logits._values
+    origin = logits._contents
     while origin.parent is not None:
         if origin.is_watched:
             return None
@@ -390,7 +394,7 @@ def _loss(
     if input.shape[0] != target.shape[0] or not 0 <= label_smoothing <= 1 or isinstance(target, DeferredLogits):
         return None
     retraced = _retrace(input)
-    head = input._values.head
+    head = input._contents.head
     if retraced is None or (torch.is_grad_enabled() and _is_cut(input)):
         return None
     head.check()
@@ -407,7 +411,7 @@ def _loss(
 
 def _is_cut(logits: DeferredLogits) -> bool:
     """Whether the logits have no history although the head's inputs have one."""
-    head = logits._values.head
+    head = logits._contents.head
     inputs = (head.hidden, head.weight, head.bias)
     return not logits.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
