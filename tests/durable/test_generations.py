@@ -17,6 +17,7 @@ from torch import nn
 
 import memascend
 from memascend._memascend import KeptStore
+from memascend.layout import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,12 +52,21 @@ def wait_for_generation(model: nn.Module, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=pytest.mark.core) if name == "llama" else name for name in VARIANTS]
+    ("architecture", "by_blocks"),
+    [
+        *(pytest.param(name, False, marks=pytest.mark.core if name == "llama" else ()) for name in VARIANTS),
+        *((name, True) for name in ("llama", "qwen3", "t5_dropout")),
+    ],
 )
-def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(tmp_path: Path, architecture: str) -> None:
-    """What is on the drive at some moment is what a killed process leaves."""
+def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(
+    tmp_path: Path, architecture: str, by_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the drive at some moment is what a killed process leaves. Embeddings and heads are tables or not."""
+    if by_blocks:
+        for name, nbytes in (("TABLE_BYTES_MIN", 2**15), ("BLOCK_BYTES", 2**16), ("BLOCK_BYTES_MAX", 0)):
+            monkeypatch.setattr(tables, name, nbytes)
     options = VARIANTS[architecture]
-    reference = Run(build(architecture), architecture, **options).go(STEPS)
+    reference = Run(memascend.fuse_loss(build(architecture)), architecture, **options).go(STEPS)
     expected, losses = reference.state(), reference.losses
     copies: dict[tuple[int, str], Path] = {}
 
@@ -70,8 +80,14 @@ def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(tmp_path: Path, arc
     # Batch normalisation would count what is computed again.
     recompute = architecture != "normed"
     model = memascend.offload(
-        build(architecture), store=tmp_path / "store", host_memory="64MiB", recompute=recompute, **LEAST
+        built := build(architecture),
+        store=tmp_path / "store",
+        host_memory=tiny.smallest_budget(built) if by_blocks else "64MiB",
+        recompute=recompute,
+        **LEAST,
     )
+    session = model._memascend
+    assert any(session.streamer.is_streamed(unit) for unit in session.units) == by_blocks
     run = Run(model, architecture, at=at, **options).go(STEPS)
     assert run.losses == losses
     same(run.state(), expected)

@@ -150,14 +150,23 @@ def test_training_has_no_table_in_memory(offload: Callable[..., nn.Module]) -> N
     assert memascend.stats(model)["host_bytes_outside_most"] == 0
 
 
-@pytest.mark.parametrize("frozen", ["embed_tokens", "lm_head", ""])
-def test_frozen_tables(offload: Callable[..., nn.Module], frozen: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "frozen"),
+    [
+        ("llama", "embed_tokens"),
+        ("llama", "lm_head"),
+        ("llama", "embed_tokens lm_head"),
+        ("gpt2", "wte"),
+        ("t5", "shared"),
+    ],
+)
+def test_frozen_tables(offload: Callable[..., nn.Module], architecture: str, frozen: str) -> None:
     def freeze(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if (frozen and frozen in name) or (not frozen and "layers" not in name):
-                parameter.requires_grad_(False)
+        for name in frozen.split():
+            (weight,) = (p for key, p in model.named_parameters() if name in key)
+            weight.requires_grad_(False)
 
-    assert streamed(check(offload, "llama", torch.float32, prepare=freeze))
+    assert streamed(check(offload, architecture, torch.float32, prepare=freeze))
 
 
 def test_lookups_are_pytorchs_own(offload: Callable[..., nn.Module]) -> None:
