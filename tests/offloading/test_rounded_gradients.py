@@ -129,6 +129,17 @@ def test_gradients_are_read_and_written_rounded(offloaded: Callable[..., nn.Modu
         assert torch.equal(parameter.grad, (gradient * 1.001).bfloat16().float())
 
 
+def test_a_gradient_that_is_filled_is_rounded(offloaded: Callable[..., nn.Module]) -> None:
+    model = offloaded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), **ROUNDED)
+    model(torch.ones(1, 8)).sum().backward()
+    gradient = model[0].bias.grad
+    gradient.fill_(0.1)
+    assert torch.equal(gradient.clone(), torch.full((8,), 0.1).bfloat16().float())
+    assert not memascend.overflow.check([gradient])
+    gradient.fill_(TOO_LARGE)
+    assert memascend.overflow.check([gradient])
+
+
 # ---- values that are not finite -----------------------------------------------------------------------------
 
 

@@ -263,6 +263,8 @@ class GradientCapture:
     def fill(self, place: Place, value: float) -> None:
         """Set every element of a parameter's gradient to a value."""
         self._discard(place)
+        # As it is put aside: what overflows there is not finite.
+        value = torch.full((), value, dtype=place.dtype).to(place.tensor.gradient_dtype).item()
         place.held, place.filled = True, value
         place.sum_squares, place.non_finite = value * value * place.numel, not math.isfinite(value)
         place.added += 1
