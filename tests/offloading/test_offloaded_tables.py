@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 from contextlib import contextmanager
 from types import MethodType
@@ -28,6 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import memascend
+from memascend.formats import safetensors
 from memascend.layout import tables
 from memascend.layout.units import partition
 from memascend.plan.host import smallest_plan
@@ -532,6 +534,28 @@ def test_frozen_tables_are_read_whole_from_their_files(tmp_path: Path) -> None:
     )
     assert torch.equal(tiny.logits(model, "llama"), tiny.logits(expected, "llama"))
     memascend.close(model)
+
+
+def test_a_model_that_could_not_be_saved_is_saved_elsewhere(
+    offload: Callable[..., nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = offload(tiny.build("llama"))
+    write, caught = safetensors._write, []
+    for directory in ("one", "two", "three"):
+        writes = iter(range(100))
+
+        def failing(fd: int, view: memoryview, offset: int, writes: Iterator[int] = writes) -> None:
+            if next(writes) == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(fd, view, offset)
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") as error:
+            patch.setattr(safetensors, "_write", failing)
+            memascend.save_pretrained(model, tmp_path / directory)
+        caught.append(error)
+    memascend.save_pretrained(model, tmp_path / "four")
+    again = type(model).from_pretrained(tmp_path / "four", dtype=torch.bfloat16)
+    tiny.assert_same_weights(dict(again.named_parameters()), dict(tiny.build("llama").named_parameters()))
 
 
 def test_models_are_loaded_and_saved_by_blocks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -14,7 +15,7 @@ from memascend._memascend import ExternalFile
 from memascend.errors import CheckpointError, MemascendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
     from pathlib import Path
 
 #: Dtype names of the format (https://huggingface.co/docs/safetensors).
@@ -164,11 +165,11 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 def write_safetensors(
     path: Path,
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[tuple[str, torch.Tensor | Iterable[torch.Tensor]]],
+    tensors: Iterable[tuple[str, torch.Tensor | Generator[torch.Tensor, None, None]]],
 ) -> None:
     """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
 
-    A tensor may come as an iterable of its rows, in order: some rows at a time.
+    A tensor may come as a generator of its rows, in order: some rows at a time.
 
     The file appears under its name only when it is complete and on the medium.
     """
@@ -193,16 +194,20 @@ def write_safetensors(
             for name, tensor in tensors:
                 dtype, shape = entries[name]
                 position, rows = 8 + len(text) + offsets[name], 0
-                for part in [tensor] if isinstance(tensor, torch.Tensor) else tensor:
-                    flat = part.detach().cpu().contiguous().reshape(-1)
-                    assert part.dtype == dtype and tuple(part.shape[1:]) == tuple(shape[1:]), name
-                    _write(fd, flat.view(torch.uint8).numpy().data, position)
-                    position += flat.nbytes
-                    rows += len(part) if shape else 1
-                    del part, flat  # both are views of a buffer that the next tensor may need
+                # After an error its traceback holds the generator, which must not hold what it reads into.
+                with nullcontext([tensor]) if isinstance(tensor, torch.Tensor) else closing(tensor) as parts:
+                    for part in parts:
+                        assert part.dtype == dtype and tuple(part.shape[1:]) == tuple(shape[1:]), name
+                        flat = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                        with flat.numpy().data as view:
+                            del flat
+                            _write(fd, view, position)
+                        position += part.nbytes
+                        rows += len(part) if shape else 1
+                        del part  # a view of a buffer that the next tensor may need
                 assert rows == (shape[0] if shape else 1), name
                 unwritten.remove(name)
-                del tensor
+                del tensor, parts
             assert not unwritten, f"never written: {sorted(unwritten)}"
             os.fsync(fd)
         finally:

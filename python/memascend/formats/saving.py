@@ -29,7 +29,7 @@ from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import is_stand_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Generator, Hashable, Iterator
 
     from memascend.residency.tables import OffloadedTable
 
@@ -297,7 +297,7 @@ def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> No
 
 def _tensors(
     model: nn.Module, groups: list[_Group], buffers: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor | Iterator[torch.Tensor]]]:
+) -> Iterator[tuple[str, torch.Tensor | Generator[torch.Tensor, None, None]]]:
     yield from buffers.items()
     for group in groups:
         if (table := _table(model, group)) is not None:
