@@ -45,9 +45,7 @@ def force() -> None:
 class Seen:
     """How the tables of a model were used, by name. Make one in a process of its own."""
 
-    #: The tables, and those among them that are heads.
     tables: set[str] = field(default_factory=set)
-    heads: set[str] = field(default_factory=set)
     #: How often rows were looked up, and blocks read, on the store.
     lookups: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
@@ -86,9 +84,8 @@ class Seen:
 
     def expect(self, model: nn.Module) -> None:
         """Take the names of the tables that a model in memory will have offloaded."""
-        found, heads = tables.find_tables(model, "auto"), tables._heads(model, "auto")
+        found = tables.find_tables(model, "auto")
         self.tables = {name for name, parameter in model.named_parameters() if parameter in found}
-        self.heads = {name for name, parameter in model.named_parameters() if parameter in heads}
 
     def note(self, model: nn.Module) -> None:
         """Note the tables of an offloaded model that were in use as a whole."""

@@ -1,5 +1,7 @@
 """Every architecture that transformers' auto classes list: small, offloaded, it computes the bits of the run in memory.
 
+So it does where its embeddings and heads are tables, beside `memascend.fuse_loss` in memory.
+
 `architectures.json` lists those that do not get that far, with the reasons. It is true: an entry that begins to work
 makes its test fail, and so does another that stops.
 """
@@ -8,12 +10,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import architecture_runs
 import lab
 import pytest
 import transformers
 from transformers.models.auto import modeling_auto
+
+if TYPE_CHECKING:
+    from architecture_tables import Seen
 
 LISTED = json.loads(Path(__file__).with_name("architectures.json").read_text())
 #: What may become of an architecture, but for "same".
@@ -39,6 +45,19 @@ CORE = [
     "XLMWithLMHeadModel",
     "YolosForObjectDetection",
 ]
+#: What `make test` runs with tables: heads tied and not, with a bias and a soft cap; embeddings that are added to in
+#: place, that two modules share, and whose weight the code indexes itself.
+CORE_TABLES = [
+    "BertForMaskedLM",
+    "BlipForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "NanoChatForCausalLM",
+    "T5ForConditionalGeneration",
+]
+#: How far the loss in pieces may be from that of whole logits, relative to it, and its gradients, to the largest.
+LOSS_APART_MAX, GRADIENT_APART_MAX = 1e-6, 1e-5
 #: Longer than any takes, however busy the machine is.
 SECONDS = 600
 
@@ -61,15 +80,37 @@ def is_listed_version() -> bool:
     return transformers.__version__.startswith(f"{LISTED['transformers']}.")
 
 
+def is_trained(name: str) -> bool:
+    """Whether a small model of an architecture was built and trained in memory."""
+    return not any(name in LISTED[kind] for kind in ("not built", "not trained", "not run"))
+
+
 def check(name: str, room: Path) -> None:
     with lab.Child(room, architecture_runs.run, name, room) as child:
         outcome, why = child.receive(SECONDS)
+    check_outcome(name, outcome, why)
+
+
+def check_outcome(name: str, outcome: str, why: str) -> None:
     print(f"{name}: {outcome} {why}")
     assert outcome != "wrong", f"{name}: {why}"
     listed = next(((kind, LISTED[kind][name]) for kind in OUTCOMES if name in LISTED[kind]), ("same", ""))
     if (outcome, why) != listed and not is_listed_version():
         pytest.skip(f"{outcome} ({why}) with transformers {transformers.__version__}, listed is {listed}")
     assert (outcome, why) == listed
+
+
+def check_tables(name: str, room: Path) -> Seen:
+    with lab.Child(room, architecture_runs.run_with_tables, name, room) as child:
+        outcome, why = child.receive(SECONDS)
+        seen = child.receive(SECONDS)
+    if outcome in ("no table", "not built", "not trained"):
+        pytest.skip(f"{outcome} {why}")  # some do not know as many tokens as tables need
+    check_outcome(name, outcome, why)
+    print(seen)
+    assert seen.loss_apart <= LOSS_APART_MAX
+    assert seen.gradient_apart <= GRADIENT_APART_MAX
+    return seen
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -82,6 +123,19 @@ def test_one_of_each_family(name: str, room: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(CORE) - LISTED["not run"].keys()))
 def test_every_other(name: str, room: Path) -> None:
     check(name, room)
+
+
+@pytest.mark.parametrize("name", CORE_TABLES)
+def test_one_of_each_use_of_tables(name: str, room: Path) -> None:
+    seen = check_tables(name, room)
+    assert seen.losses, "no loss was computed in pieces, so this proves nothing"
+    assert seen.lookups and seen.reads, "no table was read by blocks and rows, so this proves nothing"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if is_trained(name) and name not in CORE_TABLES])
+def test_every_other_with_tables(name: str, room: Path) -> None:
+    check_tables(name, room)
 
 
 def test_the_list_is_of_architectures_that_there_are() -> None:
