@@ -131,7 +131,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
 
     Raises DataError.
     """
-    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]), gradients=settings.gradients)
+    dtype = DTYPES[settings.dtype]
+    units = partition(empty_model(config, settings.model_dir, dtype), gradients=settings.gradients)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
@@ -139,8 +140,10 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
         held = make_plan(units, settings.host_memory).total
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0
-    estimates = pytorch_memory(config, units, work) if settings.device is None else {"estimated_bytes": 0}
-    beside = None if estimates is None else estimates["estimated_bytes"]
+    beside: int | None = 0
+    if settings.device is None:
+        estimates = pytorch_memory(config, settings.model_dir, dtype, work, in_memory=settings.in_memory)
+        beside = None if estimates is None else estimates["estimated_bytes"]
     whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
     tell(f"note: host memory {whole.text()}")
     if whole.fits:

@@ -89,7 +89,7 @@ def forecast(
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
-    model = empty_model(config, path if path.is_dir() else path.parent, getattr(torch, dtype))
+    model = empty_model(config, _directory(path), getattr(torch, dtype))
     units = partition(model, fused_loss="auto" if gpu is None else None, gradients=gradients)
     smallest = smallest_plan(units)
     plan = smallest if budget is None else make_plan(units, budget)
@@ -111,13 +111,17 @@ def forecast(
     }
     beside: int | None = 0
     if gpu is None or device_plan is None:
-        prediction["pytorch"] = estimates = pytorch_memory(config, units, work)
+        prediction["pytorch"] = estimates = pytorch_memory(config, _directory(path), getattr(torch, dtype), work)
         beside = None if estimates is None else estimates["estimated_bytes"]
     else:
         prediction["gpu"] = _gpu_part(gpu, device_plan, model, units, config, work, planned)
     prediction["whole"] = Whole.of(plan.total, beside, resident_memory()).as_dict()
     prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, grad_accum)
     return prediction
+
+
+def _directory(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> DevicePlan:

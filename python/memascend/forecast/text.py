@@ -126,14 +126,14 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
-        return "On top: what PyTorch holds is not known: the configuration does not say what the layers are like"
+        return "On top: what PyTorch holds is not known: the model's code cannot be run without values"
     return _table(
-        "On top: what PyTorch holds (an estimate, measured to be 8% to 48% low, tens of MB where it is small)",
+        "On top: what PyTorch holds (an estimate, from a run of the model's code without values)",
         ["what", "bytes"],
         [
-            ["the logits and their gradients", format_size(pytorch["logits_bytes"])],
-            ["one layer, recomputed", format_size(pytorch["layer_bytes"])],
-            ["the largest gradient", format_size(pytorch["gradient_bytes"])],
+            ["forward pass and loss", format_size(pytorch["forward_bytes"])],
+            ["backward pass", format_size(pytorch["backward_bytes"])],
+            ["libraries below PyTorch", format_size(pytorch["libraries_bytes"])],
             ["the most at once", format_size(pytorch["estimated_bytes"])],
         ],
     )

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_size
+from memascend.forecast.simulation import LIBRARIES_BYTES, simulate_step
 from memascend.forecast.traffic import state_kinds
 from memascend.machine.limits import available_memory
-from memascend.plan.estimates import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
 
     from memascend.forecast.traffic import Work
     from memascend.layout.units import Unit
@@ -23,7 +26,7 @@ class Whole:
 
     #: What memascend plans to hold, or the weights, gradients and states of a model in memory.
     held: int
-    #: An estimate of what PyTorch holds beside it; None where the model's layers are not known.
+    #: An estimate of what PyTorch holds beside it; None where it is not known.
     pytorch: int | None
     #: What the interpreter and its libraries hold already.
     interpreter: int
@@ -71,35 +74,22 @@ class Whole:
         }
 
 
-def pytorch_memory(config: Any, units: Sequence[Unit], work: Work) -> dict[str, int] | None:
-    """Estimate what PyTorch holds beside the plan's buffers at the worst moment of a step, on the CPU.
+def pytorch_memory(
+    config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool = False
+) -> dict[str, int] | None:
+    """Estimate what PyTorch holds beside the plan's buffers in a step on the CPU, or beside a model in memory.
 
-    None where the configuration does not say what its layers are like.
-
-    The logits and one layer are counted as in `plan.estimates`, and the other layers where they are not recomputed.
-    Autograd makes the gradient of each parameter whole before it is taken over: the largest one counts, and beside the
-    head's also the gradient of the logits.
-
-    The estimate is 48 MB too low for both models of benches/results, where the head's gradient dominates. For Llamas of
-    width 512 with 32,000 words it is 393 MB where 462 were measured (1,024 tokens), and 786 where 858 were (2,048). It
-    is least accurate where a layer dominates: 164 MB where 314 were measured (width 1,024, MLP 4,096, 2,048 tokens).
+    None where the model's code cannot be run without values (`forecast.simulation`). benches/plan_accuracy.py measures
+    it beside the plan.
     """
-    shape = Shape.of(config)
-    if shape is None:
+    step = simulate_step(config, directory, dtype, work, in_memory=in_memory)
+    if step is None:
         return None
-    itemsize = units[0].tensors[0].dtype.itemsize
-    logits, layer = shape.logits_bytes(work.tokens), shape.layer_bytes(work.tokens, itemsize)
-    # The largest gradient within the layers, and outside of them.
-    inner = max((place.nbytes for unit in units if unit.repeated for place in unit.places), default=0)
-    outer = max((place.nbytes for unit in units if not unit.repeated for place in unit.places), default=0)
-    beside = 0
-    if not work.recompute:
-        beside = max(0, sum(unit.repeated for unit in units) - 1) * shape.kept_bytes(work.tokens, itemsize)
     return {
-        "logits_bytes": logits,
-        "layer_bytes": layer,
-        "gradient_bytes": max(inner, outer),
-        "estimated_bytes": max(logits, outer + itemsize * work.tokens * shape.vocabulary, layer + inner) + beside,
+        "forward_bytes": step.forward,
+        "backward_bytes": step.backward,
+        "libraries_bytes": LIBRARIES_BYTES,
+        "estimated_bytes": max(step.forward, step.backward) + LIBRARIES_BYTES,
     }
 
 

@@ -202,17 +202,22 @@ class BlockSums:
         return self.memory.data_ptr(), self.memory.numel() - 1
 
 
+def is_autocast(kind: str) -> bool:
+    """Return whether computation on a kind of device is autocast now."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def autocast_of(device: torch.device) -> tuple[str, torch.dtype | None, bool]:
     """Return how computation on a device is autocast now, as arguments for `autocast`."""
     kind = device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else None
     return kind, dtype, torch.is_autocast_cache_enabled()
 
 
 def autocast(kind: str, dtype: torch.dtype | None, cache: bool) -> AbstractContextManager[Any]:
     """Return a context with the autocast state that `autocast_of` returned."""
     if dtype is None:
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return torch.autocast(kind, enabled=False) if is_autocast(kind) else nullcontext()
     return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
 
 

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.common.graphs import outside_of_graphs
 from memascend.errors import MemascendError
+from memascend.machine.cuda import autocast, is_autocast
 from memascend.vocabulary.gradient import LinearSource, gradient_of
 from memascend.vocabulary.loss import check_version, differentiable_once, loss_in_pieces, product_dtype
 from memascend.vocabulary.pieces import Recipe
@@ -170,7 +172,9 @@ class DeferredLogits(torch.Tensor):
     def of_head(head: _Head) -> DeferredLogits:
         """Return the logits that a head itself gives."""
         shape = (*head.hidden.shape[:-1], head.table.rows)
-        return DeferredLogits._make(_Contents(head, head.dtype), torch.empty(shape, device="meta"))
+        with _disable_current_modes():  # that count operations, or their memory: this is neither
+            like = torch.empty(shape, device="meta")
+        return DeferredLogits._make(_Contents(head, head.dtype), like)
 
     def _derive(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> DeferredLogits:
         """Return what an operation will give once it is computed."""
@@ -400,13 +404,13 @@ def _loss(
     head.check()
     hidden, steps = retraced
     kind = input.device.type
-    autocast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
-    if autocast and input.dtype != torch.float32:
+    autocasts = is_autocast(kind) and input.dtype != torch.float64
+    if autocasts and input.dtype != torch.float32:
         steps = (*steps, Convert(input.dtype, torch.float32))  # as autocast does
     recipe = Recipe(head.dtype, steps, label_smoothing)
-    with torch.autocast(kind, enabled=False):
+    with autocast(kind, None, False):
         loss = loss_in_pieces(hidden, head.weight, head.bias, head.table, target, recipe, ignore_index, reduction)
-    return loss.to(torch.float32 if autocast else input.dtype)
+    return loss.to(torch.float32 if autocasts else input.dtype)
 
 
 def _is_cut(logits: DeferredLogits) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from memascend.errors import MemascendError
+from memascend.machine.cuda import is_autocast
 from memascend.vocabulary.gradient import gradient_of
 from memascend.vocabulary.pieces import HeadSource, Losses, Recipe, Tokens, read_losses
 from memascend.vocabulary.steps import dtype_after, steps_of
@@ -137,7 +138,7 @@ def check_version(version: int, table: Table) -> None:
 def product_dtype(hidden: torch.Tensor, table: Table) -> torch.dtype:
     """Return the dtype in which `torch.nn.functional.linear` multiplies hidden states by a table."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, table.dtype):
+    if is_autocast(kind) and torch.float64 not in (hidden.dtype, table.dtype):
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != table.dtype:
         raise RuntimeError(f"expected hidden states and weights of the same dtype, got {hidden.dtype} != {table.dtype}")

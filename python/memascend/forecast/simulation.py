@@ -1,0 +1,346 @@
+"""What PyTorch holds in a training step, from a run of the model's own code on tensors without memory.
+
+The tensors lie on PyTorch's meta device: operations give shapes, dtypes and lifetimes, and compute nothing. So every
+architecture is counted as it is written, with the loss in pieces, the gradients of tables by blocks, and layers that
+are recomputed from inputs that wait in the plan's staging. Of layers that are alike two are run, and of a table's
+blocks three: no more of them live at once. What an operation takes inside a kernel is not seen (see `LIBRARIES_BYTES`).
+
+Where the run depends on values, it is told: all tokens have labels, all conditions hold, and experts get equal shares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memascend.formats.transformers_models import empty_model
+from memascend.layout.tables import block_rows
+from memascend.layout.units import partition
+from memascend.offloading.activations import STASH_FROM_BYTES
+from memascend.vocabulary.gradient import TableGradient
+from memascend.vocabulary.logits import deferred_linear
+from memascend.vocabulary.lookup import embedding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from memascend.forecast.traffic import Work
+    from memascend.layout.units import Unit
+
+_aten = torch.ops.aten
+META = torch.device("meta")
+#: Layers of one kind that are run, and blocks of a table.
+LAYERS, BLOCKS = 2, 3
+#: The most tokens that are run; what more of them take follows from the last doubling.
+TOKENS_MAX = 32 * 1024
+#: What the libraries below PyTorch (oneDNN, MKL, OpenMP) keep from their first use on, and take within an operation.
+LIBRARIES_BYTES = 18 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """The most that lives at once, in bytes: in the forward pass with the loss, and in the backward pass."""
+
+    forward: int
+    backward: int
+
+
+def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool) -> StepBytes | None:
+    """Run a step of the model of a configuration without memory; None where its code cannot be run so.
+
+    The parameters themselves are not counted, nor are their gradients in memory.
+    """
+    batch_size = max(1, min(work.batch_size, TOKENS_MAX // work.seq_len))
+    try:
+        found = _run(config, directory, dtype, work, batch_size, in_memory)
+        if batch_size == work.batch_size:
+            return found
+        half = _run(config, directory, dtype, work, batch_size // 2, in_memory) if batch_size > 1 else StepBytes(0, 0)
+    except Exception:  # whatever a model's code says of tensors that have no values
+        return None
+    times = (work.batch_size - batch_size) / (batch_size - batch_size // 2)
+    more = (found.forward - half.forward, found.backward - half.backward)
+    return StepBytes(found.forward + int(times * more[0]), found.backward + int(times * more[1]))
+
+
+def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
+    model = empty_model(config, directory, dtype)
+    units = partition(model, fused_loss="auto")
+    text = config.get_text_config()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    held = _Held(experts)
+    with ExitStack() as stack:
+        if work.recompute:
+            _leave_out_layers(model, units)
+        _move(model, units, held, in_memory)
+        if work.recompute:
+            for unit in units:
+                for module in unit.modules if unit.repeated else ():
+                    _recompute(module)
+        stack.enter_context(_on_meta())
+        stack.enter_context(held)
+        ids = torch.zeros(batch_size, work.seq_len, dtype=torch.int64, device=META)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        forward = held.take_peak()
+        # Not `loss.backward()`: function modes would not hold within it.
+        torch.autograd.backward(loss)
+        return StepBytes(forward, held.take_peak())
+
+
+def _leave_out_layers(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Keep the first `LAYERS` layers of each kind, by class and shapes, in each list."""
+    kept: dict[Any, int] = {}
+    for unit in units:
+        if not unit.repeated:
+            continue
+        path, _, name = unit.name.rpartition(".")
+        (module,) = unit.modules
+        kind = path, type(module), tuple(parameter.shape for parameter in module.parameters())
+        kept[kind] = kept.get(kind, 0) + 1
+        if kept[kind] > LAYERS:
+            del model.get_submodule(path)._modules[name]
+
+
+def _move(model: nn.Module, units: Sequence[Unit], held: _Held, in_memory: bool) -> None:
+    """Replace parameters and buffers by ones on the meta device, which are not counted."""
+    tables = {place.parameter for unit in units if unit.is_table for place in unit.places}
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in moved:
+                moved[parameter] = new = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+                held.leave_out(new)
+                if parameter in tables:
+                    new.__class__ = _TableWeight
+                    new.table = _Table(new, held)  # type: ignore[attr-defined]
+                if new.requires_grad:
+                    new.register_post_accumulate_grad_hook(held.leave_out_gradient if in_memory else _take_gradient)
+            module._parameters[name] = moved[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = held.leave_out(buffer.to(META))
+
+
+def _take_gradient(parameter: torch.Tensor) -> None:
+    """Take a gradient over, as `offloading.gradients` does."""
+    gradient, parameter.grad = parameter.grad, None
+    if isinstance(gradient, TableGradient):
+        for _ in gradient.blocks():
+            pass
+
+
+# ---- counting ---------------------------------------------------------------------------------------------------
+
+
+class _Held(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, as long as they live."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self._experts = experts
+        self._now = self._peak = 0
+        self._counted: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = self._answer(func, args[0]) if func in _BY_VALUES else func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            # Tensors of other classes (gradients of tables, logits) have no memory.
+            if type(tensor) is torch.Tensor:
+                self._count(tensor)
+        self._peak = max(self._peak, self._now)
+        return made
+
+    def _answer(self, func: Any, tensor: torch.Tensor) -> Any:
+        """What an operation gives whose result depends on values."""
+        if func is _aten._local_scalar_dense.default:
+            return tensor.dtype == torch.bool
+        indices: dict[str, Any] = {"dtype": torch.int64, "device": META}
+        if func is _aten.nonzero.default:
+            count = tensor.numel() if tensor.ndim == 1 else max(1, tensor.numel() // self._experts)
+            return torch.empty(count, tensor.ndim, **indices)
+        return torch.empty_like(tensor.reshape(-1)), torch.empty(tensor.shape, **indices), torch.empty(0, **indices)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._counted:
+            self._counted[storage._cdata] = storage.nbytes()
+            self._now += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._counted.pop(key)
+
+    def leave_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor no longer."""
+        self._count(tensor)
+        key = tensor.untyped_storage()._cdata
+        self._now -= self._counted[key]
+        self._counted[key] = 0
+        return tensor
+
+    def leave_out_gradient(self, parameter: torch.Tensor) -> None:
+        """Keep a gradient, and count it no longer."""
+        if isinstance(parameter.grad, TableGradient):
+            _take_gradient(parameter)
+        elif parameter.grad is not None:
+            self.leave_out(parameter.grad)
+
+    def take_peak(self) -> int:
+        """Return the most that was held since the last call."""
+        peak, self._peak = self._peak, self._now
+        return peak
+
+
+#: Operations whose results depend on values.
+_BY_VALUES = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten._unique2.default}
+
+
+# ---- what the offloaded model does otherwise than the model in memory -------------------------------------------
+
+
+class _Table:
+    """A table whose blocks lie in the plan's buffers."""
+
+    version = 0
+
+    def __init__(self, weight: torch.Tensor, held: _Held) -> None:
+        self.rows, self.width = weight.shape
+        self.dtype, self.device = weight.dtype, weight.device
+        self.block_rows = block_rows(self.width, weight.itemsize)
+        self._held = held
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in islice(range(0, self.rows, self.block_rows), BLOCKS):
+            rows = min(self.block_rows, self.rows - first)
+            yield first, self._held.leave_out(torch.empty(rows, self.width, dtype=self.dtype, device=META))
+
+    def look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        return torch.empty(indices.numel(), self.width, dtype=self.dtype, device=META)
+
+
+class _TableWeight(nn.Parameter):
+    """The weight of a table."""
+
+    table: _Table
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_TABLES:
+            return _OF_TABLES[func](*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _apply_head(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return deferred_linear(input, weight, bias, weight.table)
+
+
+def _look_up(input: torch.Tensor, weight: Any, padding_idx: int | None = None, *_: Any, **__: Any) -> torch.Tensor:
+    return embedding(input, weight, weight.table, padding_idx)
+
+
+_OF_TABLES: dict[Callable, Callable] = {F.linear: _apply_head, F.embedding: _look_up}
+
+
+class _Attention(TorchFunctionMode):
+    """Has attention run as on the CPU: by the fused kernel, which never has the matrix of weights."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
+    attend = _aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Make new tensors on the meta device, and attend as on the CPU."""
+    with META, _Attention():
+        yield
+
+
+def _recompute(module: nn.Module) -> None:
+    """Have a layer computed again in the backward pass, as by `offloading.activations`."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        waiting = [_Waiting.of(leaf) for leaf in leaves]
+        del leaves
+        values: dict[int, torch.Tensor] = {}
+        names = iter(range(1 << 60))
+
+        def recall(name: int) -> torch.Tensor:
+            if not values:
+                again, again_kwargs = pytree.tree_unflatten([leaf.back() for leaf in waiting], structure)
+
+                def keep(saved: torch.Tensor) -> None:
+                    values[len(values)] = saved.detach()
+
+                hooks = torch.autograd.graph.saved_tensors_hooks(keep, _refuse)
+                with _on_meta(), torch.enable_grad(), hooks:
+                    forward(*again, **again_kwargs)
+            return values.pop(name)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(names), recall):
+            return forward(*args, **kwargs)
+
+    module.forward = run
+
+
+def _refuse(_: Any) -> torch.Tensor:
+    raise AssertionError("the second graph of a layer is not differentiated")
+
+
+class _Waiting:
+    """An argument of a layer: a tensor of activations waits in the plan's staging, everything else in place."""
+
+    def __init__(self, leaf: Any, moved: bool) -> None:
+        self.moved = moved
+        self.value = (leaf.shape, leaf.dtype) if moved else leaf
+
+    @staticmethod
+    def of(leaf: Any) -> _Waiting:
+        """Put a leaf of the arguments aside."""
+        tensor = isinstance(leaf, torch.Tensor)
+        return _Waiting(leaf, tensor and leaf.requires_grad and not leaf.is_leaf and leaf.nbytes >= STASH_FROM_BYTES)
+
+    def back(self) -> Any:
+        """Return the leaf as the layer gets it to be computed again."""
+        if self.moved:
+            shape, dtype = self.value
+            return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+        leaf = self.value
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
