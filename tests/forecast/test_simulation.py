@@ -6,19 +6,21 @@ from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memascend.forecast import simulation
 from memascend.forecast.simulation import StepBytes, simulate_step
 from memascend.forecast.traffic import Work
 from memascend.layout import tables
-from memascend.vocabulary.fused import fuse_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
 
 WIDTHS = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}
 WIDTHS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -46,32 +48,81 @@ def allocations() -> Iterator[list[int]]:
     found += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-def measure(config: Any, dtype: torch.dtype, work: Work) -> StepBytes:
-    """Run a step in memory, where gradients are dropped as they come."""
-    torch.manual_seed(0)
-    model = fuse_loss(AutoModelForCausalLM.from_config(config, dtype=dtype)).train()
-    if work.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.randint(0, config.vocab_size, (work.batch_size, work.seq_len))
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(drop)
+def measure(model: nn.Module, work: Work) -> StepBytes:
+    """Run a step, and return the most that lives at once in each pass."""
+    ids = torch.randint(0, model.config.vocab_size, (work.batch_size, work.seq_len))
     with allocations() as forward:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     with allocations() as backward:
         loss.backward()
-    kept = sum(forward)
-    return StepBytes(max(accumulate(forward)), kept + max(accumulate(backward)))
+    return StepBytes(max(accumulate(forward)), sum(forward) + max(accumulate(backward)))
+
+
+def drop(parameter: torch.Tensor) -> None:
+    """Drop a gradient."""
+    parameter.grad = None
+
+
+def assert_near(found: StepBytes | None, measured: StepBytes, dtype: torch.dtype = torch.float32) -> None:
+    assert found is not None
+    # Products of bfloat16 take some memory of their own, which shows where tensors are as small as here.
+    near = 0.1 if dtype == torch.bfloat16 else 0.03
+    assert found.forward == pytest.approx(measured.forward, rel=near)
+    assert found.backward == pytest.approx(measured.backward, rel=near)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_what_a_step_in_memory_allocates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_what_a_step_in_memory_allocates(name: str) -> None:
     config, work = config_of(name), Work(256, 3, 1, recompute=False)
-    measured = measure(config, torch.float32, work)
-    found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
-    assert found is not None
-    assert found.forward == pytest.approx(measured.forward, rel=0.03)
-    assert found.backward == pytest.approx(measured.backward, rel=0.03)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    measured = measure(model, work)
+    assert_near(simulate_step(config, Path(), torch.float32, work, in_memory=False), measured)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_an_offloaded_model_allocates(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, offloaded: Callable[..., nn.Module]
+) -> None:
+    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 18)
+    config, work = config_of(name), Work(256, 3, 1)
+    torch.manual_seed(0)
+    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=dtype).train())
+    assert any(unit.is_table for unit in model._memascend.units)
+    assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), dtype)
+
+
+def test_more_sequences_than_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("llama")
+    whole = simulate_step(config, Path(), torch.float32, Work(64, 64, 1), in_memory=False)
+    assert whole is not None
+    monkeypatch.setattr(simulation, "TOKENS_MAX", 64 * 16)
+    assert_near(simulate_step(config, Path(), torch.float32, Work(64, 64, 1), in_memory=False), whole)
+
+
+def test_layers_that_differ_are_all_run() -> None:
+    """A layer with experts is larger than one without; two dense ones come first."""
+    widths = MOE | {"intermediate_size": 100, "vocab_size": 64}
+    with_experts, without = (
+        simulate_step(
+            AutoConfig.for_model("qwen3_moe", **widths, mlp_only_layers=dense),
+            Path(),
+            torch.float32,
+            Work(256, 3, 1),
+            in_memory=False,
+        )
+        for dense in ([0, 1], [0, 1, 2, 3])
+    )
+    assert with_experts is not None and without is not None
+    assert with_experts.backward > without.backward
+
+
+def test_a_model_whose_code_needs_values_is_not_known() -> None:
+    config = config_of("llama")
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    with mock.patch.object(model_class, "forward", lambda *_, input_ids, **__: input_ids.numpy()):
+        assert simulate_step(config, Path(), torch.float32, Work(64, 1, 1), in_memory=False) is None

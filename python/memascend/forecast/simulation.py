@@ -258,14 +258,13 @@ _OF_TABLES: dict[Callable, Callable] = {F.linear: _apply_head, F.embedding: _loo
 
 
 class _Attention(TorchFunctionMode):
-    """Has attention run as on the CPU: by the fused kernel, which never has the matrix of weights."""
+    """Has attention run as on the CPU: by the fused kernel, which never has the matrix of weights, where that can."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        attended = _attend(*args, **(kwargs or {})) if func is F.scaled_dot_product_attention else None
+        return func(*args, **(kwargs or {})) if attended is None else attended
 
 
 def _attend(
@@ -277,7 +276,9 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    if dropout_p > 0 or query.ndim != 4 or (attn_mask is not None and attn_mask.requires_grad):
+        return None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
     attend = _aten._scaled_dot_product_flash_attention_for_cpu
