@@ -12,6 +12,9 @@ few milliseconds, the process's anonymous resident memory and malloc's bytes in 
 activations, logits and temporaries. Both are counted above the baseline: taken after importing torch, transformers and
 the model class, and after one in-memory step of a toy of the same architecture, so that what the framework allocates
 once and for all is not taken for memascend's. A reading counts when malloc's bytes were the same before and after it.
+
+PyTorch's share stands beside it: what `memascend plan` estimates, and what was resident at most (VmHWM) above the
+baseline and the plan. It is worth looking at with many tokens: --seq-len 512.
 """
 
 from __future__ import annotations
@@ -270,15 +273,23 @@ def in_process(function: str, *words: str, cgroup: Path | None = None) -> subpro
 
 def measure(name: str, model_dir: Path, options: dict) -> dict:
     if options["host_memory"] in ("smallest", "overlap"):
-        command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", "64", "--json"]
-        command += ["--dtype", "bfloat16"]
-        planned = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        options = options | {"host_memory": planned["host_memory"][f"{options['host_memory']}_bytes"]}
+        planned = plan_of(model_dir, 64)["host_memory"]
+        options = options | {"host_memory": planned[f"{options['host_memory']}_bytes"]}
     with tempfile.TemporaryDirectory(dir=model_dir.parent) as scratch:
         done = in_process("run", name, str(model_dir), scratch, json.dumps(options))
     if done.returncode != 0:
         raise SystemExit(f"{name} failed ({done.returncode}):\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    share = plan_of(model_dir, options["seq_len"])["pytorch"]
+    result["pytorch_estimated_bytes"] = None if share is None else share["estimated_bytes"]
+    result["pytorch_measured_bytes"] = result["peak_rss_above_baseline_bytes"] - result["planned_bytes"]
+    return result
+
+
+def plan_of(model_dir: Path, seq_len: int) -> dict:
+    command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", str(seq_len), "--json"]
+    command += ["--dtype", "bfloat16"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def under_limits(model_dir: Path, options: dict) -> list[dict]:
@@ -360,6 +371,8 @@ def main() -> None:
                     f"{highest / 2**20:.1f}",
                     f"{error:+.2%}",
                     f"{result['peak_rss_above_baseline_bytes'] / 2**20:.1f}",
+                    f"{(result['pytorch_estimated_bytes'] or 0) / 2**20:.1f}",
+                    f"{result['pytorch_measured_bytes'] / 2**20:.1f}",
                 ]
             )
             for title, phase in result["phases"].items():
@@ -372,6 +385,7 @@ def main() -> None:
             print(json.dumps(result, indent=1))
     else:
         header = ["model", "parameters", "budget MiB", "plan MiB", "measured MiB", "off by", "peak RSS MiB"]
+        header += ["PyTorch's MiB, estimated", "measured"]
         print(markdown(header, rows))
     if arguments.json:
         where = Path(tempfile.gettempdir()) if arguments.workdir is None else workdir

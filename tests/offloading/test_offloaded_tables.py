@@ -334,6 +334,24 @@ def test_models_that_use_their_tables_in_another_way(offload: Callable[..., nn.M
     assert memascend.stats(model)["host_bytes_outside"] == 0, "a table stayed in memory after the backward pass"
 
 
+def test_heads_in_a_list_are_layers(offload: Callable[..., nn.Module]) -> None:
+    """As those of Musicgen: each moves whole, and is multiplied by whole, in memory too."""
+
+    class Listed(Unusual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(tiny.WIDE, tiny.VOCABULARY) for _ in range(2))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Listed().train()
+        model.logits = MethodType(lambda model, x: sum(head(x) for head in (model.head, *model.heads)), model)
+        return model
+
+    model = check(offload, "plain", torch.float32, build=build, where={"fused_loss": True}, steps=2)
+    assert streamed(model) == ["embedding", "head"]
+
+
 def test_logits_meet_values_on_the_store(offload: Callable[..., nn.Module]) -> None:
     """Deferred logits, and weights of a fused model in memory, meet stand-ins in one function."""
     expected, model = memascend.fuse_loss(tiny.build("plain", torch.float32), True), tiny.build("plain", torch.float32)

@@ -70,7 +70,7 @@ class Blocks:
 
 
 def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
-    """Return the tables of a model: embeddings, and heads.
+    """Return the tables of a model: embeddings, and heads, but for those within its layers.
 
     Args:
         model: a head is what `get_output_embeddings` of a model of transformers returns, or lies within it.
@@ -105,9 +105,38 @@ def _heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
 
 def _weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[Any, torch.Tensor]]:
     """Return the modules of a kind that are large enough to be read by blocks, and their weights."""
+    of_layers = _first_in_layers(model)
     # A parametrized module computes `weight` when it is asked for, and may change its buffers then.
     weights = ((module, module._parameters.get("weight")) for module in model.modules() if isinstance(module, kind))
-    return [(module, weight) for module, weight in weights if weight is not None and is_large(weight)]
+    return [
+        (module, weight)
+        for module, weight in weights
+        if weight is not None and is_large(weight) and weight not in of_layers
+    ]
+
+
+def repeats(module: nn.Module) -> bool:
+    """Whether the children of a module are layers, each with a unit of its own."""
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+
+
+def _first_in_layers(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that belong to layers, with which they move: those that are registered there first."""
+    seen: dict[torch.Tensor, bool] = {}
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module, in_layer: bool) -> None:
+        if module in visited:
+            return
+        visited.add(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                seen.setdefault(parameter, in_layer)
+        for child in module.children():
+            visit(child, in_layer or repeats(module))
+
+    visit(model, False)
+    return {parameter for parameter, in_layer in seen.items() if in_layer}
 
 
 def is_large(table: torch.Tensor) -> bool:

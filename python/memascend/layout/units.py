@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
-from memascend.layout.tables import Blocks, find_tables
+from memascend.layout.tables import Blocks, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
@@ -280,7 +280,7 @@ def partition(
     units = divider.finish()
     tables = find_tables(model, fused_loss) if device == CPU and fused_loss is not None else set()
     for unit in units:
-        unit.is_table = any(place.parameter in tables for place in unit.places) and not unit.repeated
+        unit.is_table = any(place.parameter in tables for place in unit.places)
     _mark_held_together(model, units)
     if gradients == "bfloat16":
         _round_gradients(units)
@@ -326,10 +326,10 @@ class _Divider:
         elif direct:
             self._small.modules.append(module)
             self._small_parameters.extend(direct)
-        repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        layers = repeats(module)
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            if not repeats:
+            if not layers:
                 self.visit(child, path)
             elif parameters := self._take(child, path, recurse=True):
                 self._add(Unit(path, repeated=True), child, parameters)
