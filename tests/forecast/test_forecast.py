@@ -36,8 +36,10 @@ pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
+    "gemma-like-4b": 3_880_099_328,
     "gpt2-xl": 1_557_611_200,
     "llama-3.1-8b": 8_030_261_248,
+    "mistral-nemo-12b": 12_247_782_400,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
@@ -100,7 +102,7 @@ def test_every_published_shape_can_be_planned(file):
     activations = space["activations_bytes"] / model["parameters"]
     assert 13.9 < moved["written_bytes_per_parameter"] < 14.01 + activations
     # The head is read by blocks for the loss and for its gradient, beside its update.
-    assert 14 < moved["read_bytes_per_parameter"] < 16.3 + activations
+    assert 14 < moved["read_bytes_per_parameter"] < 16.4 + activations
 
 
 def test_spare_budget_saves_traffic_until_only_states_move():
