@@ -29,6 +29,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": WIDTHS,
     "gemma2": WIDTHS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 32},
     "qwen3_moe": MOE,
+    # Values are narrower than keys, which the fused attention does not take.
+    "deepseek_v3": WIDTHS
+    | {"head_dim": 16, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+    | {"v_head_dim": 24, "first_k_dense_replace": 4, "num_key_value_heads": 8},
     "gpt2": {"vocab_size": 4096, "n_embd": 256, "n_layer": 4, "n_head": 8},
 }
 
@@ -63,10 +67,8 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def assert_near(found: StepBytes | None, measured: StepBytes, dtype: torch.dtype = torch.float32) -> None:
+def assert_near(found: StepBytes | None, measured: StepBytes, near: float = 0.03) -> None:
     assert found is not None
-    # Products of bfloat16 take some memory of their own, which shows where tensors are as small as here.
-    near = 0.1 if dtype == torch.bfloat16 else 0.03
     assert found.forward == pytest.approx(measured.forward, rel=near)
     assert found.backward == pytest.approx(measured.backward, rel=near)
 
@@ -93,7 +95,10 @@ def test_it_is_what_an_offloaded_model_allocates(
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=dtype).train())
     assert any(unit.is_table for unit in model._memascend.units)
-    assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), dtype)
+    # Products of bfloat16, and attention that is not fused, take some memory of their own, which shows where tensors
+    # are as small as here.
+    near = 0.1 if dtype == torch.bfloat16 or name == "deepseek_v3" else 0.03
+    assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), near)
 
 
 def test_more_sequences_than_are_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    if dropout_p > 0 or query.ndim != 4 or (attn_mask is not None and attn_mask.requires_grad):
+    same_widths = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if dropout_p > 0 or query.ndim != 4 or not same_widths or (attn_mask is not None and attn_mask.requires_grad):
         return None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
