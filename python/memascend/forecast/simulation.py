@@ -11,7 +11,7 @@ Where the run depends on values, it is told: all tokens have labels, all conditi
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memascend.common.timeline import Timeline
 from memascend.formats.transformers_models import empty_model
-from memascend.layout.tables import block_rows
+from memascend.layout.tables import Blocks
 from memascend.layout.units import partition
-from memascend.offloading.activations import STASH_FROM_BYTES
+from memascend.offloading.activations import InputStash, Recomputation, StashedInput
 from memascend.vocabulary.gradient import TableGradient
 from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
@@ -80,16 +81,15 @@ def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_siz
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     held = _Held(experts)
-    with ExitStack() as stack:
-        if work.recompute:
-            _leave_out_layers(model, units)
-        _move(model, units, held, in_memory)
-        if work.recompute:
-            for unit in units:
-                for module in unit.modules if unit.repeated else ():
-                    _recompute(module)
-        stack.enter_context(_on_meta())
-        stack.enter_context(held)
+    if work.recompute:
+        _leave_out_layers(model, units)
+    _move(model, units, held, in_memory)
+    if work.recompute:
+        staging = _Staging()
+        for unit in units:
+            for module in unit.modules if unit.repeated else ():
+                _recompute(module, staging)
+    with _on_meta(), held:
         ids = torch.zeros(batch_size, work.seq_len, dtype=torch.int64, device=META)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         forward = held.take_peak()
@@ -219,12 +219,12 @@ class _Table:
     def __init__(self, weight: torch.Tensor, held: _Held) -> None:
         self.rows, self.width = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
-        self.block_rows = block_rows(self.width, weight.itemsize)
+        self._blocks = Blocks(self.rows, self.width, weight.itemsize)
+        self.block_rows = self._blocks.height
         self._held = held
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for first in islice(range(0, self.rows, self.block_rows), BLOCKS):
-            rows = min(self.block_rows, self.rows - first)
+        for first, rows in islice(self._blocks, BLOCKS):
             yield first, self._held.leave_out(torch.empty(rows, self.width, dtype=self.dtype, device=META))
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
@@ -293,56 +293,37 @@ def _on_meta() -> Iterator[None]:
         yield
 
 
-def _recompute(module: nn.Module) -> None:
-    """Have a layer computed again in the backward pass, as by `offloading.activations`."""
+class _Staging(InputStash):
+    """The plan's staging, in which the inputs of recomputed layers wait, not counted."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "host", Timeline())  # type: ignore[arg-type]
+        self.torch_device = META
+
+    def copy_out(self, tensor: torch.Tensor) -> StashedInput:
+        return _Waiting(tensor)
+
+
+class _Waiting(StashedInput):
+    """An input in the staging."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
+
+    def restore(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=META, requires_grad=self.requires_grad)
+
+
+def _recompute(module: nn.Module, staging: InputStash) -> None:
+    """Have a layer computed again in the backward pass."""
     forward = module.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        waiting = [_Waiting.of(leaf) for leaf in leaves]
-        del leaves
-        values: dict[int, torch.Tensor] = {}
-        names = iter(range(1 << 60))
-
-        def recall(name: int) -> torch.Tensor:
-            if not values:
-                again, again_kwargs = pytree.tree_unflatten([leaf.back() for leaf in waiting], structure)
-
-                def keep(saved: torch.Tensor) -> None:
-                    values[len(values)] = saved.detach()
-
-                hooks = torch.autograd.graph.saved_tensors_hooks(keep, _refuse)
-                with _on_meta(), torch.enable_grad(), hooks:
-                    forward(*again, **again_kwargs)
-            return values.pop(name)
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(names), recall):
+    def on_meta(*args: Any, **kwargs: Any) -> Any:
+        # Autograd asks for the second run, and function modes do not hold within it.
+        with _on_meta():
             return forward(*args, **kwargs)
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return Recomputation(module, on_meta, args, kwargs, staging).run(args, kwargs)
+
     module.forward = run
-
-
-def _refuse(_: Any) -> torch.Tensor:
-    raise AssertionError("the second graph of a layer is not differentiated")
-
-
-class _Waiting:
-    """An argument of a layer: a tensor of activations waits in the plan's staging, everything else in place."""
-
-    def __init__(self, leaf: Any, moved: bool) -> None:
-        self.moved = moved
-        self.value = (leaf.shape, leaf.dtype) if moved else leaf
-
-    @staticmethod
-    def of(leaf: Any) -> _Waiting:
-        """Put a leaf of the arguments aside."""
-        tensor = isinstance(leaf, torch.Tensor)
-        return _Waiting(leaf, tensor and leaf.requires_grad and not leaf.is_leaf and leaf.nbytes >= STASH_FROM_BYTES)
-
-    def back(self) -> Any:
-        """Return the leaf as the layer gets it to be computed again."""
-        if self.moved:
-            shape, dtype = self.value
-            return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
-        leaf = self.value
-        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

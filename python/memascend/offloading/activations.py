@@ -155,6 +155,8 @@ class InputStash:
         self.policy = policy
         self.timeline = timeline
         self.device = device
+        #: Where the inputs lie that are copied out.
+        self.torch_device = CPU if device is None else device.torch_device
         #: (version of the tensor, stand-in), by identity of the tensor.
         self._stand_ins = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
@@ -179,7 +181,7 @@ class InputStash:
             self.policy != "recompute"
             and tensor.requires_grad
             and not tensor.is_leaf
-            and tensor.device == (CPU if self.device is None else self.device.torch_device)
+            and tensor.device == self.torch_device
             and tensor.nbytes >= STASH_FROM_BYTES
             and tensor.is_contiguous()
         )
@@ -188,14 +190,18 @@ class InputStash:
         version, stashed = self._stand_ins.get(tensor) or (None, None)
         if stashed is not None and version == tensor._version:
             return stashed
-        if self.device is None:
-            stashed = StashedInput(self, tensor)
-        else:
-            stashed = LeavingInput(self, self.device, tensor)
-            self.latest = weakref.ref(stashed)
-            self._leaving.append(stashed.source)
-            self._release()
+        stashed = self.copy_out(tensor)
         self._stand_ins[tensor] = (tensor._version, stashed)
+        return stashed
+
+    def copy_out(self, tensor: torch.Tensor) -> StashedInput:
+        """Return a stand-in for `tensor`, whose values leave it."""
+        if self.device is None:
+            return StashedInput(self, tensor)
+        stashed = LeavingInput(self, self.device, tensor)
+        self.latest = weakref.ref(stashed)
+        self._leaving.append(stashed.source)
+        self._release()
         return stashed
 
     def _release(self) -> None:
@@ -250,7 +256,7 @@ class Recomputation:
         self.random_state = RandomState(
             stash.device, [*self.buffers.generators, *generators], torch_only=self.buffers.checkpointed
         )
-        self.autocast = autocast_of(CPU if stash.device is None else stash.device.torch_device)
+        self.autocast = autocast_of(stash.torch_device)
         #: Shape and dtype of each tensor that the first forward saved.
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         #: Recomputed tensors, and the version of each when it was saved.
