@@ -89,7 +89,7 @@ format: $(STAMPS)/dev ## format the Rust and Python sources
 	$(RUFF) format .
 
 bench: $(STAMPS)/wheel $(STAMPS)/test ## measure peak memory and step time (ARGS: the benchmark's)
-	$(BIN)/python -P benches/peak_memory.py $(ARGS)
+	$(BIN)/python benches/peak_memory.py $(ARGS)
 
 clean: ## remove what was built, keep the virtual environment
 	cargo clean --quiet
