@@ -22,7 +22,7 @@ from memascend.layout.units import round_up
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
-from memascend.offloading.native import close_at_exit, open_runtime
+from memascend.offloading.native import close_at_exit, open_runtime, store_paths
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
@@ -93,6 +93,17 @@ class Session:
         self.device = computing.device
         self.torch_device = computing.torch_device
         self.keep_store = keep_store
+        #: What opens the store again as it was; see `memascend.restore_checkpoint`.
+        self.opened_with = {
+            "store": store_paths(store),
+            "durability": durability,
+            "device": computing.device,
+            "device_memory": computing.device_memory,
+            "recompute": computing.recompute,
+            "activations": computing.activations if computing.recompute else None,
+            "batch_tokens": computing.batch_tokens,
+            **options,
+        }
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = []
         self._tables: dict[Place, OffloadedTable] = {}

@@ -201,6 +201,33 @@ def delete_checkpoint(model: nn.Module, tag: str) -> None:
     offload_of(model).runtime.delete_snapshot(tag)
 
 
+def restore_checkpoint(
+    model: nn.Module, tag: str | None, *, optimizer_classes: Mapping[str, type] | None = None
+) -> Resumed:
+    """Go back to a checkpoint in the store of `model`, or to its last durable step (None). Later steps are given up.
+
+    The model is the same object, and is offloaded as before. Its optimizers are made anew, and those of before can no
+    longer step. Call `memascend.track` again before training goes on.
+
+    Raises StoreError if the store has no checkpoint of that name, before anything has changed.
+    """
+    session = offload_of(model)
+    if tag is not None and tag not in [name for name, _, _ in session.runtime.snapshots()]:
+        session.runtime.delete_snapshot(tag)  # Raises, naming the tag.
+    whole = session.model()
+    kept, session.keep_store = session.keep_store, True
+    # As after a failure: the steps that follow the checkpoint need not be completed.
+    session.close(failed=True)
+    return resume(
+        model=whole,
+        tag=tag,
+        host_memory=session.host_memory,
+        keep_store=kept,
+        optimizer_classes=optimizer_classes,
+        **session.opened_with,
+    )
+
+
 def can_resume(store: StorePaths) -> bool:
     """Whether `store` has a durable step to go on from.
 

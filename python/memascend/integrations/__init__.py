@@ -1,0 +1,1 @@
+"""Other libraries' training loops over offloaded models: one module for each library."""

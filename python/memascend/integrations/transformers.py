@@ -1,0 +1,505 @@
+"""transformers' `Trainer` over offloaded models: the optimizer, clipping, checkpoints in the store, and resuming.
+
+    from memascend.integrations.transformers import MemascendArguments, Trainer
+
+    args = MemascendArguments(output_dir="out", store="/nvme/run", host_memory="4GiB", optim="adamw_torch")
+    Trainer("model-directory", args, train_dataset=dataset).train()
+
+`TrainerMixin` adds the same to any other class that derives from transformers' Trainer; `integrations.trl` does so for
+TRL's. A model in memory is trained by the same optimizer, so that losses and weights can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import memascend
+from memascend.durable.record import restore_random_states
+from memascend.errors import CheckpointError
+from memascend.formats.json_files import read_json
+from memascend.integrations.trainer_position import Position
+from memascend.offloading.api import find_offload, offload_of
+from memascend.optim import SGD, AdamW, Lion, OffloadedOptimizer
+from memascend.optim.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memascend.offloading.session import Session
+
+_log = logging.getLogger("memascend")
+
+#: What a checkpoint's directory says of the store that holds its tensors.
+CHECKPOINT_NAME = "memascend_checkpoint.json"
+
+_EIGHT_BIT = {"states": "8bit"}
+#: The values of `TrainingArguments.optim` that there is an optimizer for.
+OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
+    "adamw_torch": (AdamW, {}),
+    "adamw_torch_fused": (AdamW, {}),
+    "paged_adamw_32bit": (AdamW, {}),
+    "adamw_torch_8bit": (AdamW, _EIGHT_BIT),
+    "adamw_bnb_8bit": (AdamW, _EIGHT_BIT),
+    "adamw_8bit": (AdamW, _EIGHT_BIT),
+    "paged_adamw_8bit": (AdamW, _EIGHT_BIT),
+    "lion_32bit": (Lion, {}),
+    "paged_lion_32bit": (Lion, {}),
+    "lion_8bit": (Lion, _EIGHT_BIT),
+    "paged_lion_8bit": (Lion, _EIGHT_BIT),
+    "sgd": (SGD, {}),
+}
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class OffloadArguments:
+    """Where the model goes, for a class that derives from `TrainingArguments`; see `memascend.offload`."""
+
+    store: list[str] | None = field(
+        default=None, metadata={"help": "directories or block devices for the model; OUTPUT_DIR/store if not given"}
+    )
+    host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB"})
+    device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
+    weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
+    durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
+    recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
+    activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
+    fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
+    gradients: str = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
+    keep_store: bool | None = field(default=None, metadata={"help": "keep the store when the model is closed"})
+
+
+@dataclass
+class MemascendArguments(OffloadArguments, transformers.TrainingArguments):
+    """`transformers.TrainingArguments`, and where the model goes."""
+
+
+# ---- the model --------------------------------------------------------------------------------------------------
+
+
+def _open(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
+    """Return the offloaded model that the arguments describe, and its optimizers: of the run in the store, or `model`.
+
+    `model` is the directory or the hub's name of a model, or a model in memory, whose parameters leave it.
+    """
+    if args.host_memory is None:
+        raise ValueError("host_memory is not given: MemascendArguments(host_memory='4GiB') is a ceiling of 4 GiB")
+    paths: Any = args.store or [str(Path(args.output_dir) / "store")]
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if args.store is None:
+        Path(paths[0]).mkdir(parents=True, exist_ok=True)
+    options = {
+        "host_memory": args.host_memory,
+        "device": None if args.device.type == "cpu" else args.device,
+        "device_memory": args.device_memory,
+        "recompute": args.recompute,
+        "activations": args.activations,
+        "durability": args.durability,
+        "keep_store": args.keep_store,
+    }
+    in_memory = model if isinstance(model, nn.Module) else None
+    if memascend.can_resume(paths):
+        resumed = memascend.resume(paths, model=in_memory, **options)
+        return resumed.model, resumed.optimizers
+    options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
+    if in_memory is not None:
+        return memascend.offload(in_memory, store=paths, **options), []
+    return memascend.from_pretrained(_directory(model), store=paths, dtype=args.weights_dtype, **options), []
+
+
+def _directory(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the directory of a model that is given by its directory, or by its name on the hub."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+
+
+def _refusals(args: Any, session: Session) -> Iterator[str]:
+    """Yield what of the arguments an offloaded model cannot do, and what to do instead."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        yield "one process trains on one device: start one process, and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+    if args.deepspeed or args.fsdp:
+        yield "deepspeed and fsdp divide parameters themselves: leave them out"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size begins anew with weights that were trained: give per_device_train_batch_size"
+    if args.device.type != session.torch_device.type:
+        where, here = session.torch_device, args.device
+        remedy = "use_cpu=True" if where.type == "cpu" else f"a machine or torch with {where}"
+        yield f"the model computes on {where}, the Trainer on {here}: give {remedy}, or offload with device='{here}'"
+    if args.fp16 and session.torch_device.type == "cpu":
+        yield "fp16 is for CUDA devices: give bf16=True"
+    if args.bf16_full_eval or args.fp16_full_eval:
+        yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+        yield (
+            "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
+            "give save_strategy='no' or save_only_model=True"
+        )
+    if args.push_to_hub and not args.save_only_model:
+        strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+        if strategy != "end":
+            yield f"hub_strategy={strategy!r} pushes checkpoints, which are in the store: give hub_strategy='end'"
+
+
+# ---- the Trainer ------------------------------------------------------------------------------------------------
+
+
+class TrainerMixin:
+    """What a class that derives from `transformers.Trainer` does for an offloaded model. Put it before that class.
+
+    - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
+      (`OffloadArguments`); then it may be given by its directory. A run in the store is taken up.
+    - `args.optim` names the optimizer, see `OPTIMIZERS`; `optim_args` may have `states`, `master` and `seed`.
+    - A checkpoint is a named checkpoint of the store, and a directory of kilobytes.
+    - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
+      checkpoint; with a directory, from that checkpoint. Both give the bits of a run that was not interrupted.
+    - What cannot be done is refused here with a ValueError, before anything starts.
+
+    Adapters that are added to an offloaded model are trained and saved as transformers does it.
+    """
+
+    # What transformers' Trainer has.
+    if TYPE_CHECKING:
+        args: Any
+        model: Any
+        optimizer: Any
+        lr_scheduler: Any
+        state: Any
+        accelerator: Any
+        _created_lr_scheduler: bool
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
+        """Take the arguments of the class that this is mixed into."""
+        #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
+        self._run_found = False
+        #: Whether `train` goes on with a run in the store.
+        self._resuming = False
+        optimizers: list[Any] = []
+        with ExitStack() as on_failure:
+            if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
+                if model is None:
+                    raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
+                model, optimizers = _open(model, args)
+                # A run that was taken up stays; a store that was made for this goes.
+                on_failure.callback(offload_of(model).close, failed=bool(optimizers))
+            session = find_offload(model) if isinstance(model, nn.Module) else None
+            if session is not None:
+                if args is not None:
+                    _check(args, session, named.get("optimizers"))
+                self._run_found = Position.NAME in session.generations.waiting
+                optimizers = optimizers or list(session.generations.optimizers)
+            super().__init__(model, args, *others, **named)  # type: ignore[call-arg]
+            if session is not None and args is None:
+                _check(self.args, session, named.get("optimizers"))
+            on_failure.pop_all()
+        self._position = Position(self)
+        self.add_callback(self._position)
+        if session is not None:
+            # The model and the states of its optimizer stay where they are.
+            self.accelerator.device_placement = False
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler = GradScaler(self.args.device.type)
+            if self._run_found and self.optimizer is None:
+                self.optimizer = _only(optimizers)
+
+    @property
+    def _stored(self) -> Session | None:
+        """The session whose store holds everything that is trained; None for a model in memory, and for adapters."""
+        session = find_offload(self.model)
+        if session is None or session.runtime.closed or session.trained_outside():
+            return None
+        return session if any(place.parameter.requires_grad for place in session.places) else None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if find_offload(model) is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # ---- the optimizer -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Return the optimizer's class and options that `args.optim` and `args.optim_args` name.
+
+        Raises ValueError for an optimizer that there is none for.
+        """
+        name = str(getattr(args.optim, "value", args.optim))
+        if name not in OPTIMIZERS:
+            raise ValueError(f"optim={name!r} cannot be streamed: choose one of {', '.join(OPTIMIZERS)}")
+        optimizer_class, options = OPTIMIZERS[name]
+        options = {"lr": args.learning_rate, **options}
+        if optimizer_class is AdamW:
+            options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        elif optimizer_class is Lion:
+            options |= {"betas": (args.adam_beta1, args.adam_beta2)}
+        return optimizer_class, options | _optim_args(args.optim_args)
+
+    def _own_optimizer(self) -> OffloadedOptimizer | None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self._clip(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._position.grad_norm = float(self._clip(model, math.inf) if grad_norm is None else grad_norm)
+        return self._position.grad_norm
+
+    def _clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        optimizer = self._own_optimizer()
+        if optimizer is None:
+            return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        self.accelerator.unscale_gradients()
+        # Applied within the update, so that no gradient is read for it.
+        return optimizer.clip_grad_norm_(max_norm)
+
+    def _get_learning_rate(self) -> float:
+        rate = super()._get_learning_rate()  # type: ignore[misc]
+        self._position.learning_rate = rate
+        return rate
+
+    # ---- training, and going on with a run ------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
+        """Train as `transformers.Trainer.train` does.
+
+        Args:
+            resume_from_checkpoint: True goes on from the last durable step, or begins where there is none yet; the
+                directory of a checkpoint gives up all later steps.
+
+        Raises:
+            ValueError: the store holds a run, and nothing was said of it.
+            CheckpointError: the checkpoint is not in the store.
+        """
+        with self._resumption(resume_from_checkpoint) as folder:
+            return super().train(folder, *others, **named)  # type: ignore[misc]
+
+    @contextmanager
+    def _resumption(self, given: Any) -> Iterator[Any]:
+        """Take up the run that `given` names, and yield what transformers' Trainer reads its own state from."""
+        session = self._stored
+        checkpoint = None if given in (None, False, True) else Path(given)
+        if session is None or (checkpoint is not None and not (checkpoint / CHECKPOINT_NAME).is_file()):
+            yield given
+            return
+        if not given:
+            if self._run_found:
+                where = ", ".join(map(str, session.opened_with["store"]))
+                raise ValueError(
+                    f"{where} holds a run after step {session.generations.steps}: train(resume_from_checkpoint=True) "
+                    "goes on with it; to begin anew, close the model and delete the store"
+                )
+            yield None
+            return
+        if checkpoint is not None:
+            self._go_back(_tag_of(checkpoint))
+        elif not self._run_found:
+            if not session.runtime.generation:
+                _log.warning("the store holds no durable step yet: beginning anew")
+                yield None
+                return
+            self._go_back(None)
+        self._run_found, self._resuming = False, True
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                recorded = offload_of(self.model).generations.waiting[Position.NAME]
+                yield checkpoint or self._position.write(folder, recorded)
+        finally:
+            self._resuming = False
+
+    def _go_back(self, tag: str | None) -> None:
+        """Take up a checkpoint of the store, or its last durable step."""
+        if self.optimizer is not None and self._own_optimizer() is None:
+            raise ValueError("the run in the store was trained by another optimizer than the one given")
+        if self.lr_scheduler is not None and not self._created_lr_scheduler:
+            raise ValueError(
+                "a scheduler that was given belongs to an optimizer before the checkpoint: leave optimizers= out "
+                "(lr_scheduler_type, optim), or use memascend.resume(store, tag=...) before the Trainer is made"
+            )
+        resumed = memascend.restore_checkpoint(self.model, tag)
+        self.optimizer = resumed.optimizer if resumed.optimizers else None
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        self._position.begin()
+        if self._stored is not None:
+            tracked = {Position.NAME: self._position, "scheduler": self.lr_scheduler}
+            if self.accelerator.scaler is not None:
+                tracked["scaler"] = self.accelerator.scaler
+            memascend.track(self.model, **tracked)
+        return prepared
+
+    def _run_epoch(self, *others: Any, **named: Any) -> Any:
+        # A run may have been interrupted after its last step.
+        if not self.control.should_training_stop:
+            super()._run_epoch(*others, **named)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *others: Any, **named: Any) -> None:
+        super()._maybe_log_save_evaluate(*others, **named)  # type: ignore[misc]
+        self._position.finish()
+
+    def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
+        """Log as `transformers.Trainer.log` does."""
+        super().log(logs, *others, **named)  # type: ignore[misc]
+        if self.is_in_train and self._stored is not None:
+            self._position.log.append(self.state.log_history[-1])
+
+    def _load_from_checkpoint(self, *others: Any, **named: Any) -> None:
+        if not self._resuming:
+            super()._load_from_checkpoint(*others, **named)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if not self._resuming:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_scaler(self, checkpoint: Any) -> None:
+        if not self._resuming:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if self._resuming:
+            restore_random_states(self._position.random)
+        else:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        session = None if self.args.save_only_model else self._stored
+        with self._deleting_with_folders(trial):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if session is not None:
+            self._position.finish()
+            tag = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self._delete_tags({tag})  # of a run that was interrupted here
+            memascend.save_checkpoint(self.model, tag)
+
+    @contextmanager
+    def _deleting_with_folders(self, trial: Any) -> Iterator[None]:
+        """Delete checkpoints of the store whose directories transformers' Trainer deletes meanwhile."""
+        run_folder = self._get_output_dir(trial=trial)
+        before = _tags_in(run_folder)
+        yield
+        self._delete_tags(before - _tags_in(run_folder))
+
+    def _delete_tags(self, tags: set[str]) -> None:
+        session = self._stored
+        for tag in tags & ({tag for tag, _, _ in session.runtime.snapshots()} if session is not None else set()):
+            memascend.delete_checkpoint(self.model, tag)
+
+    def _finalize_training(self, trial: Any, *others: Any) -> Any:
+        with self._deleting_with_folders(trial):
+            return super()._finalize_training(trial, *others)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, tensor by tensor; for a checkpoint of the store, where it is."""
+        if not _internal_call or self.args.save_only_model or self._stored is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        assert output_dir is not None
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        stores = [str(path) for path in self._stored.opened_with["store"]]
+        (folder / CHECKPOINT_NAME).write_text(json.dumps({"store": stores, "tag": folder.name}, indent=2) + "\n")
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.save_only_model or self._stored is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.save_only_model or self._stored is None:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if self._stored is None or not (best / CHECKPOINT_NAME).is_file():
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        _log.info("going back to the best model, %s (%s)", best, self.state.best_metric)
+        self._go_back(_tag_of(best))
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` for offloaded models, and for models in memory with the same optimizers."""
+
+    __doc__ = f"{__doc__}\n\n{TrainerMixin.__doc__}"
+
+
+# ---- what a Trainer is made of ----------------------------------------------------------------------------------
+
+
+def _check(args: Any, session: Session, optimizers: Any) -> None:
+    """Raise ValueError where an offloaded model cannot be trained by these arguments."""
+    refusals = list(_refusals(args, session))
+    optimizer, _ = optimizers or (None, None)
+    if optimizer is None:
+        TrainerMixin.get_optimizer_cls_and_kwargs(args)  # Raises, naming those that there are.
+    elif not isinstance(optimizer, OffloadedOptimizer):
+        offloaded = {id(place.parameter) for place in session.places}
+        if any(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"]):
+            refusals.append(
+                f"{type(optimizer).__name__} of PyTorch keeps states in memory and reads whole weights: leave "
+                "optimizers= out and give optim=, or use memascend.AdamW, Lion or SGD"
+            )
+    if refusals:
+        raise ValueError("; ".join(refusals))
+    if session.recompute and (args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)):
+        _log.info("activations are recomputed by memascend: gradient_checkpointing is not applied on top")
+        args.gradient_checkpointing = args.activation_checkpointing = False
+
+
+def _only(optimizers: list[Any]) -> OffloadedOptimizer:
+    """Return the optimizer of a run that was resumed. Raises ValueError where it is gone, or not the only one."""
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"the run in the store has {len(optimizers)} optimizers here: keep what memascend.resume returned, and "
+            "give optimizers=(resumed.optimizer, None)"
+        )
+    return optimizers[0]
+
+
+def _optim_args(given: str | None) -> dict[str, Any]:
+    """Parse "name=value,..." of `optim_args`. Raises ValueError for what cannot be parsed."""
+    options: dict[str, Any] = {}
+    for part in (given or "").replace(" ", "").split(",") if given else ():
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(f"optim_args {part!r} is not name=value")
+        try:
+            options[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _tag_of(checkpoint: Path) -> str:
+    """Return the name, in the store, of a checkpoint whose directory this is."""
+    tag = read_json(checkpoint / CHECKPOINT_NAME).get("tag")
+    if not isinstance(tag, str):
+        raise CheckpointError(f"{checkpoint / CHECKPOINT_NAME} names no checkpoint of a store")
+    return tag
+
+
+def _tags_in(folder: str | os.PathLike[str]) -> set[str]:
+    """Return the names of the checkpoints that have a directory in `folder`."""
+    return {file.parent.name for file in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{CHECKPOINT_NAME}")}

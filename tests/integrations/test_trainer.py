@@ -1,0 +1,254 @@
+"""transformers' Trainer over an offloaded model gives the bits of the same Trainer over a model in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import trainer_runs
+from bits import differing
+from trainer_runs import InterruptAt, Interrupted, build, logged, make, weights
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArguments
+from transformers import Trainer as PlainTrainer
+
+import memascend
+from memascend.integrations.transformers import CHECKPOINT_NAME, MemascendArguments, Trainer, TrainerMixin
+from memascend.offloading.api import offload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one batch a step, by epochs": {
+        "gradient_accumulation_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "max_grad_norm": 0.0,
+    },
+    "bfloat16 and checkpointing": {"bf16": True, "gradient_checkpointing": True, "weight_decay": 0.1},
+    "label smoothing, noise, best": {
+        "label_smoothing_factor": 0.1,
+        "neftune_noise_alpha": 5.0,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    },
+    "8 bits": {"optim": "adamw_8bit"},
+    "lion": {"optim": "lion_32bit", "learning_rate": 1e-3},
+    "sgd with momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "bfloat16 states": {"optim_args": "states=bfloat16, master=False, seed=3"},
+    "on a plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_on_start": True},
+}
+
+
+def interrupted(trainer: Any) -> None:
+    """Train until the interruption, and leave the store as a crash would."""
+    with pytest.raises(Interrupted):
+        trainer.train()
+    offload_of(trainer.model).close(failed=True)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> str:
+    build().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def load(folder: str) -> nn.Module:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
+def test_a_run_is_that_of_a_model_in_memory(
+    arguments: dict[str, Any], offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    expected = make(build(), tmp_path / "in memory", **arguments)
+    expected.train()
+    trainer = make(offloaded(build()), tmp_path / "out", **arguments)
+    trainer.train()
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    assert trainer.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
+    assert not differing(weights(trainer.model), weights(expected.model))
+
+
+def test_a_checkpoint_is_small_and_goes_with_its_folder(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    trainer = make(offloaded(build()), tmp_path / "out", save_total_limit=2)
+    trainer.train()
+    folders = sorted((tmp_path / "out").glob("checkpoint-*"))
+    assert [folder.name for folder in folders] == ["checkpoint-12", "checkpoint-9"]
+    assert {tag for tag, _, _ in memascend.checkpoints(trainer.model)} == {"checkpoint-9", "checkpoint-12"}
+    assert all(sum(file.stat().st_size for file in folder.iterdir()) < 20_000 for folder in folders)
+    trainer.save_model(str(tmp_path / "final"))
+    final = type(build()).from_pretrained(tmp_path / "final", dtype="auto")
+    assert not differing(dict(final.named_parameters()), weights(trainer.model))
+
+
+@pytest.mark.parametrize(
+    ("step", "event"),
+    [
+        *((4, event) for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")),
+        *((6, event) for event in ("on_log", "on_evaluate", "on_save", "on_epoch_end")),
+        (1, "on_step_begin"),
+        (12, "on_save"),
+        (12, "on_train_end"),
+    ],
+)
+def test_an_interrupted_run_goes_on_with_the_same_bits(
+    step: int, event: str, model_folder: str, tmp_path: Path
+) -> None:
+    expected = make(load(model_folder), tmp_path / "in memory")
+    expected.train()
+    interrupted(make(model_folder, tmp_path / "out", offload=True, callbacks=[InterruptAt(step, event)]))
+    trainer = make(model_folder, tmp_path / "out", offload=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    names = {f"checkpoint-{number}" for number in (3, 6, 9, 12)}
+    assert {tag for tag, _, _ in memascend.checkpoints(trainer.model)} == names
+    assert {path.parent.name for path in (tmp_path / "out").glob(f"*/{CHECKPOINT_NAME}")} == names
+    memascend.close(trainer.model)
+
+
+def test_a_run_that_is_there_is_not_trained_as_a_new_one(model_folder: str, tmp_path: Path) -> None:
+    interrupted(make(model_folder, tmp_path / "out", offload=True, callbacks=[InterruptAt(5, "on_step_begin")]))
+    trainer = make(model_folder, tmp_path / "out", offload=True)
+    with pytest.raises(ValueError, match=r"holds a run after step 4: train\(resume_from_checkpoint=True\)"):
+        trainer.train()
+    memascend.close(trainer.model)
+
+
+def test_it_goes_back_to_a_checkpoint(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    trainer = make(offloaded(build()), tmp_path / "out")
+    trainer.train()
+    expected, expected_log = weights(trainer.model), logged(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
+    assert logged(trainer) == expected_log
+    assert not differing(weights(trainer.model), expected)
+    memascend.delete_checkpoint(trainer.model, "checkpoint-6")
+    with pytest.raises(memascend.StoreError, match="checkpoint-6"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
+
+
+def test_early_stopping_takes_the_best_model(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    options = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "learning_rate": 0.5,
+    }
+
+    def stopping() -> list[Any]:
+        return [EarlyStoppingCallback(early_stopping_patience=2)]
+
+    expected = make(build(), tmp_path / "in memory", callbacks=stopping(), **options)
+    expected.train()
+    trainer = make(offloaded(build()), tmp_path / "out", callbacks=stopping(), **options)
+    trainer.train()
+    assert trainer.state.global_step == expected.state.global_step < 12
+    assert trainer.state.best_global_step == expected.state.best_global_step
+    assert not differing(weights(trainer.model), weights(expected.model))
+
+
+def test_a_plain_checkpoint_is_taken_up(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    before = make(build(), tmp_path / "in memory")
+    before.train()
+    trainer = make(offloaded(build()), tmp_path / "out")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "in memory" / "checkpoint-9"))
+    assert not differing(weights(trainer.model), weights(before.model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "named"),
+    [
+        ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+        ({"fp16": True}, {}, "bf16=True"),
+        ({"bf16_full_eval": True}, {}, "bf16_full_eval"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
+        ({}, {"durability": "none"}, "durability='step'"),
+        ({"push_to_hub": True, "hub_strategy": "every_save"}, {}, "hub_strategy='end'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_first(
+    arguments: dict[str, Any], options: dict[str, Any], named: str, offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        make(offloaded(build(), **options), tmp_path / "out", **arguments)
+
+
+def test_an_optimizer_of_pytorch_is_refused(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = offloaded(build())
+    args = TrainingArguments(str(tmp_path / "out"), **trainer_runs.ARGUMENTS)
+    with pytest.raises(ValueError, match="AdamW of PyTorch keeps states in memory"):
+        Trainer(model, args, optimizers=(torch.optim.AdamW(model.parameters()), None))
+
+
+def test_a_budget_has_to_be_given(model_folder: str, tmp_path: Path) -> None:
+    args = MemascendArguments(str(tmp_path / "out"), use_cpu=True)
+    with pytest.raises(ValueError, match="host_memory is not given"):
+        Trainer(model_folder, args)
+
+
+def test_a_trainer_that_cannot_be_made_leaves_no_store(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adafactor"):
+        make(model_folder, tmp_path / "out", offload=True, optim="adafactor")
+    assert not list((tmp_path / "out" / "store").iterdir())
+    memascend.close(make(model_folder, tmp_path / "out", offload=True).model)
+
+
+def test_any_other_trainer_takes_the_mixin(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    class Halved(PlainTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(*args, **kwargs)
+            return (found[0] / 2, found[1]) if isinstance(found, tuple) else found / 2
+
+    class HalvedTrainer(TrainerMixin, Halved): ...
+
+    expected = make(build(), tmp_path / "in memory", cls=HalvedTrainer)
+    expected.train()
+    trainer = make(offloaded(build()), tmp_path / "out", cls=HalvedTrainer)
+    trainer.train()
+    assert not differing(weights(trainer.model), weights(expected.model))
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def start(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", str(Path(trainer_runs.__file__)), str(folder)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **pipes)
+
+    def finish(folder: Path) -> Any:
+        process = start(folder)
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+        return json.loads((folder / "result.json").read_text())
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    build().save_pretrained(whole / "model")
+    build().save_pretrained(killed / "model")
+    expected = finish(whole)
+    instants = random.Random(2)
+    for _ in range(int(os.environ.get("MEMASCEND_KILLS", "2"))):
+        process = start(killed)
+        while process.poll() is None and not (killed / "out" / "store" / "memascend.json").exists():
+            time.sleep(0.01)
+        # The file grows with every step; kill at one of them.
+        log, steps = killed / "out" / "trainer_log.jsonl", instants.randint(1, 9)
+        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= steps):
+            time.sleep(0.002)
+        process.kill()
+        process.communicate()
+    assert finish(killed) == expected
