@@ -11,6 +11,7 @@ TRL's. A model in memory is trained by the same optimizer, so that losses and we
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -188,8 +189,10 @@ class TrainerMixin:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         """Take the arguments of the class that this is mixed into."""
+        bound = _signature_of(type(self)).bind(self, *given, **named)
+        model, args, own_optimizers = (bound.arguments.get(name) for name in ("model", "args", "optimizers"))
         #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
         self._run_found = False
         #: Whether `train` goes on with a run in the store.
@@ -200,17 +203,18 @@ class TrainerMixin:
                 if model is None:
                     raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
                 model, optimizers = _open(model, args)
+                bound.arguments["model"] = model
                 # A run that was taken up stays; a store that was made for this goes.
                 on_failure.callback(offload_of(model).close, failed=bool(optimizers))
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is not None:
                 if args is not None:
-                    _check(args, session, named.get("optimizers"))
+                    _check(args, session, own_optimizers)
                 self._run_found = Position.NAME in session.generations.waiting
                 optimizers = optimizers or list(session.generations.optimizers)
-            super().__init__(model, args, *others, **named)  # type: ignore[call-arg]
+            super().__init__(*bound.args[1:], **bound.kwargs)
             if session is not None and args is None:
-                _check(self.args, session, named.get("optimizers"))
+                _check(self.args, session, own_optimizers)
             on_failure.pop_all()
         self._position = Position(self)
         self.add_callback(self._position)
@@ -446,6 +450,13 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 # ---- what a Trainer is made of ----------------------------------------------------------------------------------
+
+
+def _signature_of(trainer_class: type) -> inspect.Signature:
+    """Return the signature of the class that the mixin stands before, or of the first that names its arguments."""
+    classes = trainer_class.__mro__[trainer_class.__mro__.index(TrainerMixin) + 1 :]
+    signatures = (inspect.signature(cls.__init__) for cls in classes if "__init__" in cls.__dict__)
+    return next(signature for signature in signatures if "model" in signature.parameters)
 
 
 def _check(args: Any, session: Session, optimizers: Any) -> None:

@@ -9,6 +9,7 @@ SFTTrainer("model-directory", args, train_dataset=dataset).train()
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import trl
 
@@ -35,7 +36,20 @@ class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined]
 
 
 class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[name-defined]
-    """`trl.DPOTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`."""
+    """`trl.DPOTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`.
+
+    Raises ValueError where TRL would load a second model, for reference, whole into memory.
+    """
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *others: Any, **named: Any) -> None:
+        """Take the arguments of `trl.DPOTrainer`."""
+        adapted = named.get("peft_config") is not None or hasattr(model, "peft_config")
+        if ref_model is None and not adapted and not getattr(args, "precompute_ref_log_probs", False):
+            raise ValueError(
+                "without an adapter, DPO compares with a second model: give ref_model=memascend.from_pretrained("
+                "directory, store=..., host_memory=..., frozen='files'), peft_config=, or precompute_ref_log_probs=True"
+            )
+        super().__init__(model, ref_model, args, *others, **named)
 
 
 class RewardTrainer(TrainerMixin, trl.RewardTrainer):  # type: ignore[name-defined]

@@ -1,0 +1,190 @@
+"""TRL's trainers over an offloaded model give the bits of the same trainers over a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import needs
+import pytest
+import torch
+from bits import differing
+from trainer_runs import logged, weights
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+import memascend
+from memascend.integrations.transformers import TrainerMixin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+datasets = needs.package("trl", "datasets")
+trl = needs.package("trl")
+peft = needs.package("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+TURNS = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}<eos>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, and a chat template that says what the assistant has written."""
+    from tokenizers import Tokenizer, models
+
+    names = [chr(code) for code in range(32, 127)] + ["<eos>", "<unk>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    fast = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    made = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>")
+    made.chat_template = TURNS
+    return made
+
+
+def folder_of(path: Path, cls: type = LlamaForCausalLM, **options: Any) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "pad_token_id": 95,
+        }
+        | options
+    )
+    cls(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def chats() -> Any:
+    return datasets.Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{n}+{n}?"},
+                    {"role": "assistant", "content": f"it is {2 * n}"},
+                ]
+            }
+            for n in range(20)
+        ]
+    )
+
+
+def completions() -> Any:
+    return datasets.Dataset.from_list([{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(20)])
+
+
+def preferences() -> Any:
+    rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(20)]
+    return datasets.Dataset.from_list(rows)
+
+
+def run(cls: type, config: type, model: Any, folder: Path, data: Any, options: dict[str, Any], **named: Any) -> Any:
+    arguments = config(str(folder), **ARGUMENTS | options)
+    trainer = cls(
+        model, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer(), **named
+    )
+    trainer.train()
+    return trainer
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "sizes"),
+    [
+        (chats, {"assistant_only_loss": True}, {}),
+        (completions, {"packing": True, "max_length": 64}, {}),
+        (completions, {"gradient_checkpointing": False, "bf16": False, "loss_type": "dft"}, {}),
+        # Embedding and head are tables: the head is streamed by blocks.
+        (chats, {"max_steps": 2}, {"vocab_size": 1 << 17, "tie_word_embeddings": True}),
+    ],
+    ids=["chats", "packed", "dft", "tables"],
+)
+def test_fine_tuning(data: Any, options: dict[str, Any], sizes: dict[str, Any], tmp_path: Path) -> None:
+    from memascend.integrations.trl import SFTConfig, SFTTrainer
+
+    class InMemory(TrainerMixin, trl.SFTTrainer): ...
+
+    source = folder_of(tmp_path / "model", **sizes)
+    whole = memascend.fuse_loss(LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+    expected = run(InMemory, trl.SFTConfig, whole, tmp_path / "in memory", data(), options)
+    offload = {"host_memory": "128MiB"}
+    trainer = run(SFTTrainer, SFTConfig, source, tmp_path / "out", data(), options | offload)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    memascend.close(trainer.model)
+
+
+def test_preferences_with_an_adapter(tmp_path: Path) -> None:
+    from memascend.integrations.trl import DPOConfig, DPOTrainer
+
+    class InMemory(TrainerMixin, trl.DPOTrainer): ...
+
+    def adapter() -> Any:
+        return peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+
+    source = folder_of(tmp_path / "model")
+    whole = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    expected = run(InMemory, trl.DPOConfig, whole, tmp_path / "in memory", preferences(), {}, peft_config=adapter())
+    offload = {"host_memory": "128MiB"}
+    trainer = run(DPOTrainer, DPOConfig, source, tmp_path / "out", preferences(), offload, peft_config=adapter())
+    assert logged(trainer) == logged(expected)
+    assert not differing(trained(trainer.model), trained(expected.model))
+    assert (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").is_file()
+    memascend.close(trainer.model)
+
+
+def test_preferences_beside_a_reference(tmp_path: Path) -> None:
+    from memascend.integrations.trl import DPOConfig, DPOTrainer
+
+    class InMemory(TrainerMixin, trl.DPOTrainer): ...
+
+    source = folder_of(tmp_path / "model")
+    pair = (LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16) for _ in range(2))
+    expected = run(InMemory, trl.DPOConfig, next(pair), tmp_path / "in memory", preferences(), {}, ref_model=next(pair))
+    offload = {"host_memory": "128MiB"}
+    with pytest.raises(ValueError, match="give ref_model=memascend.from_pretrained"):
+        run(DPOTrainer, DPOConfig, source, tmp_path / "out", preferences(), offload)
+    (tmp_path / "reference").mkdir()
+    reference = memascend.from_pretrained(source, store=tmp_path / "reference", host_memory="64MiB", frozen="files")
+    trainer = run(DPOTrainer, DPOConfig, source, tmp_path / "out", preferences(), offload, ref_model=reference)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    memascend.close(trainer.model)
+    memascend.close(reference)
+
+
+def test_rewards(tmp_path: Path) -> None:
+    from memascend.integrations.trl import RewardConfig, RewardTrainer
+
+    class InMemory(TrainerMixin, trl.RewardTrainer): ...
+
+    source = folder_of(tmp_path / "model", LlamaForSequenceClassification, num_labels=1)
+    whole = LlamaForSequenceClassification.from_pretrained(source, dtype=torch.bfloat16)
+    expected = run(InMemory, trl.RewardConfig, whole, tmp_path / "in memory", preferences(), {})
+    offload = {"host_memory": "128MiB"}
+    trainer = run(RewardTrainer, RewardConfig, source, tmp_path / "out", preferences(), offload)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    memascend.close(trainer.model)
