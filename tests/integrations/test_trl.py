@@ -99,9 +99,8 @@ def preferences() -> Any:
 
 def run(cls: type, config: type, model: Any, folder: Path, data: Any, options: dict[str, Any], **named: Any) -> Any:
     arguments = config(str(folder), **ARGUMENTS | options)
-    trainer = cls(
-        model, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer(), **named
-    )
+    sets = {"train_dataset": data, "eval_dataset": data.select(range(4))}
+    trainer = cls(model, args=arguments, processing_class=tokenizer(), **sets, **named)
     trainer.train()
     return trainer
 
@@ -164,7 +163,7 @@ def test_preferences_beside_a_reference(tmp_path: Path) -> None:
     pair = (LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16) for _ in range(2))
     expected = run(InMemory, trl.DPOConfig, next(pair), tmp_path / "in memory", preferences(), {}, ref_model=next(pair))
     offload = {"host_memory": "128MiB"}
-    with pytest.raises(ValueError, match="give ref_model=memascend.from_pretrained"):
+    with pytest.raises(ValueError, match="give ref_model=memascend"):
         run(DPOTrainer, DPOConfig, source, tmp_path / "out", preferences(), offload)
     (tmp_path / "reference").mkdir()
     reference = memascend.from_pretrained(source, store=tmp_path / "reference", host_memory="64MiB", frozen="files")

@@ -455,7 +455,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 def _signature_of(trainer_class: type) -> inspect.Signature:
     """Return the signature of the class that the mixin stands before, or of the first that names its arguments."""
     classes = trainer_class.__mro__[trainer_class.__mro__.index(TrainerMixin) + 1 :]
-    signatures = (inspect.signature(cls.__init__) for cls in classes if "__init__" in cls.__dict__)
+    signatures = (inspect.signature(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls))
     return next(signature for signature in signatures if "model" in signature.parameters)
 
 
