@@ -1,0 +1,187 @@
+"""What the arguments of a Trainer say of an offloaded model: where it goes, its optimizer, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import nn
+
+import memascend
+from memascend.optim import SGD, AdamW, Lion, OffloadedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memascend.offloading.session import Session
+
+_log = logging.getLogger("memascend")
+
+_EIGHT_BIT = {"states": "8bit"}
+#: The values of `TrainingArguments.optim` that there is an optimizer for.
+OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
+    "adamw_torch": (AdamW, {}),
+    "adamw_torch_fused": (AdamW, {}),
+    "paged_adamw_32bit": (AdamW, {}),
+    "adamw_torch_8bit": (AdamW, _EIGHT_BIT),
+    "adamw_bnb_8bit": (AdamW, _EIGHT_BIT),
+    "adamw_8bit": (AdamW, _EIGHT_BIT),
+    "paged_adamw_8bit": (AdamW, _EIGHT_BIT),
+    "lion_32bit": (Lion, {}),
+    "paged_lion_32bit": (Lion, {}),
+    "lion_8bit": (Lion, _EIGHT_BIT),
+    "paged_lion_8bit": (Lion, _EIGHT_BIT),
+    "sgd": (SGD, {}),
+}
+
+
+@dataclass
+class OffloadArguments:
+    """Where the model goes, for a class that derives from `TrainingArguments`; see `memascend.offload`."""
+
+    store: list[str] | None = field(
+        default=None, metadata={"help": "directories or block devices for the model; OUTPUT_DIR/store if not given"}
+    )
+    host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB"})
+    device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
+    weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
+    durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
+    recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
+    activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
+    fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
+    gradients: str = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
+    keep_store: bool | None = field(default=None, metadata={"help": "keep the store when the model is closed"})
+
+
+@dataclass
+class MemascendArguments(OffloadArguments, transformers.TrainingArguments):
+    """`transformers.TrainingArguments`, and where the model goes."""
+
+
+def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
+    """Return the offloaded model that the arguments describe, and its optimizers: of the run in the store, or `model`.
+
+    `model` is the directory or the hub's name of a model, or a model in memory, whose parameters leave it.
+    """
+    if args.host_memory is None:
+        raise ValueError("host_memory is not given: MemascendArguments(host_memory='4GiB') is a ceiling of 4 GiB")
+    paths: Any = args.store or [str(Path(args.output_dir) / "store")]
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if args.store is None:
+        Path(paths[0]).mkdir(parents=True, exist_ok=True)
+    options = {
+        "host_memory": args.host_memory,
+        "device": None if args.device.type == "cpu" else args.device,
+        "device_memory": args.device_memory,
+        "recompute": args.recompute,
+        "activations": args.activations,
+        "durability": args.durability,
+        "keep_store": args.keep_store,
+    }
+    in_memory = model if isinstance(model, nn.Module) else None
+    if memascend.can_resume(paths):
+        resumed = memascend.resume(paths, model=in_memory, **options)
+        return resumed.model, resumed.optimizers
+    options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
+    if in_memory is not None:
+        return memascend.offload(in_memory, store=paths, **options), []
+    return memascend.from_pretrained(_directory(model), store=paths, dtype=args.weights_dtype, **options), []
+
+
+def _directory(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the directory of a model that is given by its directory, or by its name on the hub."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+
+
+# ---- the optimizer ----------------------------------------------------------------------------------------------
+
+
+def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
+    """Return the optimizer's class and options that `args.optim` and `args.optim_args` name.
+
+    Raises ValueError for an optimizer that there is none for.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optim={name!r} cannot be streamed: choose one of {', '.join(OPTIMIZERS)}")
+    optimizer_class, options = OPTIMIZERS[name]
+    options = {"lr": args.learning_rate, **options}
+    if optimizer_class is AdamW:
+        options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    elif optimizer_class is Lion:
+        options |= {"betas": (args.adam_beta1, args.adam_beta2)}
+    return optimizer_class, options | _optim_args(args.optim_args)
+
+
+def _optim_args(given: str | None) -> dict[str, Any]:
+    """Parse "name=value,..." of `optim_args`. Raises ValueError for what cannot be parsed."""
+    options: dict[str, Any] = {}
+    for part in (given or "").replace(" ", "").split(",") if given else ():
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(f"optim_args {part!r} is not name=value")
+        try:
+            options[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+def check(args: Any, session: Session, optimizers: Any) -> None:
+    """Raise ValueError where an offloaded model cannot be trained by these arguments."""
+    refusals = list(_refusals(args, session))
+    optimizer, _ = optimizers or (None, None)
+    if optimizer is None:
+        optimizer_of(args)  # Raises, naming those that there are.
+    elif not isinstance(optimizer, OffloadedOptimizer):
+        offloaded = {id(place.parameter) for place in session.places}
+        if any(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"]):
+            refusals.append(
+                f"{type(optimizer).__name__} of PyTorch keeps states in memory and reads whole weights: leave "
+                "optimizers= out and give optim=, or use memascend.AdamW, Lion or SGD"
+            )
+    if refusals:
+        raise ValueError("; ".join(refusals))
+    if session.recompute and (args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)):
+        _log.info("activations are recomputed by memascend: gradient_checkpointing is not applied on top")
+        args.gradient_checkpointing = args.activation_checkpointing = False
+
+
+def _refusals(args: Any, session: Session) -> Iterator[str]:
+    """Yield what of the arguments an offloaded model cannot do, and what to do instead."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        yield "one process trains on one device: start one process, and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+    if args.deepspeed or args.fsdp:
+        yield "deepspeed and fsdp divide parameters themselves: leave them out"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size begins anew with weights that were trained: give per_device_train_batch_size"
+    if args.device.type != session.torch_device.type:
+        where, here = session.torch_device, args.device
+        remedy = "use_cpu=True" if where.type == "cpu" else f"a machine or torch with {where}"
+        yield f"the model computes on {where}, the Trainer on {here}: give {remedy}, or offload with device='{here}'"
+    if args.fp16 and session.torch_device.type == "cpu":
+        yield "fp16 is for CUDA devices: give bf16=True"
+    if args.bf16_full_eval or args.fp16_full_eval:
+        yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+        yield (
+            "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
+            "give save_strategy='no' or save_only_model=True"
+        )
+    if args.push_to_hub and not args.save_only_model:
+        strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+        if strategy != "end":
+            yield f"hub_strategy={strategy!r} pushes checkpoints, which are in the store: give hub_strategy='end'"
