@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -359,7 +361,7 @@ def wait_for_records(room, process, count, name="metrics.jsonl"):
     return found[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_signal_finishes_the_step_and_keeps_the_model(room, number, code):
     process = start_process(room)
     try:
@@ -377,6 +379,41 @@ def test_one_signal_finishes_the_step_and_keeps_the_model(room, number, code):
     assert f"holds the run after step {done}: --resume goes on" in err
     assert (room / "store" / "memascend.json").exists()
     assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "out", "store", "text.txt"]
+
+
+#: Makes its standard input the terminal that the process belongs to, then runs the command.
+IN_A_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-P", "-m", "memascend", *sys.argv[1:]])
+"""
+
+
+def test_a_run_whose_terminal_is_closed_keeps_the_model_too(room):
+    words = command(room, metrics=room / "metrics.jsonl", steps=100_000)
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *words],
+        cwd=room,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    try:
+        os.close(terminal)
+        deadline = time.monotonic() + 120
+        while not (room / "metrics.jsonl").exists() or (room / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert time.monotonic() < deadline and process.poll() is None, "the run did not start"
+            if select.select([ours], [], [], 0.05)[0]:
+                os.read(ours, 1 << 16)
+        os.close(ours)
+        assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    AutoModelForCausalLM.from_pretrained(room / "out")
+    assert json.loads((room / "metrics.jsonl").read_text().splitlines()[-1])["record"] == "end"
 
 
 def test_a_second_signal_abandons_the_run(room):

@@ -17,8 +17,9 @@ from memascend.offloading.computing import GRADIENTS
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
-Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. Whatever ends a run early,
-its store keeps the last durable step: go on with --resume, and another --out where there is one already.
+Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. SIGTERM and a terminal that
+is closed (SIGHUP, unless it is ignored: nohup) do the same. Whatever ends a run early, its store keeps the last durable
+step: go on with --resume, and another --out where there is one already.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 

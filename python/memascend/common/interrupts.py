@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: unfinished work is cleaned up, and in a run the first signal is only a request to stop."""
+"""Ctrl-C, SIGTERM and SIGHUP: unfinished work is cleaned up; in a run the first signal is only a request to stop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 
 from memascend.errors import Abandoned
 
+#: What ends a run: Ctrl-C, `kill`, and a terminal that was closed.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C, and SIGTERM where it is handled, until the end of the block."""
+    """Defer Ctrl-C, and SIGTERM and SIGHUP where they are handled, until the end of the block."""
     deferred: list[tuple[int, FrameType | None]] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for handled in (signal.SIGINT, signal.SIGTERM):
+        for handled in SIGNALS:
             handler = signal.getsignal(handled)
             if callable(handler):
                 previous[handled] = handler
@@ -34,7 +37,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Interrupts:
-    """Handlers of Ctrl-C and SIGTERM: in a `graceful` run the first signal asks it to end, the next abandons it."""
+    """Handlers of `SIGNALS`: in a `graceful` run the first one asks it to end, the next abandons it.
+
+    A SIGHUP that the process was started to ignore (`nohup`) stays ignored. Where the terminal is gone, what is printed
+    from then on goes nowhere, so that the run can still end as asked.
+    """
 
     def __init__(self, end: str = "writing the model so far") -> None:
         """Begin without a request, and not `graceful`: the first signal abandons the run.
@@ -50,8 +57,9 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         """Replace the handlers, in the main thread only: Python allows it in no other."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,6 +68,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
         if self.closing:
             return
         if self.graceful and self.asked is None:
@@ -69,3 +79,14 @@ class Interrupts:
                 os.write(2, f"\nmemascend: finishing this step, then {self._end}; again to abandon it\n".encode())
             return
         raise Abandoned(number)
+
+
+def _leave_closed_terminal() -> None:
+    """Point standard output and error at nothing where their terminal was closed: each write would fail (EIO)."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")  # A terminal that is gone fails this too; a pipe or file takes nothing.
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream)
+            os.close(nothing)
