@@ -11,16 +11,18 @@ from memascend.common.timeline import describe
 from memascend.machine.drives import rate_of
 
 
-def step_text(step: dict[str, Any]) -> str:
-    """One step's record as the text beside the bar."""
-    parts = [f"loss {step['loss']:.3f}", f"{step['tokens_per_s']:,.0f} tokens/s"]
+def step_text(step: dict[str, Any]) -> list[str]:
+    """One step's record as the parts of the text beside the bar, the most important ones first."""
+    parts = [f"loss {step['loss']:.3f}"]
+    if step["host_bytes_budget"] is not None:
+        parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
+    parts.append(f"{step['tokens_per_s']:,.0f} tokens/s")
     if step["waited_seconds"] is not None:
         parts.append(describe(step["waited_seconds"]))
     if step["host_bytes_budget"] is not None:
         read, written = (step[name] / step["seconds"] / 1e9 for name in SSD_COUNTERS)
         parts.append(f"SSD {read:.2f} GB/s read, {written:.2f} written")
-        parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
-    return "  ".join(parts)
+    return parts
 
 
 def bench_text(measured: dict[str, Any]) -> str:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from memascend.common.sizes import format_size
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: at most one line in this time, and always the first and last step
+#: Of a terminal that does not say how wide it is, as in a container, or says 0.
+USUAL_COLUMNS = 80
+#: Columns from which a bar is drawn; in a narrower line its room is for the numbers.
+BAR_COLUMNS = 100
+_WITH_BAR = "{desc} {n_fmt}/{total_fmt} |{bar:12}| {elapsed}<{remaining}{postfix}"
+_WITHOUT_BAR = "{desc} {n_fmt}/{total_fmt}{bar:0} {elapsed}<{remaining}{postfix}"  # tqdm cuts only a line with a bar
+#: Columns that the time which remains may grow by until the line is drawn.
+_SPARE_COLUMNS = 4
 
 
 class Progress:
@@ -31,24 +41,48 @@ class Progress:
                 unit_scale=unit == "B",
                 unit_divisor=1024,
                 file=self._stream,
-                dynamic_ncols=True,
-                bar_format="{desc} {n_fmt}/{total_fmt} |{bar:12}| {elapsed}<{remaining}{postfix}",
+                ncols=self._columns(),
+                nrows=2,  # or else tqdm asks for the size, and draws nothing on a terminal without rows
+                bar_format=_WITH_BAR,
             )
 
-    def update(self, done: int, text: str = "") -> None:
-        """Show that `done` of the total is done, with `text` beside it."""
+    def update(self, done: int, parts: Sequence[str] = ()) -> None:
+        """Show that `done` of the total is done, with `parts` of a text beside it, the most important ones first.
+
+        A line on a terminal has the parts that it has room for; lines elsewhere have all.
+        """
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._lay_out(done, parts)
             self._bar.update(done - self._bar.n)
-            if text:
+            if parts:
                 self._bar.refresh()
             return
         now = time.monotonic()
         if now - self._shown >= PLAIN_LINE_SECONDS or done == self._total:
             self._shown = now
             amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
-            self._stream.write(f"{self._title} {amount[0]}/{amount[1]}{'  ' + text if text else ''}\n")
+            self._stream.write("  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts]) + "\n")
             self._stream.flush()
+
+    def _columns(self) -> int:
+        """The width of the terminal, now."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
+        except (OSError, ValueError):  # The terminal is gone, or the stream is no file.
+            return USUAL_COLUMNS
+
+    def _lay_out(self, done: int, parts: Sequence[str]) -> None:
+        """Give the line the terminal's width, and the parts that fit."""
+        bar = self._bar
+        bar.ncols = self._columns()
+        bar.bar_format = _WITH_BAR if bar.ncols >= BAR_COLUMNS else _WITHOUT_BAR
+        beside = {**bar.format_dict, "n": done, "postfix": "", "ncols": None}
+        room = bar.ncols - len(bar.format_meter(**beside)) - _SPARE_COLUMNS
+        shown: list[str] = []
+        for part in parts:
+            if len("  ".join([*shown, part])) + 2 <= room:  # tqdm puts two characters before them
+                shown.append(part)
+        bar.set_postfix_str("  ".join(shown), refresh=False)
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the bar."""
