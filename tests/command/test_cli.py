@@ -440,7 +440,7 @@ def test_a_killed_run_that_goes_on_has_the_metrics_of_every_step_once(room, wher
     chosen = {"steps": 60, "metrics": room / "metrics.jsonl" if where == "--metrics" else None}
     process = start_process(room, **chosen)
     try:
-        name = "metrics.jsonl" if where == "--metrics" else ".out.partial-*/model/metrics.jsonl"
+        name = "metrics.jsonl" if where == "--metrics" else ".out.partial-*/kept/metrics.jsonl"
         metrics = wait_for_records(room, process, 9, name)
     finally:
         process.kill()
@@ -457,6 +457,29 @@ def test_a_killed_run_that_goes_on_has_the_metrics_of_every_step_once(room, wher
     assert "store" in listing(room) and not [name for name in listing(room) if name.startswith(".")]
 
 
+def test_what_killed_runs_leave_goes_with_the_next_run_in_the_folder(room, capfd):
+    process = start_process(room, metrics=None)
+    living = start_process(room, metrics=None, out=room / "other", store=room / "store2")
+    try:
+        done = wait_for_records(room, process, 4, ".out.partial-*/kept/metrics.jsonl").read_text()
+        wait_for_records(room, living, 2, ".other.partial-*/kept/metrics.jsonl")
+        process.kill()
+        process.communicate()
+        # Any run clears the folder; the metrics of one that can be resumed stay.
+        assert main.main(command(room, "--in-memory", out=room / "third", **MEMORY)) == 0, capfd.readouterr().err
+        hidden = sorted(path.name for path in room.glob(".*"))
+        assert [name.partition(".partial-")[0] for name in hidden] == [".other", ".out.metrics.jsonl"]
+        assert (room / ".out.metrics.jsonl").read_text().startswith(done)
+        assert living.poll() is None
+    finally:
+        process.kill()
+        living.kill()
+        process.communicate()
+        living.communicate()
+    assert main.main(command(room, "--in-memory", out=room / "fourth", **MEMORY)) == 0
+    assert sorted(path.name for path in room.glob(".*")) == [".other.metrics.jsonl", ".out.metrics.jsonl"]
+
+
 def steps_of_whole_lines(metrics):
     lines = metrics.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n") and '"step"' in line[:20]]
@@ -465,7 +488,7 @@ def steps_of_whole_lines(metrics):
 def test_an_interrupted_run_that_goes_on_elsewhere_has_its_metrics_too(room):
     process = start_process(room, steps=60, metrics=None)
     try:
-        wait_for_records(room, process, 5, ".out.partial-*/model/metrics.jsonl")
+        wait_for_records(room, process, 5, ".out.partial-*/kept/metrics.jsonl")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     finally:

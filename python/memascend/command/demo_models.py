@@ -7,16 +7,14 @@ so that the memory a conversion needs is not counted as that of the fine-tuning.
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from memascend.command.data import BYTE_VOCABULARY, END_OF_DOCUMENT, PADDING
+from memascend.common.outputs import put_in_place, workspace
 from memascend.errors import CheckpointError
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -84,16 +82,14 @@ def write_random_llama(out: Path, *, seed: int = 0) -> None:
 def _write_whole(out: Path, *writers: Callable[[Path], object]) -> None:
     """Let `writers` fill a directory that appears under its name only once it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    try:
+    with workspace(out) as work:
+        finished = work / out.name
+        finished.mkdir()
         for write in writers:
-            write(partial)
-        partial.chmod(0o755)
-        for file in partial.iterdir():
+            write(finished)
+        for file in finished.iterdir():
             file.chmod(0o644)
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        put_in_place(finished, out)
 
 
 def main(arguments: list[str]) -> int:

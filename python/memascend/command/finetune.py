@@ -7,6 +7,7 @@ and removed in every other case. The training loop is in `training`.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -33,7 +34,7 @@ from memascend.command.models import copy_side_files, load_in_memory, round_grad
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
-from memascend.common.outputs import clear_away, put_in_place, workspace, writing
+from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import DataError, MemascendError, OutputError
@@ -74,10 +75,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
     work = cleanup.enter_context(workspace(settings.out))
-    finished, scratch = work / "model", work / "scratch"
+    finished, scratch, kept = work / "model", work / "scratch", work / KEPT
     with writing(settings.out):
-        finished.mkdir()
-        scratch.mkdir()
+        for folder in (finished, scratch, kept):
+            folder.mkdir()
     result = Result(baseline_rss_bytes=resident_memory())
     _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
@@ -85,7 +86,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
     documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
     cleanup.callback(documents.close)
-    records = settings.metrics or finished / METRICS_NAME
+    # A run that can be resumed, however it ends, keeps its records.
+    records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
         cleanup.push(partial(_keep_records, settings, records))
     resumed = _resume(settings, interrupts, cleanup, records) if settings.resume else None
@@ -107,6 +109,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     metrics.write("end", **{name: value for name, value in asdict(result).items() if name != "losses"})
     metrics.close()
     with writing(settings.out):
+        if records.parent == kept:
+            shutil.copyfile(records, finished / METRICS_NAME)
         put_in_place(finished, settings.out)
     hidden_records(settings.out).unlink(missing_ok=True)
     return result
@@ -182,7 +186,6 @@ def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, reco
     assert settings.host_memory is not None, "a run that can be resumed has a store"
     if settings.metrics is None:
         take_over_records(settings.out, records)
-    clear_away(settings.out)
     if not memascend.can_resume(settings.store):
         print("memascend: note: the store holds no durable step yet: beginning anew", file=sys.stderr, flush=True)
         return None

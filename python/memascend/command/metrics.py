@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import memascend
-from memascend.common.outputs import left_behind, writing
+from memascend.common.outputs import beside, writing
 from memascend.errors import OutputError
 
 METRICS_NAME = "metrics.jsonl"
@@ -133,17 +133,15 @@ def _parsed(line: bytes) -> Any:
 
 
 def hidden_records(out: Path) -> Path:
-    """Where the records of a run wait that did not finish `out`, but can be resumed."""
-    return out.with_name(f".{out.name}.metrics.jsonl")
+    """The file that keeps the metrics of a run to `out` that did not finish and can be resumed."""
+    return beside(out, METRICS_NAME)
 
 
 def take_over_records(out: Path, path: Path) -> None:
     """Copy to `path` the records of the last run that did not finish `out`, if there are any."""
-    found = [hidden_records(out), *(folder / "model" / path.name for folder in left_behind(out))]
-    existing = [file for file in found if file.is_file()]
-    if existing:
+    if hidden_records(out).is_file():
         with writing(path):
-            shutil.copyfile(max(existing, key=lambda file: file.stat().st_mtime_ns), path)
+            shutil.copyfile(hidden_records(out), path)
 
 
 class Meter:

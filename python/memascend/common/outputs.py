@@ -3,29 +3,97 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from memascend.errors import MemascendError, OutputError
 
+#: In a workspace: files that outlive a killed process, which `beside` says the place of.
+KEPT = "kept"
+#: In a workspace: locked while its process lives. The kernel unlocks it however the process ends.
+_LOCK = "lock"
+_WORKSPACE = re.compile(r"\.(?P<out>.+)\.partial-\d+-[^-]+")
+
 
 @contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """Make a hidden directory beside `out` for unfinished files, and remove it at the end of the block."""
+    """Make a hidden directory beside `out` for unfinished files, and remove it at the end of the block.
+
+    Those that killed processes left in the same place are removed first.
+    """
     if os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
+    _clear_away(out.parent)
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-{os.getpid()}-", dir=out.parent))
     except OSError as error:
         raise OutputError(f"--out {out}: cannot write in {out.parent}: {error.strerror}") from error
+    lock = -1
     try:
+        with writing(out):
+            lock = _lock(work)
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _lock(work: Path) -> int:
+    """Make the lock of a workspace; return its descriptor, whose end unlocks it."""
+    new = work / f"{_LOCK}.new"
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with suppress(OSError):  # A filesystem without locks: what is left there stays.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(new, work / _LOCK)  # It appears locked.
+    return lock
+
+
+def beside(out: Path, name: str) -> Path:
+    """Return where the file `name` under `KEPT` of a killed process's workspace goes, hidden beside `out`."""
+    return out.with_name(f".{out.name}.{name}")
+
+
+def _clear_away(folder: Path) -> None:
+    """Remove the workspaces in `folder` whose processes were killed, and put what they keep beside their output."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if named := _WORKSPACE.fullmatch(path.name):
+                with suppress(OSError), _taken_over(path):
+                    for file in (path / KEPT).iterdir() if (path / KEPT).is_dir() else ():
+                        _put_if_newer(file, beside(folder / named["out"], file.name))
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _taken_over(work: Path) -> Iterator[None]:
+    """Hold the lock of a workspace.
+
+    Raises OSError where its process lives, where it has no lock yet or is gone, and where another user made it: links
+    in there may lead anywhere.
+    """
+    owner = work.lstat()
+    if owner.st_uid != os.geteuid() or not stat.S_ISDIR(owner.st_mode):
+        raise PermissionError(errno.EPERM, "not this user's directory", str(work))
+    lock = os.open(work / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _put_if_newer(file: Path, place: Path) -> None:
+    """Move a file, unless what lies there is newer."""
+    if not place.exists() or place.stat().st_mtime_ns < file.stat().st_mtime_ns:
+        os.replace(file, place)
 
 
 def put_in_place(finished: Path, out: Path) -> None:
@@ -45,24 +113,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def left_behind(out: Path) -> list[Path]:
-    """Return the unfinished directories that killed runs left beside `out`."""
-    prefix = f".{out.name}.partial-"
-    folders = [path for path in out.parent.iterdir() if path.name.startswith(prefix)]
-    owners = [path.name.removeprefix(prefix).partition("-")[0] for path in folders]
-    return [
-        folder
-        for folder, owner in zip(folders, owners, strict=True)
-        if owner.isdecimal() and not Path("/proc", owner).exists()
-    ]
-
-
-def clear_away(out: Path) -> None:
-    """Remove the unfinished directories that killed runs left beside `out`."""
-    for unfinished in left_behind(out):
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
