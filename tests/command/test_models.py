@@ -9,7 +9,8 @@ import pytest
 import tiny
 
 from memascend.command import main
-from memascend.command.models import copy_side_files
+from memascend.command.exits import note
+from memascend.formats.side_files import copy_side_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ def secret(tmp_path: Path) -> Path:
 
 def copied(model_dir: Path, out: Path) -> dict[str, str]:
     out.mkdir(exist_ok=True)
-    copy_side_files(model_dir, out)
+    copy_side_files(model_dir, out, note)
     assert not any(file.is_symlink() for file in out.iterdir())
     return {file.name: file.read_text() for file in out.iterdir()}
 

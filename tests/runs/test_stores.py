@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import lab
 import pytest
+import tiny
 import torch
+from commands import words_of
 from durable_run import LEAST, Run, build, go_on, same
 from transformers import AutoModelForCausalLM
 
@@ -95,6 +97,35 @@ def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture
     durable, _, state = go_on(store, "llama")
     assert durable == 2
     same(state, reference)
+
+
+def test_an_export_has_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny.llama_directory(tmp_path, hidden=64)
+    run = words_of(model, tmp_path / "out", tmp_path / "store", steps=1)
+    assert main.main([*run, "--keep-store"]) == 0, capfd.readouterr().err
+    capfd.readouterr()
+    for name, value in {"tokenizer_config.json": "{}", "chat_template.jinja": "template"}.items():
+        (model / name).write_text(value)
+    export = ["export", str(tmp_path / "store"), "--out"]
+    assert main.main([*export, str(tmp_path / "first")]) == 0
+    assert (tmp_path / "first" / "chat_template.jinja").read_text() == "template"
+    assert "tokenizer" not in capfd.readouterr().err
+    moved = model.rename(tmp_path / "moved")
+    assert main.main([*export, str(tmp_path / "second")]) == 0
+    assert f"note: the tokenizer is missing: {model}, which" in capfd.readouterr().err
+    assert main.main([*export, str(tmp_path / "third"), "--tokenizer", str(moved)]) == 0
+    assert (tmp_path / "third" / "tokenizer_config.json").read_text() == "{}"
+    # What was written by the export itself stays.
+    assert json.loads((tmp_path / "third" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    (model / "tokenizer_config.json").write_text("of another model")
+    assert main.main([*export, str(tmp_path / "fourth")]) == 0
+    assert "holds another model" in capfd.readouterr().err
+    assert not (tmp_path / "fourth" / "tokenizer_config.json").exists()
+    for more in (["--tokenizer", str(tmp_path)], ["--tokenizer", str(moved), "--format", "distributed"]):
+        assert main.main([*export, str(tmp_path / "fifth"), *more]) == main.BAD_INPUT
+        assert "--tokenizer" in capfd.readouterr().err and not (tmp_path / "fifth").exists()
 
 
 def test_nothing_is_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -266,6 +266,8 @@ def _add_export(subcommands: Any) -> None:
     add("--format", choices=("huggingface", "torch", "distributed"), default="huggingface", help=text)
     text = "of the weights written (default: as they are)"
     add("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
+    add("--tokenizer", type=Path, metavar="DIR", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
 
 

@@ -23,6 +23,7 @@ import torch
 
 from memascend.common.outputs import writing
 from memascend.errors import CheckpointError, DataError, OutputError, first_line
+from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import explained_code
 
 PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
@@ -76,19 +77,9 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer_config.json",
-)
-
-
 def load_tokenizer(model_dir: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in `model_dir`, or one token per byte where it has none."""
-    if not any((model_dir / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(model_dir):
         if vocab_size < BYTE_VOCABULARY:
             raise CheckpointError(
                 f"{model_dir} has no tokenizer, and its vocabulary of {vocab_size} is too small for bytes "

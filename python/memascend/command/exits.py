@@ -43,3 +43,8 @@ def explain(error: Exception) -> tuple[int, str]:
 def tell(message: str) -> None:
     """Print one line on standard error, under the command's name."""
     print(f"memascend: {message}", file=sys.stderr, flush=True)
+
+
+def note(message: str) -> None:
+    """Print one line that the user should know of, on standard error."""
+    tell(f"note: {message}")

@@ -21,7 +21,7 @@ import torch
 import memascend
 from memascend.command.data import Blocks, Documents, Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
-from memascend.command.exits import tell
+from memascend.command.exits import note
 from memascend.command.metrics import (
     METRICS_NAME,
     Metrics,
@@ -30,7 +30,7 @@ from memascend.command.metrics import (
     reset_peak_rss,
     take_over_records,
 )
-from memascend.command.models import copy_side_files, load_in_memory, round_gradients
+from memascend.command.models import load_in_memory, round_gradients
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
@@ -41,6 +41,7 @@ from memascend.errors import DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
+from memascend.formats.side_files import copy_side_files
 from memascend.formats.transformers_models import empty_model
 from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
@@ -126,7 +127,7 @@ def _with_dtype(settings: Settings, config: Any) -> Settings:
             return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
     device = open_device(settings.device)
     choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
-    tell(f"note: training in {choice.reason}")
+    note(f"training in {choice.reason}")
     return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
 
 
@@ -149,7 +150,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
         estimates = pytorch_memory(config, settings.model_dir, dtype, work, in_memory=settings.in_memory)
         beside = None if estimates is None else estimates["estimated_bytes"]
     whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
-    tell(f"note: host memory {whole.text()}")
+    note(f"host memory {whole.text()}")
     if whole.fits:
         return
     problem = (
@@ -159,7 +160,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
     )
     if not settings.force:
         raise DataError(f"{problem}, or give --force to begin all the same")
-    tell(f"note: {problem}, or the kernel may end the run")
+    note(f"{problem}, or the kernel may end the run")
 
 
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
@@ -176,7 +177,7 @@ def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
     try:
         with writing(settings.out):
             memascend.save_pretrained(model, finished, settings.save_dtype)
-            copy_side_files(settings.model_dir, finished)
+            copy_side_files(settings.model_dir, finished, note)
     except SafetensorError as error:  # a model in memory saves itself, with safetensors
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 

@@ -1,24 +1,16 @@
-"""Model directories for the command line: load one whole, copy the files beside the weights."""
+"""Model directories for a run without a store: one loaded whole, its gradients rounded as in a store."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memascend.command.exits import tell
 from memascend.errors import CheckpointError, first_line
 from memascend.formats.json_files import read_json
 from memascend.formats.transformers_models import explained_code
 from memascend.formats.weights import INDEX_NAME
-
-# What a model directory holds beside its weights and config: tokenizer, generation defaults, chat
-# template.
-SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-SIDE_FILE_BYTES_MAX = 64 << 20
 
 
 def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn.Module:
@@ -65,30 +57,3 @@ def round_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(round_gradient)
-
-
-def copy_side_files(model_dir: Path, out: Path) -> None:
-    """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
-
-    A directory from a stranger may hold links to any file of the user's. Only links within it are followed, and those
-    of Hugging Face's cache; others are named on standard error.
-    """
-    within = _where_links_may_lead(model_dir)
-    for file in sorted(model_dir.iterdir()):
-        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
-        if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
-            continue
-        source = file.resolve()
-        if not any(source.is_relative_to(folder) for folder in within):
-            tell(f"note: {file} was not copied: it is a link to {source}, outside of the model; copy it if it belongs")
-            continue
-        if source.stat().st_size <= SIDE_FILE_BYTES_MAX:
-            shutil.copyfile(source, out / file.name, follow_symlinks=False)
-
-
-def _where_links_may_lead(model_dir: Path) -> list[Path]:
-    """Return the directory itself and, of a snapshot in Hugging Face's cache, where its repository keeps the files."""
-    folder = model_dir.resolve()
-    repository = folder.parent.parent
-    cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
-    return [folder, repository / "blobs"] if cached else [folder]

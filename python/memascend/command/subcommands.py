@@ -14,7 +14,7 @@ import torch
 from memascend._memascend import format_device
 from memascend.command.demo import demo
 from memascend.command.dtypes import choose_dtype
-from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
+from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.finetune import finetune
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
@@ -170,6 +170,8 @@ def _checkpoints(chosen: argparse.Namespace) -> int:
 
 
 def _export(chosen: argparse.Namespace) -> int:
+    if chosen.tokenizer is not None and chosen.format == "distributed":
+        raise DataError("--tokenizer is for a model directory: leave it out with --format distributed")
     quiet_libraries()
     steps = inspect.export(
         chosen.store,
@@ -177,6 +179,8 @@ def _export(chosen: argparse.Namespace) -> int:
         layout=chosen.format,
         dtype=chosen.dtype,
         host_memory=chosen.host_memory,
+        tokenizer=chosen.tokenizer,
+        tell=note,
     )
     print(f"wrote {chosen.out}: the model after step {steps}")
     return 0
@@ -226,7 +230,7 @@ def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Pat
     try:
         return remember()
     except (OSError, RuntimeError) as error:
-        tell(f"note: the measurement cannot be remembered: {error}")
+        note(f"the measurement cannot be remembered: {error}")
         return None
 
 

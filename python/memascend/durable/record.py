@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,10 +116,13 @@ def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
     return record
 
 
-def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> dict[str, Any]:
+def source_of(
+    model: torch.nn.Module, conversions: list[int] | None = None, directory: Path | None = None
+) -> dict[str, Any]:
     """Return what makes `model` again: its class and, for models of transformers, its configurations.
 
-    `conversions` are the indices of the weight conversions that its checkpoint needed.
+    `conversions` are the indices of the weight conversions that its checkpoint needed. `directory` is the one with
+    its tokenizer; None is that which transformers has loaded it from, if any.
     """
     transformers: Any = sys.modules.get("transformers")
     name = type(model).__name__
@@ -125,9 +130,11 @@ def source_of(model: torch.nn.Module, conversions: list[int] | None = None) -> d
         return {"kind": "module", "class": f"{type(model).__module__}.{type(model).__qualname__}"}
     generation_config: Any = getattr(model, "generation_config", None)
     config: Any = model.config
+    directory = directory or Path(getattr(config, "name_or_path", None) or os.devnull)
     return {
         "kind": "transformers",
         "class": name,
+        "directory": str(directory.absolute()) if directory.is_dir() else None,
         "config": json.loads(config.to_json_string(use_diff=False)),
         "generation_config": (
             None if generation_config is None else json.loads(generation_config.to_json_string(use_diff=False))

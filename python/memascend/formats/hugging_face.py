@@ -90,7 +90,7 @@ def from_pretrained(
             computing=computing,
             keep_store=keep_store,
             durability="none" if frozen == "files" else durability,
-            source=source_of(model, sources.conversions),
+            source=source_of(model, sources.conversions, directory),
             options=options,
         )
         _fill(session, sources, progress)

@@ -13,13 +13,15 @@ from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.durable.record import parse_record
+from memascend.errors import CheckpointError
 from memascend.formats.distributed import save_distributed
 from memascend.formats.saving import save_pretrained
+from memascend.formats.side_files import add_tokenizer, has_tokenizer
 from memascend.offloading.api import offload_of
-from memascend.runs.resume import resume
+from memascend.runs.resume import read_record, resume
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -141,10 +143,20 @@ def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore:
             store.delete_snapshot(tag)
 
 
-def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, host_memory: int | None) -> int:
+def export(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    layout: str,
+    dtype: str | None,
+    host_memory: int | None,
+    tokenizer: Path | None = None,
+    tell: Callable[[str], None],
+) -> int:
     """Write what a store holds to the directory `out`, and return its optimizer steps.
 
-    The store does not change. `out` appears whole, or not at all.
+    The store does not change. `out` appears whole, or not at all. A model directory gets the tokenizer of the one that
+    the run was made from.
 
     Args:
         paths: the volumes of the store, at least one.
@@ -152,8 +164,13 @@ def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, 
         layout: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict) or "distributed".
         dtype: dtype of the saved weights; None keeps each parameter's own.
         host_memory: ceiling of host memory in bytes; None is the least that works.
+        tokenizer: a directory whose tokenizer is taken instead.
+        tell: called with a line on each thing that the user should know of, such as a tokenizer that is missing.
     """
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
     with workspace(out) as work:
+        source = read_record(list(paths))["model"]
         # No second slots are needed, since nothing is updated.
         resumed = resume(list(paths), host_memory=host_memory, durability="none")
         session = offload_of(resumed.model)
@@ -165,6 +182,7 @@ def export(paths: Sequence[Path], out: Path, *, layout: str, dtype: str | None, 
                     save_distributed(resumed.model, optimizer, finished)
                 else:
                     save_pretrained(resumed.model, finished, dtype=dtype)
+                    add_tokenizer(source, tokenizer, finished, tell)
                 if layout == "torch" and resumed.optimizers:
                     torch.save(resumed.optimizer.state_dict(), finished / "optimizer.pt")
                 put_in_place(finished, out)
