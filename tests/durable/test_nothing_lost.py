@@ -311,7 +311,7 @@ def test_parameters_without_elements_do_not_keep_a_run_from_being_durable(tmp_pa
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
     go(model, optimizer, range(2))
     memascend.save_checkpoint(model, "two")
-    assert memascend.stats(model)["notices"] == []
+    assert not [notice for notice in memascend.stats(model)["notices"] if "durable" in notice]
     memascend.offload_of(model).close(failed=True)
     resumed = memascend.resume(tmp_path / "s", model=Hollow(), **LEAST)
     assert resumed.steps == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import lab
 import pytest
 import tiny
 import torch
+from commands import words_of
 from lab import MIB
 from safetensors.torch import load_file
 
@@ -468,6 +471,53 @@ def test_drives_are_told_apart_on_every_filesystem(tmp_path: Path) -> None:
     assert len(found) == 3, found
     assert not [name for name in found if name is None or not name.startswith(("ext4 ", "btrfs ", "tmpfs "))]
     assert drives.identity("UUID=0123ABCD-0000-4000-8000-00000000000F").endswith("0123abcd-0000-4000-8000-00000000000f")
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory on tmpfs."""
+    if not drives.notices_of(["/dev/shm"]):
+        pytest.skip("/dev/shm is no tmpfs here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_store_in_memory_is_warned_of(
+    in_memory: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As it is where no command has run before in this process.
+    monkeypatch.setattr(logging.getLogger("memascend"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("memascend"), "handlers", [])
+    says = f"{in_memory / 's'} is on tmpfs, which is memory"
+    model = memascend.offload(
+        tiny.build("llama"), store=in_memory / "s", host_memory="64MiB", allocator="pageable", keep_store=True
+    )
+    optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+    assert [notice for notice in memascend.stats(model)["notices"] if says in notice]
+    tiny.step(model, optimizer, "llama", 0)
+    memascend.close(model)
+    assert caplog.text.count(says) == 1
+    code, out, _ = told(capfd, ["inspect", in_memory / "s"])
+    assert code == 0 and out.count(f"note: {says}") == 1
+    caplog.clear()
+    memascend.close(memascend.resume(in_memory / "s", allocator="pageable").model)
+    assert caplog.text.count(says) == 1
+    caplog.clear()
+    alone = tiny.build("llama")
+    memascend.AdamW(alone.parameters(), lr=1e-3, store=in_memory / "s", allocator="pageable").close()
+    assert caplog.text.count(says) == 1
+    model_dir = tiny.llama_directory(in_memory, hidden=64)
+    code, _, err = told(capfd, words_of(model_dir, in_memory / "out", in_memory / "s", steps=1))
+    assert code == 0 and err.count(f"memascend: note: {says}") == err.count(says) == 1, err
+
+
+@pytest.mark.root
+def test_a_store_on_a_drive_is_not_warned_of(tmp_path: Path) -> None:
+    with lab.mounted("ext4", lab.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
+        assert drives.notices_of([drive.path, drive.path / "to be made", "UUID=0123ABCD"]) == []
 
 
 def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ class _ToStderr(logging.Handler):
     """Writes to the standard error of the moment, not to that of the handler's creation."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one message."""
-        print(self.format(record), file=sys.stderr, flush=True)
+        """Write one message. The command prints notices by itself."""
+        if not getattr(record, "notice", False):
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:

@@ -21,6 +21,8 @@ from memascend.errors import StoreError
 #: A directory or a raw block device that a store lies on, by its path or as `UUID=...`.
 Location = str | os.PathLike[str]
 
+#: Filesystems that hold their files in memory.
+IN_MEMORY = ("tmpfs", "ramfs")
 #: What one step reads of a hundred bytes that it moves.
 STEP_READ_PERCENT = 55
 #: Bytes and requests in flight of the large workloads, and requests of the small one.
@@ -98,6 +100,20 @@ def _mounted(path: Path) -> tuple[str, str] | None:
             kind, source = mounted.split()[:2]
             filesystem, nearest = (kind, source), len(mount_point.parts)
     return filesystem
+
+
+def notices_of(locations: Sequence[Location]) -> list[str]:
+    """Return what is to be said of each location of a store that is in memory and not on a drive."""
+    notices = []
+    for location in locations:
+        with contextlib.suppress(OSError):
+            mounted = None if is_device(location) else _mounted(Path(os.path.realpath(location)))
+            if mounted is not None and mounted[0] in IN_MEMORY:
+                notices.append(
+                    f"{os.fspath(location)} is on {mounted[0]}, which is memory: the store takes memory that no budget "
+                    "counts, and is gone when the machine restarts; put it on an SSD"
+                )
+    return notices
 
 
 def _filesystem_uuid(source: str) -> str | None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
-from memascend.machine.drives import store_options
+from memascend.machine.drives import notices_of, store_options
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ _open_holders: weakref.WeakSet[StoreHolder] = weakref.WeakSet()
 _OWNER_PID = os.getpid()
 
 
+def warn_of(notice: str) -> None:
+    """Log a notice. The record says that it is one, for programs that show the notices of `memascend.stats`."""
+    _log.warning("%s", notice, extra={"notice": True})
+
+
 def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
     """Return the locations of a store as a list."""
     return [store] if isinstance(store, str | os.PathLike) else list(store)
@@ -69,6 +74,8 @@ def open_runtime(
     check_available(plan)
     return_large_blocks_to_system()
     paths = store_paths(store)
+    for notice in notices_of(paths):
+        warn_of(notice)
     measured, note = store_options(paths)
     if note:
         _log.info("%s", note)

@@ -19,10 +19,11 @@ from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
 from memascend.errors import MemascendError, PinnedMemoryError
 from memascend.layout.units import round_up
+from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
-from memascend.offloading.native import close_at_exit, open_runtime, store_paths
+from memascend.offloading.native import close_at_exit, open_runtime, store_paths, warn_of
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
@@ -105,7 +106,7 @@ class Session:
             **options,
         }
         self.generations = Generations(self, durability, source)
-        self.notices: list[str] = []
+        self.notices: list[str] = notices_of(store_paths(store))
         self._tables: dict[Place, OffloadedTable] = {}
         self.attachment: Attachment | None = None
         self.device_plan = computing.plan(units, getattr(model, "config", None))
@@ -154,7 +155,7 @@ class Session:
                 f"are smaller, {format_size(plan.total)} in all (WSL2 pins a part of its memory only; see `memory` in "
                 ".wslconfig, or `ulimit -l`)"
             )
-            _log.warning("%s", self.notices[-1])
+            warn_of(self.notices[-1])
         return plan, runtime
 
     def _find_tensors(self, resume: bool) -> None:

@@ -17,6 +17,7 @@ from memascend.errors import CheckpointError
 from memascend.formats.distributed import save_distributed
 from memascend.formats.saving import save_pretrained
 from memascend.formats.side_files import add_tokenizer, has_tokenizer
+from memascend.machine.drives import notices_of
 from memascend.offloading.api import offload_of
 from memascend.runs.resume import read_record, resume
 
@@ -38,7 +39,7 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         report = store.report()
         # A run that updated in place and was killed leaves nothing but checkpoints.
         record = parse_record(store.state, paths) if store.state is not None else None
-        report["notices"] = store.notices
+        report["notices"] = store.notices + notices_of([volume["path"] for volume in report["volumes"]])
         report["checkpoints"] = [
             {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
             for tag, generation, nbytes, text in store.snapshots()
