@@ -1,0 +1,173 @@
+"""Text of files: which documents lie under some paths, and what they say."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from memascend.command.data.scratch import close_quietly
+from memascend.common.outputs import writing
+from memascend.errors import DataError, OutputError, first_line
+
+PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
+SNIFF_BYTES = 8 << 10
+
+
+class Documents:
+    """An index, on disk, of the documents under some paths: where each one's text is, in which file."""
+
+    _RECORD = struct.Struct("<QIBQQ")  # path offset, path length, is JSONL, text offset, text length
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
+        """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
+        self.text_field = text_field
+        self.skipped_files = 0
+        self._last: tuple[bytes, int] = (b"", 0)
+        self._names_bytes = 0
+        self._scratch = scratch
+        with writing(scratch):
+            self._names = open(scratch / "names", "wb+")  # noqa: SIM115 (closed by close)
+            self._records = open(scratch / "documents", "wb+")  # noqa: SIM115
+        self._count = 0
+        try:
+            for path in paths:
+                self._add(Path(path))
+            if not self._count:
+                where = ", ".join(str(p) for p in paths)
+                raise DataError(f"no text in {where}: give text files, directories of them, or .jsonl files")
+            with writing(scratch):
+                self._names.flush()
+                self._records.flush()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the index files."""
+        close_quietly(self._names)
+        close_quietly(self._records)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def text(self, index: int) -> Iterator[str]:
+        """The text of one document, in pieces."""
+        raw = os.pread(self._records.fileno(), self._RECORD.size, index * self._RECORD.size)
+        name_at, name_bytes, is_jsonl, offset, length = self._RECORD.unpack(raw)
+        path = os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at))
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                if is_jsonl:
+                    text = json.loads(file.read(length))[self.text_field]
+                    yield from decoded_pieces(io.BytesIO(text.encode(errors="replace")))  # JSON may hold half a pair
+                else:
+                    yield from decoded_pieces(file)
+        except (KeyError, ValueError, RecursionError) as error:  # it was checked when it was indexed
+            raise DataError(f"{path} changed while it was being read") from error
+
+    def _add(self, path: Path) -> None:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise DataError(f"--data {path}: {error.strerror}") from error
+        if stat.S_ISREG(mode):
+            self._add_file(path, named=True)
+        elif stat.S_ISDIR(mode):
+            for folder, folders, files in os.walk(path):
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                for name in sorted(files):
+                    file = Path(folder, name)
+                    if not name.startswith(".") and file.is_file():
+                        self._add_file(file, named=False)
+        else:
+            raise DataError(f"--data {path} is neither a file nor a directory")
+
+    def _add_file(self, path: Path, *, named: bool) -> None:
+        """Index one file. A file that the user named must hold text; a file of a directory need not."""
+        try:
+            if path.suffix == ".jsonl":
+                self._add_jsonl(path, named=named)
+            else:
+                self._add_text(path)
+        except OutputError:
+            raise
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            if named:
+                raise DataError(f"{path} is not UTF-8 text (byte {error.start} of a piece: {error.reason})") from error
+            self.skipped_files += 1
+
+    def _add_text(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            if b"\0" in file.read(SNIFF_BYTES):
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds a zero byte, so it is taken for binary")
+            file.seek(0)
+            has_text = False
+            for piece in decoded_pieces(file):
+                has_text = has_text or not piece.isspace()
+            if has_text:
+                self._append(path, is_jsonl=False, offset=0, length=file.tell())
+
+    def _add_jsonl(self, path: Path, *, named: bool) -> None:
+        with open(path, "rb") as file:
+            offset = 0
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    text = self._field(path, number, line, named=named or offset > 0)
+                    if text is None:
+                        self.skipped_files += 1
+                        return
+                    if text.strip():
+                        self._append(path, is_jsonl=True, offset=offset, length=len(line))
+                offset += len(line)
+
+    def _field(self, path: Path, number: int, line: bytes, *, named: bool) -> str | None:
+        """The text of one JSONL line; None where a file that the user did not name is of another kind."""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # the latter for what is nested too deeply
+            if not named:
+                return None
+            raise DataError(f"{path}, line {number} is not JSON: {first_line(error)}") from error
+        text = record.get(self.text_field) if isinstance(record, dict) else None
+        if isinstance(text, str):
+            return text
+        if not named:
+            return None
+        raise DataError(f"{path}, line {number} has no text in field {self.text_field!r}: name it with --text-field")
+
+    def _append(self, path: Path, *, is_jsonl: bool, offset: int, length: int) -> None:
+        name = os.fsencode(path)
+        with writing(self._scratch):
+            if name != self._last[0]:
+                self._last = (name, self._names_bytes)
+                self._names.write(name)
+                self._names_bytes += len(name)
+            self._records.write(self._RECORD.pack(self._last[1], len(name), is_jsonl, offset, length))
+        self._count += 1
+
+
+def decoded_pieces(file: Any) -> Iterator[str]:
+    """The rest of a binary file as text, in pieces that end at a line where one is near."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held = ""
+    while raw := file.read(PIECE_BYTES):
+        held += decoder.decode(raw)
+        cut = held.rfind("\n") + 1
+        if not cut and len(held) >= PIECE_BYTES:  # one very long line: cut it anywhere
+            cut = len(held)
+        if cut:
+            yield held[:cut]
+            held = held[cut:]
+    held += decoder.decode(b"", final=True)
+    if held:
+        yield held
