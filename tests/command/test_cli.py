@@ -290,6 +290,17 @@ def test_rounded_gradients_are_planned_and_belong_to_the_run(room, capfd):
     assert "--gradients bfloat16 is of a run on the CPU" in capfd.readouterr().out
 
 
+def test_skipped_files_are_told(room, capfd):
+    (room / "data").mkdir()
+    (room / "text.txt").rename(room / "data" / "text.txt")
+    (room / "data" / "other.jsonl").write_text('{"body": "text"}')
+    (room / "data" / "latin.txt").write_bytes(b"caf\xe9")
+    assert main.main(command(room, "--in-memory", data=room / "data", steps=1, **MEMORY)) == 0
+    told = capfd.readouterr().err
+    assert told.count("memascend: note: skipped 1 file (") == 2
+    assert "other.jsonl" in told and "latin.txt" in told
+
+
 def test_metrics_tell_the_run(room):
     metrics = room / "metrics.jsonl"
     assert main.main(command(room, metrics=metrics, steps=None, epochs=2)) == 0

@@ -85,7 +85,29 @@ def test_a_tree_gives_its_text_files_in_order(tmp_path, scratch):
     found = ["".join(documents.text(i)) for i in range(len(documents))]
     documents.close()
     assert found == ["first, é\n", "third", "fourth", "second = 2\n"]
-    assert documents.skipped_files == 3  # the binary, the Latin-1 and the foreign JSONL file
+    assert documents.skipped.lines() == [
+        f"skipped 1 file (binary): {tree}/binary.bin",
+        f"skipped 1 file (not UTF-8 text): {tree}/latin1.txt",
+        f"skipped 1 file (.jsonl without text in field 'text', see --text-field): {tree}/other.jsonl",
+    ]
+
+
+def test_what_was_skipped_is_counted_with_examples(tmp_path, scratch):
+    (tmp_path / "tree").mkdir()
+    for number in range(5):
+        (tmp_path / "tree" / f"{number}.txt").write_text(f"text {number}", encoding="utf-16")
+    (tmp_path / "tree" / "a.jsonl").write_text("not JSON")
+    with pytest.raises(DataError, match=r"no text in .*; skipped 5 files \(not UTF-8 text\)"):
+        Documents([tmp_path / "tree"], scratch=scratch)
+    (tmp_path / "tree" / "b.txt").write_text("text")
+    documents = Documents([tmp_path / "tree"], scratch=scratch)
+    documents.close()
+    tree = tmp_path / "tree"
+    assert documents.skipped.lines() == [
+        f"skipped 5 files (not UTF-8 text): {tree}/0.txt, {tree}/1.txt, {tree}/2.txt, ...",
+        f"skipped 1 file (.jsonl whose first line is not JSON): {tree}/a.jsonl",
+    ]
+    assert len(documents.skipped) == 6
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.command.data.scratch import close_quietly
+from memascend.command.data.skipped import BINARY, ENCODING, Skipped
 from memascend.common.outputs import writing
 from memascend.errors import DataError, OutputError, first_line
 
@@ -28,7 +29,8 @@ class Documents:
     def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
         self.text_field = text_field
-        self.skipped_files = 0
+        #: Files of directories that hold no text.
+        self.skipped = Skipped()
         self._last: tuple[bytes, int] = (b"", 0)
         self._names_bytes = 0
         self._scratch = scratch
@@ -41,7 +43,8 @@ class Documents:
                 self._add(Path(path))
             if not self._count:
                 where = ", ".join(str(p) for p in paths)
-                raise DataError(f"no text in {where}: give text files, directories of them, or .jsonl files")
+                skipped = "".join(f"; {line}" for line in self.skipped.lines())
+                raise DataError(f"no text in {where}: give text files, directories of them, or .jsonl files{skipped}")
             with writing(scratch):
                 self._names.flush()
                 self._records.flush()
@@ -104,11 +107,12 @@ class Documents:
         except UnicodeDecodeError as error:
             if named:
                 raise DataError(f"{path} is not UTF-8 text (byte {error.start} of a piece: {error.reason})") from error
-            self.skipped_files += 1
+            self.skipped.add(BINARY if error.object == b"\0" else ENCODING, path)
 
     def _add_text(self, path: Path) -> None:
         with open(path, "rb") as file:
-            if b"\0" in file.read(SNIFF_BYTES):
+            begin = file.read(SNIFF_BYTES)
+            if b"\0" in begin and not begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds a zero byte, so it is taken for binary")
             file.seek(0)
             has_text = False
@@ -124,7 +128,6 @@ class Documents:
                 if line.strip():
                     text = self._field(path, number, line, named=named or offset > 0)
                     if text is None:
-                        self.skipped_files += 1
                         return
                     if text.strip():
                         self._append(path, is_jsonl=True, offset=offset, length=len(line))
@@ -136,12 +139,14 @@ class Documents:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # the latter for what is nested too deeply
             if not named:
+                self.skipped.add(".jsonl whose first line is not JSON", path)
                 return None
             raise DataError(f"{path}, line {number} is not JSON: {first_line(error)}") from error
         text = record.get(self.text_field) if isinstance(record, dict) else None
         if isinstance(text, str):
             return text
         if not named:
+            self.skipped.add(f".jsonl without text in field {self.text_field!r}, see --text-field", path)
             return None
         raise DataError(f"{path}, line {number} has no text in field {self.text_field!r}: name it with --text-field")
 
