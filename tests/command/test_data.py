@@ -105,7 +105,7 @@ def test_what_was_skipped_is_counted_with_examples(tmp_path, scratch):
     tree = tmp_path / "tree"
     assert documents.skipped.lines() == [
         f"skipped 5 files (not UTF-8 text): {tree}/0.txt, {tree}/1.txt, {tree}/2.txt, ...",
-        f"skipped 1 file (.jsonl whose first line is not JSON): {tree}/a.jsonl",
+        f"skipped 1 file (.jsonl whose first line is no object): {tree}/a.jsonl",
     ]
     assert len(documents.skipped) == 6
 
@@ -158,6 +158,94 @@ def test_data_without_text_is_refused(tmp_path, scratch, name, content, says):
         Documents([tmp_path / name], scratch=scratch)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+RECORDS = [
+    {"text": 'one "]}{[" \\\\ \n'},
+    {"more": [{"text": "inner"}], "text": "two é"},
+    {"text": " "},
+    {"text": "three"},
+]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_objects_is_read_as_records(tmp_path, scratch, indent):
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "a.json"
+    file.write_text(" " + json.dumps(RECORDS, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+    expected = [record["text"] for record in RECORDS if record["text"].strip()]
+    assert texts([file], scratch) == expected
+    assert texts([tmp_path / "tree"], scratch) == expected
+    file.write_text("\n".join(map(json.dumps, RECORDS)))  # lines under the name of an array
+    assert texts([file], scratch) == expected
+
+
+def test_an_array_is_not_held_in_memory(tmp_path, scratch):
+    peaks = []
+    for count in (2_000, 40_000):
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps([{"text": f"document {number}"} for number in range(count)]))
+        tracemalloc.start()
+        found = texts_count([file], scratch)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert found == count
+    assert peaks[1] < 1.25 * peaks[0] + 200_000, peaks
+
+
+def texts_count(paths, scratch):
+    documents = Documents(paths, scratch=scratch)
+    documents.close()
+    return len(documents)
+
+
+OTHER_JSON = {
+    "an object": '{\n  "name": "package"\n}',
+    "an object on one line": '{"name": "package"}',
+    "strings": '["text", "text"]',
+    "numbers": "[1, 2]",
+    "damaged": '[{"text": "one"',
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_JSON)
+def test_other_json_stays_text_and_is_told_where_it_was_named(tmp_path, scratch, kind):
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "package.json"
+    file.write_text(OTHER_JSON[kind])
+    for path, told in ((file, [f"{file} is no array of objects"]), (tmp_path / "tree", [])):
+        documents = Documents([path], scratch=scratch)
+        assert "".join(documents.text(0)) == OTHER_JSON[kind]
+        assert [note[: len(start)] for note, start in zip(documents.notes, told, strict=True)] == told
+        documents.close()
+
+
+def test_an_array_of_other_objects_is_refused_where_it_was_named(tmp_path, scratch):
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "a.json"
+    file.write_text('[{"body": "text"}]')
+    with pytest.raises(DataError, match=r"a\.json, record 1 has no text in field 'text': name it"):
+        texts([file], scratch)
+    assert texts([tmp_path / "tree"], scratch) == ['[{"body": "text"}]']
+    assert texts([file], scratch, text_field="body") == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('[{"text": "one"}, {"txt": "two"}]', "record 2 has no text"),
+        ('[{"text": "one"}, 2, {"text": "three"}]', "after record 1: at byte 16 there is no JSON"),
+        ('[{"text": "one"}, {"text": }]', "record 2 is not JSON"),
+        ('[{"text": "one"}, {"text": "tw', "after record 1: it ends within the array"),
+        ('[{"text": "one"}] {"text": "two"}', "after record 1: at byte 17 there is no JSON"),
+        ('[{"text": "one"} {"text": "two"}]', "after record 1: at byte 16 there is no JSON"),
+    ],
+)
+def test_an_array_that_goes_on_otherwise_is_refused(tmp_path, scratch, content, says):
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match=rf"a\.json, {says}"):
+        texts([file], scratch)
 
 
 @pytest.fixture

@@ -77,11 +77,14 @@ def _add_finetune(subcommands: Any) -> None:
     def add(flag: str, text: str, **options: Any) -> None:
         paths.add_argument(flag, help=text, **options)
 
-    text = "text files, .jsonl files, or directories of them (hidden and binary files are skipped)"
+    text = (
+        "text files, records (.jsonl, or .json with an array of objects), or directories of them (hidden and binary "
+        "files are skipped)"
+    )
     add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
     add(
         "--text-field",
-        "the field of a .jsonl line with its text (default: text)",
+        "the field of a record with its text (default: text)",
         default="text",
         metavar="NAME",
     )

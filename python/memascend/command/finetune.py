@@ -87,7 +87,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
     documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
     cleanup.callback(documents.close)
-    for line in documents.skipped.lines():
+    for line in documents.skipped.lines() + documents.notes:
         note(line)
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME

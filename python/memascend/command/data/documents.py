@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import codecs
 import io
-import json
+import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from memascend.command.data.json_arrays import objects
+from memascend.command.data.records import NotARecord, record_text
 from memascend.command.data.scratch import close_quietly
 from memascend.command.data.skipped import BINARY, ENCODING, Skipped
 from memascend.common.outputs import writing
-from memascend.errors import DataError, OutputError, first_line
+from memascend.errors import DataError, OutputError
 
 PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
 SNIFF_BYTES = 8 << 10
@@ -24,13 +26,15 @@ SNIFF_BYTES = 8 << 10
 class Documents:
     """An index, on disk, of the documents under some paths: where each one's text is, in which file."""
 
-    _RECORD = struct.Struct("<QIBQQ")  # path offset, path length, is JSONL, text offset, text length
+    _RECORD = struct.Struct("<QIBQQ")  # path offset, path length, is a record, text offset, text length
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
         self.text_field = text_field
         #: Files of directories that hold no text.
         self.skipped = Skipped()
+        #: What else the user should know of the files.
+        self.notes: list[str] = []
         self._last: tuple[bytes, int] = (b"", 0)
         self._names_bytes = 0
         self._scratch = scratch
@@ -63,17 +67,17 @@ class Documents:
     def text(self, index: int) -> Iterator[str]:
         """The text of one document, in pieces."""
         raw = os.pread(self._records.fileno(), self._RECORD.size, index * self._RECORD.size)
-        name_at, name_bytes, is_jsonl, offset, length = self._RECORD.unpack(raw)
+        name_at, name_bytes, is_record, offset, length = self._RECORD.unpack(raw)
         path = os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at))
         try:
             with open(path, "rb") as file:
                 file.seek(offset)
-                if is_jsonl:
-                    text = json.loads(file.read(length))[self.text_field]
+                if is_record:
+                    text = record_text(file.read(length), self.text_field)
                     yield from decoded_pieces(io.BytesIO(text.encode(errors="replace")))  # JSON may hold half a pair
                 else:
                     yield from decoded_pieces(file)
-        except (KeyError, ValueError, RecursionError) as error:  # it was checked when it was indexed
+        except ValueError as error:  # it was checked when it was indexed
             raise DataError(f"{path} changed while it was being read") from error
 
     def _add(self, path: Path) -> None:
@@ -98,6 +102,8 @@ class Documents:
         try:
             if path.suffix == ".jsonl":
                 self._add_jsonl(path, named=named)
+            elif path.suffix == ".json":
+                self._add_json(path, named=named)
             else:
                 self._add_text(path)
         except OutputError:
@@ -119,46 +125,80 @@ class Documents:
             for piece in decoded_pieces(file):
                 has_text = has_text or not piece.isspace()
             if has_text:
-                self._append(path, is_jsonl=False, offset=0, length=file.tell())
+                self._append(path, is_record=False, offset=0, length=file.tell())
 
     def _add_jsonl(self, path: Path, *, named: bool) -> None:
         with open(path, "rb") as file:
-            offset = 0
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    text = self._field(path, number, line, named=named or offset > 0)
-                    if text is None:
-                        return
-                    if text.strip():
-                        self._append(path, is_jsonl=True, offset=offset, length=len(line))
-                offset += len(line)
+            other = self._add_records(path, _lines(file), surely=named)
+        if other is not None:
+            what = f"without text in field {self.text_field!r}, see --text-field"
+            self.skipped.add(f".jsonl {what if other.is_object else 'whose first line is no object'}", path)
 
-    def _field(self, path: Path, number: int, line: bytes, *, named: bool) -> str | None:
-        """The text of one JSONL line; None where a file that the user did not name is of another kind."""
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # the latter for what is nested too deeply
-            if not named:
-                self.skipped.add(".jsonl whose first line is not JSON", path)
-                return None
-            raise DataError(f"{path}, line {number} is not JSON: {first_line(error)}") from error
-        text = record.get(self.text_field) if isinstance(record, dict) else None
-        if isinstance(text, str):
-            return text
-        if not named:
-            self.skipped.add(f".jsonl without text in field {self.text_field!r}, see --text-field", path)
-            return None
-        raise DataError(f"{path}, line {number} has no text in field {self.text_field!r}: name it with --text-field")
+    def _add_json(self, path: Path, *, named: bool) -> None:
+        """Index an array of records, or lines of them. Any other JSON is text, which most source trees hold some of."""
+        with open(path, "rb") as file:
+            is_array = file.read(SNIFF_BYTES).lstrip().startswith(b"[")
+            file.seek(0)
+            other = self._add_records(path, _elements(file) if is_array else _lines(file), surely=False)
+        if other is None:
+            return
+        if named and is_array and other.is_object:
+            raise DataError(f"{path}, record 1 {other}")
+        if named:
+            self.notes.append(f"{path} is no array of objects, and no object on each line: it is trained on as text")
+        self._add_text(path)
 
-    def _append(self, path: Path, *, is_jsonl: bool, offset: int, length: int) -> None:
+    def _add_records(self, path: Path, records: Iterator[tuple[str, int, bytes]], *, surely: bool) -> NotARecord | None:
+        """Index (place, offset, bytes) of records; return why the first of them is none, unless they are so `surely`.
+
+        Raises DataError, naming the place, for any other that is none.
+        """
+        for place, offset, raw in records:
+            try:
+                text = record_text(raw, self.text_field)
+            except NotARecord as error:
+                if not surely:
+                    return error
+                raise DataError(f"{path}, {place} {error}") from error.__cause__
+            surely = True
+            if text.strip():
+                self._append(path, is_record=True, offset=offset, length=len(raw))
+        return None
+
+    def _append(self, path: Path, *, is_record: bool, offset: int, length: int) -> None:
         name = os.fsencode(path)
         with writing(self._scratch):
             if name != self._last[0]:
                 self._last = (name, self._names_bytes)
                 self._names.write(name)
                 self._names_bytes += len(name)
-            self._records.write(self._RECORD.pack(self._last[1], len(name), is_jsonl, offset, length))
+            self._records.write(self._RECORD.pack(self._last[1], len(name), is_record, offset, length))
         self._count += 1
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
+    """Yield place, offset and bytes of each line that is not blank."""
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield f"line {number}", offset, line
+        offset += len(line)
+
+
+def _elements(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
+    """Yield place, offset and bytes of each object of an array; of what does not begin as one, bytes that are none.
+
+    Raises DataError for what goes on otherwise.
+    """
+    number = 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            for number, (offset, length) in enumerate(objects(data), start=1):
+                yield f"record {number}", offset, data[offset : offset + length]
+        except ValueError as error:
+            if number:
+                raise DataError(f"{file.name}, after record {number}: {error}") from error
+            yield "record 1", 0, b""
 
 
 def decoded_pieces(file: Any) -> Iterator[str]:
