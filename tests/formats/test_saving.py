@@ -143,13 +143,36 @@ def test_a_closed_model_has_no_parts(tmp_path: Path, offloaded: Callable[..., nn
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["offloaded", "in memory", "converted"])
+@pytest.mark.parametrize("there", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
+def test_a_model_that_is_there_is_not_overwritten_unasked(
+    tmp_path: Path, offloaded: Callable[..., nn.Module], kind: str, there: str
+) -> None:
+    model = tiny.build("llama") if kind == "in memory" else offloaded(tiny.build("llama"))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / there).write_bytes(b"precious")
+    (out / "tokenizer.json").write_text("beside it")
+    dtype = "float32" if kind == "converted" else None
+    with pytest.raises(OSError, match=f"{there} exists: give another directory, or overwrite=True"):
+        memascend.save_pretrained(model, out, dtype)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == {
+        there: b"precious",
+        "tokenizer.json": b"beside it",
+    }
+    memascend.save_pretrained(model, out, dtype, overwrite=True)
+    assert type(model).from_pretrained(out).lm_head.weight.shape == model.lm_head.weight.shape
+    # The model's own method replaces what is there, as it does in transformers.
+    model.save_pretrained(out)
+
+
 def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
     model = offloaded(tiny.build("llama"))
     out = tmp_path / "out"
     (tmp_path / "out").mkdir()
     (out / "tokenizer.json").write_text("mine")
     for limit, files in (("500KB", None), ("5GB", ["model.safetensors"]), ("500KB", None), ("1MB", None)):
-        memascend.save_pretrained(model, out, max_shard_size=limit)
+        memascend.save_pretrained(model, out, max_shard_size=limit, overwrite=True)
         found = sorted(file.name for file in out.glob("*.safetensors"))
         index = out / "model.safetensors.index.json"
         assert index.exists() == (files is None)

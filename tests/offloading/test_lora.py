@@ -188,6 +188,8 @@ def test_saved_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path, fir
 
     model.save_pretrained(tmp_path / "peft")
     memascend.save_pretrained(model, tmp_path / "ours")
+    with pytest.raises(OSError, match=r"adapter_model\.safetensors exists"):
+        memascend.save_pretrained(model, tmp_path / "ours")
     for directory in ("peft", "ours"):
         assert (tmp_path / directory / "adapter_model.safetensors").stat().st_size < 200_000
         again = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / directory)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memascend.common.sizes import parse_size
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, OutputError
 from memascend.formats.safetensors import write_safetensors
 from memascend.formats.transformers_models import revert_conversions, saves_adapters, tied_names, unsaved_names
 from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 _Group = dict[str, nn.Parameter]
 
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+#: Files of weights, as transformers and PEFT name them.
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model.safetensors.index.json")
+_ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
 #: Options of transformers' `save_pretrained` that make no difference here, whatever their value.
 _WITHOUT_EFFECT = ("token", "save_peft_format", "save_function")
 _INSTEAD = {
@@ -91,13 +94,15 @@ def save_pretrained(
     dtype: str | torch.dtype | None = None,
     *,
     max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
 ) -> None:
     """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
 
     An offloaded model, or a part of one, is streamed unit by unit, in the format and under the names of the original
     checkpoint: what the model holds now, with modules that were replaced or added since. An ordinary Hugging Face model
     saves itself. Of a model of PEFT the adapters are saved, as PEFT does. Weight files appear under their names only
-    when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same.
+    when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same, and replaces what is
+    there, as transformers does. Here weights that `out` holds already are refused, unless `overwrite` is set.
 
     With `dtype` ("bfloat16", "float16" or "float32") every weight is converted as it is written, and config.json says
     so; the model stays as it is.
@@ -105,11 +110,13 @@ def save_pretrained(
     Raises:
         CheckpointError: the model has no such format, or a finite weight is beyond what float16 holds.
         MemascendError: the model was closed.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, or there are weights already.
     """
     directory = Path(out)
     converted_dtype = None if dtype is None else parse_dtype(dtype)
     sessions = sessions_of(model)
+    if not overwrite:
+        _refuse_weights(directory, _ADAPTERS if saves_adapters(model) and converted_dtype is None else _WEIGHTS)
     if saves_adapters(model) and converted_dtype is None:
         _save_adapters(model, directory)
         return
@@ -129,6 +136,15 @@ def save_pretrained(
         session.flush()
     _write_weights(model, directory, converted_dtype, parse_size(max_shard_size))
     _write_configs(model, directory, converted_dtype)
+
+
+def _refuse_weights(directory: Path, patterns: tuple[str, ...]) -> None:
+    """Raise OutputError where `directory` holds weights, which are another model's as far as is known."""
+    weights = next((file for pattern in patterns for file in directory.glob(pattern)), None)
+    if weights is not None:
+        raise OutputError(
+            f"{weights} exists: give another directory, or overwrite=True to replace the model that is there"
+        )
 
 
 def saver_of(module: nn.Module) -> Callable[..., None] | None:
@@ -171,7 +187,7 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
                 f"{type(model).__name__} is offloaded: its save_pretrained cannot follow {name}={value!r}: {instead}"
             )
     if saves:
-        save_pretrained(model, save_directory, max_shard_size=shard)
+        save_pretrained(model, save_directory, max_shard_size=shard, overwrite=True)
 
 
 class _Values(dict[str, Any]):
