@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import memascend
 from memascend._memascend import format_device
 from memascend.command import main
+from memascend.runs import live
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,6 +99,49 @@ def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture
     durable, _, state = go_on(store, "llama")
     assert durable == 2
     same(state, reference)
+
+
+@pytest.mark.parametrize("volumes", [1, 2])
+def test_a_run_that_is_going_on_is_inspected(tmp_path: Path, capfd: pytest.CaptureFixture[str], volumes: int) -> None:
+    stores = [tmp_path / str(number) for number in range(volumes)]
+    model = memascend.offload(build("llama"), store=stores, host_memory="64MiB", **LEAST)
+    going_on = f"a run is going on (process {os.getpid()})"
+    assert main.main(["inspect", str(stores[0])]) == main.BAD_INPUT
+    assert f"{going_on}, and no step is durable yet" in capfd.readouterr().err
+    run = Run(model, "llama").go(2)
+    memascend.save_checkpoint(model, "second")
+    run.go(3, 2)
+    memascend.flush(model)
+    text = told(capfd, "inspect", stores[-1], "--tensors")
+    assert f"note: {going_on}: this is its last durable step" in text and "step 3, generation" in text
+    found = json.loads(told(capfd, "inspect", stores[0], "--json", "--tbw", 1))
+    for words in (["verify"], ["checkpoints", "--delete", "second"]):
+        assert main.main([words[0], str(stores[0]), *words[1:]]) == main.BAD_INPUT
+        assert f"{stores[0]}: {going_on}, which writes over" in capfd.readouterr().err
+    memascend.offload_of(model).close(failed=True)
+    idle = json.loads(told(capfd, "inspect", stores[0], "--json", "--tbw", 1))
+    assert [notice for notice in found.pop("notices") if going_on not in notice] == idle.pop("notices")
+    for report in (found, idle):
+        for volume in report["volumes"]:
+            del volume["free_bytes"], volume["reserved_bytes"]  # of the files, which the drive shares with others
+    assert found == idle
+    assert [one["tag"] for one in idle["checkpoints"]] == ["second"] and len(idle["volumes"]) == volumes
+
+
+def test_a_manifest_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = memascend.offload(build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    Run(model, "llama").go(1)
+    memascend.close(model)
+    file = tmp_path / "s" / "memascend.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000] + b"\0" + whole[1001:])
+    monkeypatch.setattr(live.time, "sleep", lambda _: file.write_bytes(whole))
+    (report, _) = live.live_report([tmp_path / "s"], "1")
+    assert report["generation"] == json.loads(whole.rstrip(b"\0").split(b"\n", 1)[1])["current"]["number"]
+    file.write_bytes(whole[:1000] + b"\0" + whole[1001:])
+    monkeypatch.setattr(live.time, "sleep", lambda _: None)
+    with pytest.raises(memascend.StoreError, match="no step is durable yet"):
+        live.live_report([tmp_path / "s"], "1")
 
 
 def test_an_export_has_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

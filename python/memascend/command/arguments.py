@@ -215,7 +215,8 @@ def _add_inspect(subcommands: Any) -> None:
         subcommands,
         "inspect",
         help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
-        description="Show the contents of a store. Only the manifest is read, and nothing is changed.",
+        description="Show the contents of a store, or the last durable step of a run that is going on. Only the\n"
+        "manifest is read, and nothing is changed.",
     )
     _add_stores(parser)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that is used"

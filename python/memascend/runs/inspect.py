@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,21 +15,23 @@ from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.durable.record import parse_record
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, StoreError
 from memascend.formats.distributed import save_distributed
 from memascend.formats.saving import save_pretrained
 from memascend.formats.side_files import add_tokenizer, has_tokenizer
 from memascend.machine.drives import notices_of
 from memascend.offloading.api import offload_of
+from memascend.runs.live import live_report, process_using
 from memascend.runs.resume import read_record, resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     """Return what a store holds, as values that JSON can hold.
+
+    Of a run that is going on it is the last durable step, and a notice says so.
 
     Args:
         paths: the volumes of the store, at least one.
@@ -35,15 +39,23 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
 
     Raises StoreError for a store that cannot be opened, CheckpointError for one whose record cannot be read.
     """
-    with closing(KeptStore(list(paths))) as store:
-        report = store.report()
-        # A run that updated in place and was killed leaves nothing but checkpoints.
-        record = parse_record(store.state, paths) if store.state is not None else None
-        report["notices"] = store.notices + notices_of([volume["path"] for volume in report["volumes"]])
-        report["checkpoints"] = [
-            {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
-            for tag, generation, nbytes, text in store.snapshots()
-        ]
+    try:
+        with closing(KeptStore(list(paths))) as store:
+            report = store.report() | {"state": store.state, "snapshots": store.snapshots()}
+            notices = store.notices
+    except StoreError as error:
+        process = _user_of_store(error)
+        if process is None:
+            raise
+        report, notices = live_report(paths, process)
+    state, snapshots = report.pop("state"), report.pop("snapshots")
+    # A run that updated in place and was killed leaves nothing but checkpoints.
+    record = parse_record(state, paths) if state is not None else None
+    report["notices"] = notices + notices_of([volume["path"] for volume in report["volumes"]])
+    report["checkpoints"] = [
+        {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
+        for tag, generation, nbytes, text in snapshots
+    ]
     if record is None:
         return report | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
     report["steps"] = record["steps"]
@@ -59,6 +71,30 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         for volume in report["volumes"]:
             volume["endurance_used"] = volume["life_bytes_written"] / (tbw * 1e12)
     return report
+
+
+def _user_of_store(error: StoreError) -> str | None:
+    """Return the number of the process that uses the store, if that is what `error` says."""
+    return process_using(Path(error.filename)) if error.errno == errno.EBUSY and error.filename else None
+
+
+def _idle_store(paths: Sequence[Path]) -> KeptStore:
+    """Open a store.
+
+    Raises StoreError for one that cannot be opened, with what to do where a run is going on.
+    """
+    try:
+        return KeptStore(list(paths))
+    except StoreError as error:
+        process = _user_of_store(error)
+        if process is None:
+            raise
+        raise StoreError(
+            error.errno,
+            f"{error.filename}: a run is going on (process {process}), which writes over what is not in use any more: "
+            "wait for its end; until then `memascend inspect` shows its last durable step",
+            error.filename,
+        ) from None
 
 
 def as_text(report: dict[str, Any], tensors: bool) -> str:
@@ -113,7 +149,7 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
         bar.update(done)
         read_bytes = done
 
-    with closing(KeptStore(list(paths))) as store:
+    with closing(_idle_store(paths)) as store:
         try:
             damaged = store.verify(progress)
         finally:
@@ -133,7 +169,7 @@ def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore:
     """
     if not delete and restore is None:
         return
-    with closing(KeptStore(list(paths))) as store:
+    with closing(_idle_store(paths)) as store:
         tags = {tag for tag, _, _, _ in store.snapshots()}
         missing = next((tag for tag in delete if tag not in tags), None)
         if missing is not None:

@@ -1,0 +1,134 @@
+"""A store that a process is using, read without its lock: the manifest of its last durable step.
+
+The manifest's file is replaced by an exchange of names (crates/memascend-nvme/src/volume/notes.rs), after which the old
+one is written over: a reader may see a mixture, which the checksum in the first line tells.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MANIFEST, _LOCK, _VOLUME = "memascend.json", "memascend.lock", "memascend.volume"
+_FIRST_LINE = re.compile(rb"memascend-store 3 (?P<bytes>\d+) (?P<sum>[0-9a-f]{8})")
+_TRIES, _SECONDS_BETWEEN = 50, 0.02
+
+
+def process_using(path: Path) -> str | None:
+    """Return the number of the process that uses the store in a directory, as its lock says, or None."""
+    try:
+        return (path / _LOCK).read_text().strip() or None
+    except OSError:
+        return None
+
+
+def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what `KeptStore.report` does, with `state` and `snapshots` of a `KeptStore`, and notices.
+
+    Raises StoreError where the store that `process` uses has no manifest yet.
+    """
+    body = _newest([_manifest(Path(path)) for path in paths])
+    if body is None:
+        where = ", ".join(map(str, paths))
+        raise StoreError(errno.EBUSY, f"{where}: a run is going on (process {process}), and no step is durable yet")
+    body = _newest([body, *(_manifest(Path(volume)) for volume in body["volumes"])]) or body
+    return _report(body), [f"a run is going on (process {process}): this is its last durable step"]
+
+
+def _report(body: dict[str, Any]) -> dict[str, Any]:
+    versions = body["versions"]
+
+    def nbytes(version: int) -> int:
+        return sum(length for _, length in versions[version]["ranges"])
+
+    generations = body["snapshots"] + ([body["current"]] if body["current"] else [])
+    held: dict[str, set[int]] = {}
+    for name, version in (tensor for generation in generations for tensor in generation["tensors"]):
+        held.setdefault(name, set()).add(version)
+    current = body["current"] or {"number": 0, "time": 0, "state": None, "tensors": []}
+    tensors = [
+        {
+            "name": name,
+            "bytes": nbytes(version),
+            "extents": len(held[name]),
+            "extent_bytes": sum(map(nbytes, held[name])),
+        }
+        for name, version in current["tensors"]
+    ]
+    return {
+        "generation": current["number"],
+        "written": current["time"],
+        "tensors": tensors,
+        "volumes": [
+            _volume(path, stripes / sum(body["stripes"]), life)
+            for path, stripes, life in zip(body["volumes"], body["stripes"], body["life"], strict=True)
+        ],
+        "state": current["state"],
+        "snapshots": [
+            (written["tag"], written["number"], sum(nbytes(v) for _, v in written["tensors"]), written["state"])
+            for written in body["snapshots"]
+        ],
+    }
+
+
+def _newest(manifests: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    whole = [manifest for manifest in manifests if manifest is not None]
+    return max(whole, key=lambda manifest: manifest["sequence"], default=None)
+
+
+def _manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest in a directory; None where there is none, or none that was whole at any of the tries."""
+    for _ in range(_TRIES):
+        try:
+            note = (directory / _MANIFEST).read_bytes()
+        except OSError:
+            return None
+        line, _, rest = note.partition(b"\n")
+        if found := _FIRST_LINE.fullmatch(line):
+            text = rest[: int(found["bytes"])]
+            if len(text) == int(found["bytes"]) and _crc32c(text) == int(found["sum"], 16):
+                return json.loads(text)
+        time.sleep(_SECONDS_BETWEEN)
+    return None
+
+
+def _volume(path: str, share: float, life_bytes_written: int) -> dict[str, Any]:
+    """A volume as `KeptStore.report` describes it; what only its own process knows of a device is None."""
+    described: dict[str, Any] = {"path": path, "share": share, "life_bytes_written": life_bytes_written}
+    try:
+        reserved = (Path(path) / _VOLUME).stat().st_size
+        filesystem = os.statvfs(path)
+        free = filesystem.f_bavail * filesystem.f_frsize
+    except OSError:
+        reserved, free = 0, None
+    return described | {"reserved_bytes": reserved, "free_bytes": free, "capacity_bytes": None}
+
+
+def _crc32c(data: bytes) -> int:
+    """The CRC-32C (Castagnoli) of some bytes."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def _table() -> list[int]:
+    table = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = entry >> 1 ^ (0x82F63B78 if entry & 1 else 0)
+        table.append(entry)
+    return table
+
+
+_TABLE = _table()
