@@ -95,6 +95,11 @@ def _add_finetune(subcommands: Any) -> None:
     add("--keep-store", "leave the store's files when done", action="store_true")
     text = "continue the run in the store from its last durable step; start a new run where there is none"
     add("--resume", text, action="store_true")
+    text = (
+        "with --resume: go on with other --steps, --epochs, --lr, --warmup-steps, --schedule, --batch-size, "
+        "--grad-accum, --max-grad-norm or --weight-decay than before; a line for each says what that does"
+    )
+    add("--change", text, action="store_true")
     _add_durability(paths.add_argument)
     text = "a JSON line for every step (default: metrics.jsonl in OUT)"
     add("--metrics", text, type=Path, metavar="FILE")

@@ -93,9 +93,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
         cleanup.push(partial(_keep_records, settings, records))
+    tokens_max = _progress_before(settings).get("tokens_max", _tokens_for(settings))
     resumed = _resume(settings, interrupts, cleanup, records) if settings.resume else None
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
-    blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size)
+    blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size, tokens_max)
     cleanup.callback(blocks.close)
     metrics = Metrics(records, go_on=settings.resume)
     cleanup.callback(metrics.close)
@@ -123,14 +124,20 @@ def _with_dtype(settings: Settings, config: Any) -> Settings:
     """Replace a dtype "auto" by that of the run in the store, or else by the one that suits checkpoint and machine."""
     if settings.dtype != "auto":
         return settings
-    if settings.resume and memascend.can_resume(settings.store):
-        progress = read_record(list(settings.store))["tracked"].get("progress", {})
-        if "settings" in progress:
-            return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
+    progress = _progress_before(settings)
+    if "settings" in progress:
+        return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
     device = open_device(settings.device)
     choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
     note(f"training in {choice.reason}")
     return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
+
+
+def _progress_before(settings: Settings) -> dict[str, Any]:
+    """What the run that goes on has recorded of itself; empty for one that begins."""
+    if not settings.resume or not memascend.can_resume(settings.store):
+        return {}
+    return read_record(list(settings.store))["tracked"].get("progress", {})
 
 
 def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
@@ -257,13 +264,23 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
     return model
 
 
-def _tokenise(settings: Settings, documents: Documents, tokenizer: Tokenizer, scratch: Path, vocab_size: int) -> Blocks:
-    """The data as blocks; with a number of steps given, not many more tokens than the steps use."""
+def _tokens_for(settings: Settings) -> int | None:
+    """With a number of steps given, not many more tokens than the steps use. A run that goes on keeps its number."""
+    if settings.steps is None:
+        return None
+    return settings.steps * settings.batch_size * settings.grad_accum * settings.seq_len + TOKENS_TO_CHOOSE_FROM
+
+
+def _tokenise(
+    settings: Settings,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    scratch: Path,
+    vocab_size: int,
+    tokens_max: int | None,
+) -> Blocks:
+    """The data as blocks, from the first documents that make `tokens_max`."""
     bar = Progress("tokenising", len(documents), unit="document")
-    tokens_max = None
-    if settings.steps is not None:
-        per_step = settings.batch_size * settings.grad_accum * settings.seq_len
-        tokens_max = settings.steps * per_step + TOKENS_TO_CHOOSE_FROM
     try:
         return Blocks(
             documents,

@@ -40,6 +40,7 @@ class Settings:
     on_nan: str = "stop"
     durability: str = "auto"
     resume: bool = False
+    change: bool = False  # a resumed run may have other options than before
     keep_store: bool = False
     recompute: bool = True
     activations: str | None = None

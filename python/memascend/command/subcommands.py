@@ -52,6 +52,8 @@ def _finetune(chosen: argparse.Namespace) -> int:
 
 def _conflict(settings: Settings) -> str | None:
     """The reason why the options cannot be used together, or None."""
+    if settings.change and not settings.resume:
+        return "--change is of a run that goes on: give --resume too"
     if not settings.in_memory:
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]

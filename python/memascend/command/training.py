@@ -10,7 +10,9 @@ import torch
 
 import memascend
 from memascend.command import metrics
+from memascend.command.changes import Changes, Position, apply_changes, effects, find_changes
 from memascend.command.data import Blocks
+from memascend.command.exits import note
 from memascend.command.settings import Result, Settings
 from memascend.command.tables import step_text
 from memascend.common.interrupts import Interrupts
@@ -58,7 +60,9 @@ class Training:
         self.metrics, self.interrupts, self.result = records, interrupts, result
         per_step = settings.batch_size * settings.grad_accum
         self.tokens_per_step = per_step * settings.seq_len
-        self.steps = settings.steps or math.ceil(settings.epochs * len(blocks) / per_step)
+        self._per_step = per_step
+        self._position, self._changes = Position(), Changes()
+        self.steps = self._position.length(settings, len(blocks))
         # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
         self._records_before: Path | None = None
@@ -77,6 +81,8 @@ class Training:
         )
         if not settings.in_memory:
             memascend.track(self.model, scheduler=self.scheduler, progress=self)
+        if self._changes:
+            self._change()
         self.result.steps_before = self.result.steps
         stats = self._stats()
         run = {"parameters": self.result.parameters, "tokens": self.blocks.tokens, "blocks": len(self.blocks)}
@@ -89,6 +95,7 @@ class Training:
             machine=metrics.machine(),
             **run,
             steps=self.steps,
+            changes=self._changes,
             baseline_rss_bytes=self.result.baseline_rss_bytes,
             store=stats,
         )
@@ -129,24 +136,36 @@ class Training:
             "settings": self.settings.decisive,
             "save_dtype": self.settings.save_dtype,
             "data": self._data,
+            "tokens_max": self.blocks.tokens_max,
+            "position": [self._position.steps, self._position.sequences],
             "records": str((self.settings.metrics or self.settings.out / metrics.METRICS_NAME).absolute()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the saved progress.
 
-        Raises DataError where the data or an option differs from that of the saved run.
+        Raises DataError where the data differs from that of the saved run, or an option that was not to be changed.
         """
-        for name, value in self.settings.decisive.items():
-            if state["settings"].get(name, value) != value:
-                flag, before = "--" + name.replace("_", "-"), state["settings"][name]
-                raise DataError(f"{flag} is {value}, but the run in the store has {before}: --resume needs the same")
+        self._changes = find_changes(state["settings"], self.settings)
         if state["data"] != self._data:
             raise DataError("the data is not that of the run in the store: --resume needs the same files")
         for name in ("steps", "steps_skipped", "losses", "seconds"):
             setattr(self.result, name, state[name])
+        self._position = Position(*state.get("position", (0, 0)))
+        if self._changes:
+            per_step = state["settings"]["batch_size"] * state["settings"]["grad_accum"]
+            self._position = Position(self.result.steps, self._position.sequence(self.result.steps, per_step))
+        self.result.steps_planned = self.steps = self._position.length(self.settings, len(self.blocks))
         # Where an interrupted run has put its metrics, as far as that is known.
         self._records_before = Path(state["records"]) if "records" in state else None
+
+    def _change(self) -> None:
+        """Go on with other settings than before, and say what that does."""
+        for line in effects(self._changes, self.result.steps, self._position, self.steps, self.blocks):
+            note(line)
+        settings = self.settings
+        factor = schedule_factor(settings.schedule, self.scheduler.last_epoch, settings.warmup_steps, self.steps)
+        apply_changes(self._changes, settings, self.optimizer, self.scheduler, factor)
 
     def _waited(self) -> dict[str, float] | None:
         """Seconds waited by kind since the last call; None for a model in memory, which is not timed."""
@@ -219,7 +238,8 @@ class Training:
         count = self.settings.grad_accum
         mean = 0.0
         for micro in range(count):
-            batch = self.blocks.batch(step * count + micro, self.settings.batch_size)
+            size = self.settings.batch_size
+            batch = self.blocks.rows(self._position.sequence(step, self._per_step) + micro * size, size)
             batch = {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
             loss = self.model(**batch, use_cache=False).loss
             (loss / count if count > 1 else loss).backward()

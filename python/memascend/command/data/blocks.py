@@ -35,7 +35,7 @@ class Blocks:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Tokenise into a file in `scratch` until `tokens_max`; `progress` gets (documents done, of all)."""
-        self.seq_len = seq_len
+        self.seq_len, self.tokens_max = seq_len, tokens_max
         self._seed = seed
         self.tokens = 0
         self._scratch = scratch
@@ -79,8 +79,12 @@ class Blocks:
 
     def batch(self, index: int, batch_size: int) -> dict[str, torch.Tensor]:
         """Batch `index` of endless epochs, each in its own order: ids and labels, (batch_size, seq_len)."""
+        return self.rows(index * batch_size, batch_size)
+
+    def rows(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """The `count` sequences from number `first` of endless epochs on: ids and labels, (count, seq_len)."""
         rows = []
-        for position in range(index * batch_size, (index + 1) * batch_size):
+        for position in range(first, first + count):
             epoch, place = divmod(position, self._count)
             rows.append(self.block(shuffled(place, self._count, f"{self._seed}/epoch {epoch}")))
         input_ids = torch.stack(rows)

@@ -1,0 +1,103 @@
+"""A resumed run whose options were changed on purpose: which may change, and what that does to the run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from memascend.command.data import Blocks
+    from memascend.command.settings import Settings
+    from memascend.optim import OffloadedOptimizer
+
+#: Changes of settings by name: (before, after).
+Changes = dict[str, tuple[Any, Any]]
+
+#: What decides which sequences a step takes.
+_SIZES = ("batch_size", "grad_accum")
+#: What decides how long a run is, and the learning rate of each step.
+_RATES = ("steps", "epochs", "lr", "warmup_steps", "schedule")
+CHANGEABLE = (*_SIZES, *_RATES, "max_grad_norm", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run was in its data when the size of its steps was last changed."""
+
+    steps: int = 0
+    sequences: int = 0  # that those steps have taken
+
+    def sequence(self, step: int, per_step: int) -> int:
+        """The first sequence of step `step`, counted from 0, where each has taken `per_step` since."""
+        return self.sequences + (step - self.steps) * per_step
+
+    def length(self, settings: Settings, blocks: int) -> int:
+        """The steps of the whole run over `blocks` sequences an epoch."""
+        left = settings.epochs * blocks - self.sequences
+        return settings.steps or self.steps + max(0, math.ceil(left / (settings.batch_size * settings.grad_accum)))
+
+
+def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
+    """Return the settings that differ from those of the run in the store.
+
+    Raises DataError, naming the option, for one that may not differ.
+    """
+    changes: Changes = {}
+    for name, value in settings.decisive.items():
+        if before.get(name, value) == value:
+            continue
+        needed = "--resume needs the same"
+        if name in CHANGEABLE:
+            needed += ", and --resume --change goes on with the new one"
+        if name not in CHANGEABLE or not settings.change:
+            raise DataError(f"{_flag(name)} is {value}, but the run in the store has {before[name]}: {needed}")
+        changes[name] = (before[name], value)
+    return changes
+
+
+def effects(changes: Changes, done: int, position: Position, steps: int, blocks: Blocks) -> list[str]:
+    """Return a line on what each change does to a run of `steps`, which has taken `done` of them to `position`.
+
+    Raises DataError where the run is longer already than it is to be.
+    """
+    if steps < done:
+        raise DataError(f"the run in the store has taken {done} steps, more than the {steps} that it is to have now")
+    kept = f"the first {done} steps stay as they were"
+    lines = []
+    for name, (before, after) in changes.items():
+        what = f"from step {done + 1} on; {kept}"
+        if name in _SIZES:
+            epoch, place = divmod(position.sequences, len(blocks))
+            what = (
+                f"the data goes on where it was, at sequence {place + 1} of {len(blocks)} in epoch {epoch + 1}; {kept}"
+            )
+        elif name in ("steps", "epochs"):
+            what = f"{steps} steps in all; a schedule other than constant has other learning rates {what}"
+            if blocks.tokens_max is not None and blocks.tokens >= blocks.tokens_max:
+                what += f"; the data stays the {blocks.tokens:,} tokens that were chosen for the steps before"
+        lines.append(f"{_flag(name)} {before} -> {after}: {what}")
+    return lines
+
+
+def apply_changes(
+    changes: Changes, settings: Settings, optimizer: OffloadedOptimizer, scheduler: LambdaLR, factor: float
+) -> None:
+    """Give the resumed optimizer and scheduler the new settings; `factor` is the schedule's at the next step."""
+    if changes.keys() & {*_RATES, *_SIZES}:
+        scheduler.base_lrs = [settings.lr] * len(optimizer.param_groups)
+        scheduler._last_lr = [settings.lr * factor] * len(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["initial_lr"], group["lr"] = settings.lr, settings.lr * factor
+    if "weight_decay" in changes:
+        for group in optimizer.param_groups:
+            if group["params"][0].ndim >= 2:  # as `parameter_groups` has divided them
+                group["weight_decay"] = settings.weight_decay
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
