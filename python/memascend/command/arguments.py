@@ -101,6 +101,10 @@ def _add_finetune(subcommands: Any) -> None:
     )
     add("--change", text, action="store_true")
     _add_durability(paths.add_argument)
+    text = "keep every N-th step in the store as a checkpoint, named step-N: see `memascend checkpoints`"
+    add("--save-every", text, type=_positive, metavar="N")
+    text = "of these checkpoints, keep the last K (default: all)"
+    add("--keep-last", text, type=_positive, metavar="K")
     text = "a JSON line for every step (default: metrics.jsonl in OUT)"
     add("--metrics", text, type=Path, metavar="FILE")
     text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"

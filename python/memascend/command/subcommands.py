@@ -33,6 +33,8 @@ def _finetune(chosen: argparse.Namespace) -> int:
     values = {name: value for name, value in vars(chosen).items() if name != "command"}
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
+    if values["save_every"] and values["durability"] == "auto":
+        values["durability"] = "step"  # Refused before the run where there is no room, not at the first checkpoint.
     settings = Settings(**values)
     problem = _conflict(settings)
     if problem is not None:
@@ -42,7 +44,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
     show_plans()
     result = finetune(settings)
     print(_summary(settings, result))
-    if settings.keep_store and settings.store:
+    if settings.store and (settings.keep_store or settings.save_every):
         print(f"kept the store in {', '.join(map(str, settings.store))}")
     if result.signal_number is not None:
         tell(f"interrupted: {settings.out} holds the model after step {result.steps}")
@@ -54,6 +56,10 @@ def _conflict(settings: Settings) -> str | None:
     """The reason why the options cannot be used together, or None."""
     if settings.change and not settings.resume:
         return "--change is of a run that goes on: give --resume too"
+    if settings.keep_last and not settings.save_every:
+        return "--keep-last is of the checkpoints of --save-every: give that too"
+    if settings.save_every and (settings.in_memory or settings.durability == "none"):
+        return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]

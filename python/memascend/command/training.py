@@ -13,6 +13,7 @@ from memascend.command import metrics
 from memascend.command.changes import Changes, Position, apply_changes, effects, find_changes
 from memascend.command.data import Blocks
 from memascend.command.exits import note
+from memascend.command.saves import save_periodically
 from memascend.command.settings import Result, Settings
 from memascend.command.tables import step_text
 from memascend.common.interrupts import Interrupts
@@ -215,6 +216,7 @@ class Training:
         self.optimizer.zero_grad()
         # The store records the progress with the step, when the next pass begins.
         self.result.steps = step
+        save_periodically(self.model, step, settings.save_every, settings.keep_last)
 
         lap, waited = self.meter.lap(), self._waited()
         self.result.seconds += lap["seconds"]

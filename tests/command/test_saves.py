@@ -1,0 +1,87 @@
+"""`--save-every`: checkpoints in the store as a run goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from commands import in_memory, words_of
+from safetensors.torch import load_file
+
+import memascend
+from memascend.command import main
+from memascend.errors import StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny.llama_directory(tmp_path, hidden=64, layers=1)
+
+
+def checkpoints(store: Path, capfd: pytest.CaptureFixture[str]) -> dict[str, int]:
+    capfd.readouterr()
+    assert main.main(["inspect", str(store), "--json"]) == 0
+    return {one["tag"]: one["steps"] for one in json.loads(capfd.readouterr().out)["checkpoints"]}
+
+
+def test_steps_are_kept_and_gone_back_to(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    store = room / "store"
+    words = words_of(model_dir, room / "out", store, steps=7, save_every=2)
+    assert main.main([*words, "--keep-last", "2"]) == 0, capfd.readouterr().err
+    assert f"kept the store in {store}" in capfd.readouterr().out
+    assert checkpoints(store, capfd) == {"step-4": 4, "step-6": 6}
+    # What was kept is the state of that step: the run that goes on from it ends as the whole one.
+    assert main.main(["checkpoints", str(store), "--restore", "step-4"]) == 0
+    again = words_of(model_dir, room / "again", store, steps=7, save_every=3)
+    assert main.main([*again, "--resume"]) == 0, capfd.readouterr().err
+    weights = load_file(room / "out" / "model.safetensors")
+    assert all(torch.equal(v, weights[name]) for name, v in load_file(room / "again" / "model.safetensors").items())
+    assert checkpoints(store, capfd) == {"step-4": 4, "step-6": 6}
+
+
+def test_checkpoints_of_other_names_stay(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    words = words_of(model_dir, room / "out", room / "store", steps=1)
+    assert main.main([*words, "--keep-store"]) == 0
+    run = memascend.resume(room / "store", allocator="pageable")
+    memascend.save_checkpoint(run.model, "before-rl")
+    memascend.close(run.model)
+    words = words_of(model_dir, room / "more", room / "store", steps=4, save_every=1, keep_last=1)
+    assert main.main([*words, "--resume", "--change"]) == 0, capfd.readouterr().err
+    assert checkpoints(room / "store", capfd) == {"before-rl": 1, "step-4": 4}
+
+
+def test_a_store_without_room_for_another_does_not_end_the_run(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise StoreError(28, "no room")
+
+    monkeypatch.setattr(memascend, "save_checkpoint", full)
+    room = model_dir.parent
+    assert main.main(words_of(model_dir, room / "out", room / "store", steps=2, save_every=2)) == 0
+    assert "note: step 2 is not kept as a checkpoint: no room" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--keep-last", "2"], "--keep-last is of the checkpoints of --save-every"),
+        (["--save-every", "2", "--durability", "none"], "--save-every keeps durable steps"),
+        (["--save-every", "0"], "'0' is not"),
+    ],
+)
+def test_what_does_not_go_together(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    words = words_of(model_dir, model_dir.parent / "out", model_dir.parent / "store")
+    assert main.main([*words, *flags]) == main.BAD_INPUT
+    assert says in capfd.readouterr().err
+    assert main.main([*in_memory(words), "--save-every", "1"]) == main.BAD_INPUT
