@@ -71,7 +71,8 @@ def _add_finetune(subcommands: Any) -> None:
         description="Fine-tune the causal language model in MODEL_DIR on text. OUT is a model directory too.",
         epilog=EPILOG,
     )
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="a Hugging Face model directory")
+    text = "a Hugging Face model directory, or the id of a model on the hub (org/name), which is downloaded"
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help=text)
     paths = parser.add_argument_group("paths and memory")
 
     def add(flag: str, text: str, **options: Any) -> None:
@@ -184,7 +185,8 @@ def _add_plan(subcommands: Any) -> None:
         "nothing is written. Without --host-memory the plan is for the smallest budget that works.",
     )
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or the path of a config.json")
+    text = "a Hugging Face model directory, the path of a config.json, or the id of a model on the hub (org/name)"
+    add("model", type=Path, metavar="MODEL", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
     add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
     text = "sequences per forward pass (default: %(default)s)"

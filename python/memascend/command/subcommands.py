@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from memascend.command.demo import demo
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.finetune import finetune
+from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.command.tables import bench_tail, bench_text, gpu_text
@@ -42,6 +44,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
         return BAD_INPUT
     quiet_libraries()
     show_plans()
+    settings = replace(settings, model_dir=model_directory(settings.model_dir))
     result = finetune(settings)
     print(_summary(settings, result))
     if settings.store and (settings.keep_store or settings.save_every):
@@ -109,6 +112,7 @@ def _demo(chosen: argparse.Namespace) -> int:
 def _plan(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     try:
+        chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         choice = choose_dtype(chosen.dtype, chosen.model, load_bare_config(chosen.model), device)
         prediction = forecast(
