@@ -79,16 +79,15 @@ def _add_finetune(subcommands: Any) -> None:
         paths.add_argument(flag, help=text, **options)
 
     text = (
-        "text files, records (.jsonl, or .json with an array of objects), or directories of them (hidden and binary "
-        "files are skipped)"
+        "text files, records (.jsonl, .json with an array of objects, .parquet, a directory that datasets saved), or "
+        "directories of them (hidden and binary files are skipped)"
     )
     add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
-    add(
-        "--text-field",
-        "the field of a record with its text (default: text)",
-        default="text",
-        metavar="NAME",
+    text = (
+        "the field of a record with its text (default: text); a record without it has messages (a conversation), or "
+        "prompt and completion"
     )
+    add("--text-field", text, default="text", metavar="NAME")
     text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
     add("--store", text, type=Path, action="append", default=[], metavar="LOCATION")
     add("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
@@ -130,6 +129,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", "sequences per forward pass", type=_positive, default=1, metavar="N")
     add("--seq-len", "tokens per sequence", type=_at_least_two, default=512, metavar="N")
     add("--grad-accum", "forward passes per step", type=_positive, default=1, metavar="N")
+    text = (
+        "what of a prompt with its completion, or of a conversation, is trained on: completion, the assistant's turns"
+    )
+    add("--loss-on", text, choices=("completion", "all"), default="completion")
+    text = "one document a sequence, cut off or padded, instead of documents end to end"
+    training.add_argument("--no-packing", help=text, action="store_true")
     add("--lr", "highest learning rate", type=_rate, default=2e-5, metavar="X")
     add("--warmup-steps", "steps of linear warm-up", type=_count, default=0, metavar="N")
     schedules = ("constant", "linear", "cosine")

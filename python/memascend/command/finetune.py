@@ -89,6 +89,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     cleanup.callback(documents.close)
     for line in documents.skipped.lines() + documents.notes:
         note(line)
+    if documents.has_chats and tokenizer.chat is None:
+        raise DataError(f"--data holds conversations, but the tokenizer in {settings.model_dir} has no chat template")
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
@@ -98,6 +100,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
     blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size, tokens_max)
     cleanup.callback(blocks.close)
+    for line in blocks.notes():
+        note(line)
     metrics = Metrics(records, go_on=settings.resume)
     cleanup.callback(metrics.close)
     if watch is not None:
@@ -290,6 +294,8 @@ def _tokenise(
             seed=settings.seed,
             vocab_size=vocab_size,
             tokens_max=tokens_max,
+            packing=settings.packing,
+            loss_on_all=settings.loss_on == "all",
             progress=lambda done, _total: bar.update(done),
         )
     finally:

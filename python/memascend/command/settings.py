@@ -48,6 +48,8 @@ class Settings:
     activations: str | None = None
     metrics: Path | None = None
     text_field: str = "text"
+    loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
+    packing: bool = True  # documents end to end; else one in each sequence
     temporary: Path | None = None  # the caller removes this directory and what lies in it
     force: bool = False  # begin although the machine has less memory than the run takes
 
@@ -72,7 +74,8 @@ class Settings:
         """The settings that a resumed run must share with the run in the store, so that the result is the same."""
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
-            *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "steps", "epochs"),
+            *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field"),
+            *("loss_on", "packing", "steps", "epochs"),
         )
         return {name: getattr(self, name) for name in names}
 

@@ -35,6 +35,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
     values = {name: value for name, value in vars(chosen).items() if name != "command"}
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
+    values["packing"] = not values.pop("no_packing")
     if values["save_every"] and values["durability"] == "auto":
         values["durability"] = "step"  # Refused before the run where there is no room, not at the first checkpoint.
     settings = Settings(**values)

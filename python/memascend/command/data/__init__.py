@@ -1,12 +1,14 @@
-"""Text in, batches out: files, source trees and JSONL become fixed-length blocks of token ids.
+"""Data in, batches out: files, source trees and records become sequences of token ids with labels.
 
-Host memory does not grow with the corpus. Documents are indexed into a file, read in a seeded order,
-tokenised piece by piece into a second file, and batches are read from there. Orders are computed, not stored.
+Host memory does not grow with the corpus. Documents are indexed into a file (`documents`, `index`), read in a seeded
+order (`order`), tokenised piece by piece into a second file (`marked`, `sequences`), and batches are read from there
+(`blocks`). Orders are computed, not stored.
 """
 
 from memascend.command.data.blocks import Blocks
-from memascend.command.data.documents import PIECE_BYTES, Documents
+from memascend.command.data.documents import Documents
 from memascend.command.data.order import shuffled
+from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.tokens import (
     BYTE_VOCABULARY,
     END_OF_DOCUMENT,

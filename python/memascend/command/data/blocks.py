@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from memascend.command.data.chat import ChatError
 from memascend.command.data.documents import Documents
+from memascend.command.data.marked import IGNORED, largest, marked, unmarked
 from memascend.command.data.order import shuffled
-from memascend.command.data.scratch import close_quietly
+from memascend.command.data.sequences import Sequences
 from memascend.command.data.tokens import Tokenizer
-from memascend.common.outputs import writing
 from memascend.errors import CheckpointError, DataError
-
-TOKEN_BYTES = 4
 
 
 class Blocks:
-    """Documents in a seeded order, end to end, cut into blocks of `seq_len` tokens on disk."""
+    """Documents in a seeded order as sequences of at most `seq_len` tokens on disk, with the labels of each token.
+
+    Packed, documents lie end to end, and the sequences are blocks of `seq_len`. Else each document is a sequence of its
+    own, cut off where it is longer, and padded in its batch. A sequence without a token to train on has no loss, and is
+    left out.
+    """
 
     def __init__(
         self,
@@ -32,72 +36,97 @@ class Blocks:
         seed: int,
         vocab_size: int,
         tokens_max: int | None = None,
+        packing: bool = True,
+        loss_on_all: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Tokenise into a file in `scratch` until `tokens_max`; `progress` gets (documents done, of all)."""
+        """Tokenise into files in `scratch` until `tokens_max`; `progress` gets (documents done, of all).
+
+        `loss_on_all` trains on prompts and on every turn too, not only on completions and the assistant's turns.
+        """
         self.seq_len, self.tokens_max = seq_len, tokens_max
         self._seed = seed
-        self.tokens = 0
-        self._scratch = scratch
-        with writing(scratch):
-            self._file = open(scratch / "tokens", "wb+")  # noqa: SIM115 (closed by close)
+        self._padding = max(0, tokenizer.end_of_document or 0)  # any id: it is neither seen by others nor trained on
+        self._sequences = Sequences(scratch, seq_len, packing=packing)
         try:
             for position in range(len(documents)):
                 if tokens_max is not None and self.tokens >= tokens_max:
                     break
-                for piece in documents.text(shuffled(position, len(documents), f"{seed}/documents")):
-                    self._write(tokenizer.encode(piece), vocab_size)
-                if tokenizer.end_of_document is not None:
-                    self._write([tokenizer.end_of_document], vocab_size)
+                number = shuffled(position, len(documents), f"{seed}/documents")
+                try:
+                    for ids in marked(documents.document(number), tokenizer, loss_on_all=loss_on_all):
+                        _check(ids, vocab_size)
+                        self._sequences.add(ids)
+                except ChatError as error:
+                    raise DataError(f"{documents.where(number)}: {error}") from error
+                self._sequences.end_document()
                 if progress is not None:
                     progress(position + 1, len(documents))
-            with writing(scratch):
-                self._file.flush()
+            self._sequences.flush()
+            if not len(self):
+                raise DataError(self._nothing())
         except BaseException:
             self.close()
             raise
-        self._count = self.tokens // seq_len
-        if not self._count:
-            self.close()
-            raise DataError(
-                f"the data has {self.tokens} tokens, fewer than one sequence of {seq_len}: "
-                "give more data or lower --seq-len"
-            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents that were read."""
+        return self._sequences.tokens
 
     def close(self) -> None:
-        """Close the token file."""
-        close_quietly(self._file)
+        """Close the files."""
+        self._sequences.close()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._sequences)
+
+    def notes(self) -> list[str]:
+        """What became of documents and sequences that are not trained on as they are, a line for each."""
+        notes = []
+        if cut_off := self._sequences.cut_off:
+            notes.append(f"documents longer than --seq-len {self.seq_len}, which were cut off there: {cut_off}")
+        if untrained := self._sequences.untrained:
+            notes.append(f"sequences left out, since they hold prompts alone and nothing to train on: {untrained}")
+        return notes
 
     def block(self, index: int) -> torch.Tensor:
-        """Block `index` in stored order: shape (seq_len,), int64."""
-        size = self.seq_len * TOKEN_BYTES
-        raw = os.pread(self._file.fileno(), size, index * size)
-        return torch.frombuffer(bytearray(raw), dtype=torch.int32).long()
+        """The ids of sequence `index` in stored order: shape (up to seq_len,), int64."""
+        return unmarked(self._sequences.row(index))[0]
 
     def batch(self, index: int, batch_size: int) -> dict[str, torch.Tensor]:
-        """Batch `index` of endless epochs, each in its own order: ids and labels, (batch_size, seq_len)."""
+        """Batch `index` of endless epochs, each in its own order: see `rows`."""
         return self.rows(index * batch_size, batch_size)
 
     def rows(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """The `count` sequences from number `first` of endless epochs on: ids and labels, (count, seq_len)."""
-        rows = []
-        for position in range(first, first + count):
-            epoch, place = divmod(position, self._count)
-            rows.append(self.block(shuffled(place, self._count, f"{self._seed}/epoch {epoch}")))
-        input_ids = torch.stack(rows)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        """The `count` sequences from number `first` of endless epochs on, each epoch in its own order.
 
-    def _write(self, ids: Sequence[int], vocab_size: int) -> None:
-        if not len(ids):
-            return
-        if max(ids) >= vocab_size:
-            raise CheckpointError(
-                f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {vocab_size - 1}: "
-                "the tokenizer in MODEL_DIR belongs to another model"
-            )
-        with writing(self._scratch):
-            self._file.write(array("i", ids))
-        self.tokens += len(ids)
+        `input_ids` and `labels` are (count, length of the longest), int64; -100 is the label of what is not trained on.
+        """
+        ids: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
+        for position in range(first, first + count):
+            epoch, place = divmod(position, len(self))
+            row = self._sequences.row(shuffled(place, len(self), f"{self._seed}/epoch {epoch}"))
+            for values, column in zip(unmarked(row), (ids, labels), strict=True):
+                column.append(values)
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self._padding),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        }
+
+    def _nothing(self) -> str:
+        if self._sequences.untrained:
+            return f"within --seq-len {self.seq_len}, no document has a token to train on: raise it"
+        return (
+            f"the data has {self.tokens} tokens, fewer than one sequence of {self.seq_len}: "
+            "give more data or lower --seq-len"
+        )
+
+
+def _check(ids: array[int], vocab_size: int) -> None:
+    if (last := largest(ids)) >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer gives token {last}, but the model's vocabulary ends at {vocab_size - 1}: "
+            "the tokenizer in MODEL_DIR belongs to another model"
+        )

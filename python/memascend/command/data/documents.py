@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import io
 import mmap
 import os
 import stat
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from memascend.command.data.columns import SPLITS, is_saved_dataset, rows, splits_of
+from memascend.command.data.index import Index
 from memascend.command.data.json_arrays import objects
-from memascend.command.data.records import NotARecord, record_text
-from memascend.command.data.scratch import close_quietly
+from memascend.command.data.pieces import decoded_pieces
+from memascend.command.data.records import (
+    FIELDS,
+    Chat,
+    Completion,
+    NotARecord,
+    Text,
+    is_blank,
+    other_fields,
+    parse_object,
+    read_record,
+)
 from memascend.command.data.skipped import BINARY, ENCODING, Skipped
 from memascend.common.outputs import writing
 from memascend.errors import DataError, OutputError
 
-PIECE_BYTES = 64 << 10  # a tokenizer takes some hundred bytes per token while it works, so it gets small pieces
 SNIFF_BYTES = 8 << 10
+
+#: Place, offset and bytes of each record of a file.
+Records = Iterator[tuple[str, int, bytes]]
 
 
 class Documents:
-    """An index, on disk, of the documents under some paths: where each one's text is, in which file."""
-
-    _RECORD = struct.Struct("<QIBQQ")  # path offset, path length, is a record, text offset, text length
+    """The documents under some paths, which an index on disk has the places of."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
@@ -35,50 +47,57 @@ class Documents:
         self.skipped = Skipped()
         #: What else the user should know of the files.
         self.notes: list[str] = []
-        self._last: tuple[bytes, int] = (b"", 0)
-        self._names_bytes = 0
+        #: Whether there is a conversation, which needs a chat template.
+        self.has_chats = False
         self._scratch = scratch
-        with writing(scratch):
-            self._names = open(scratch / "names", "wb+")  # noqa: SIM115 (closed by close)
-            self._records = open(scratch / "documents", "wb+")  # noqa: SIM115
-        self._count = 0
+        self._rows = scratch / "rows"
+        self._index = Index(scratch)
         try:
             for path in paths:
                 self._add(Path(path))
-            if not self._count:
+            if not len(self):
                 where = ", ".join(str(p) for p in paths)
                 skipped = "".join(f"; {line}" for line in self.skipped.lines())
                 raise DataError(f"no text in {where}: give text files, directories of them, or .jsonl files{skipped}")
-            with writing(scratch):
-                self._names.flush()
-                self._records.flush()
+            self._index.flush()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close the index files."""
-        close_quietly(self._names)
-        close_quietly(self._records)
+        """Close the index."""
+        self._index.close()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._index)
 
-    def text(self, index: int) -> Iterator[str]:
-        """The text of one document, in pieces."""
-        raw = os.pread(self._records.fileno(), self._RECORD.size, index * self._RECORD.size)
-        name_at, name_bytes, is_record, offset, length = self._RECORD.unpack(raw)
-        path = os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at))
+    def document(self, number: int) -> Text | Completion | Chat:
+        """A document; of a text only the pieces that are asked for are read."""
+        path, is_record, offset, length = self._index.place(number)
+        if not is_record:
+            return Text(self._pieces(path, offset))
         try:
             with open(path, "rb") as file:
                 file.seek(offset)
-                if is_record:
-                    text = record_text(file.read(length), self.text_field)
-                    yield from decoded_pieces(io.BytesIO(text.encode(errors="replace")))  # JSON may hold half a pair
-                else:
-                    yield from decoded_pieces(file)
-        except ValueError as error:  # it was checked when it was indexed
-            raise DataError(f"{path} changed while it was being read") from error
+                record = read_record(parse_object(file.read(length)), self.text_field)
+        except ValueError as error:
+            raise _changed(path) from error
+        if isinstance(record, str):
+            return Text(decoded_pieces(io.BytesIO(record.encode(errors="replace"))))  # JSON may hold half a pair
+        return record
+
+    def where(self, number: int) -> str:
+        """The file that a document is in, for messages."""
+        path, _, offset, _ = self._index.place(number)
+        return "a row of --data" if path == self._rows else f"{path}, byte {offset}"
+
+    def _pieces(self, path: Path, offset: int) -> Iterator[str]:
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                yield from decoded_pieces(file)
+        except ValueError as error:
+            raise _changed(path) from error
 
     def _add(self, path: Path) -> None:
         try:
@@ -88,7 +107,12 @@ class Documents:
         if stat.S_ISREG(mode):
             self._add_file(path, named=True)
         elif stat.S_ISDIR(mode):
+            if splits := splits_of(path):
+                raise DataError(f"--data {path} holds the splits {', '.join(splits)}: name one, as {path / splits[0]}")
             for folder, folders, files in os.walk(path):
+                if self._add_dataset(Path(folder), named=Path(folder) == path):
+                    folders.clear()
+                    continue
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 for name in sorted(files):
                     file = Path(folder, name)
@@ -97,6 +121,16 @@ class Documents:
         else:
             raise DataError(f"--data {path} is neither a file nor a directory")
 
+    def _add_dataset(self, folder: Path, *, named: bool) -> bool:
+        """Index a directory that `datasets` has saved; return whether it is one."""
+        if (folder / SPLITS).is_file():
+            self.skipped.add("datasets of several splits: name one of them", folder)
+            return True
+        if not is_saved_dataset(folder):
+            return False
+        self._add_rows(folder, named=named)
+        return True
+
     def _add_file(self, path: Path, *, named: bool) -> None:
         """Index one file. A file that the user named must hold text; a file of a directory need not."""
         try:
@@ -104,6 +138,8 @@ class Documents:
                 self._add_jsonl(path, named=named)
             elif path.suffix == ".json":
                 self._add_json(path, named=named)
+            elif path.suffix == ".parquet":
+                self._add_rows(path, named=named)
             else:
                 self._add_text(path)
         except OutputError:
@@ -125,7 +161,23 @@ class Documents:
             for piece in decoded_pieces(file):
                 has_text = has_text or not piece.isspace()
             if has_text:
-                self._append(path, is_record=False, offset=0, length=file.tell())
+                self._index.append(path, is_record=False, offset=0, length=file.tell())
+
+    def _add_rows(self, path: Path, *, named: bool) -> None:
+        """Index rows of columns, which are put on disk one after the other: single ones cannot be read from a file."""
+        if not named and importlib.util.find_spec("pyarrow") is None:
+            self.skipped.add("columns, which need pyarrow", path)
+            return
+        with writing(self._scratch), open(self._rows, "ab") as file:
+            other = self._add_records(path, self._copied_rows(path, file), surely=named, copied=True)
+        if other is not None:
+            self.skipped.add(f"rows without text in field {self.text_field!r}, see --text-field", path)
+
+    def _copied_rows(self, path: Path, copy: BinaryIO) -> Records:
+        for number, raw in enumerate(rows(path, (self.text_field, *FIELDS)), start=1):
+            offset = copy.tell()
+            copy.write(raw)
+            yield f"row {number}", offset, raw
 
     def _add_jsonl(self, path: Path, *, named: bool) -> None:
         with open(path, "rb") as file:
@@ -148,35 +200,34 @@ class Documents:
             self.notes.append(f"{path} is no array of objects, and no object on each line: it is trained on as text")
         self._add_text(path)
 
-    def _add_records(self, path: Path, records: Iterator[tuple[str, int, bytes]], *, surely: bool) -> NotARecord | None:
-        """Index (place, offset, bytes) of records; return why the first of them is none, unless they are so `surely`.
+    def _add_records(self, path: Path, records: Records, *, surely: bool, copied: bool = False) -> NotARecord | None:
+        """Index records; return why the first of them is none, unless they are so `surely`.
 
-        Raises DataError, naming the place, for any other that is none.
+        `copied` says that they lie among the rows. Raises DataError, naming the place, for any other that is none.
         """
-        for place, offset, raw in records:
+        for number, (place, offset, raw) in enumerate(records):
             try:
-                text = record_text(raw, self.text_field)
+                fields = parse_object(raw)
+                record = read_record(fields, self.text_field)
             except NotARecord as error:
                 if not surely:
                     return error
                 raise DataError(f"{path}, {place} {error}") from error.__cause__
+            if number == 0 and (other := other_fields(fields, self.text_field)):
+                self.notes.append(f"{path} has {self.text_field!r} beside {other}: the text is what is trained on")
             surely = True
-            if text.strip():
-                self._append(path, is_record=True, offset=offset, length=len(raw))
+            self.has_chats = self.has_chats or isinstance(record, Chat)
+            if not is_blank(record):
+                self._index.append(self._rows if copied else path, is_record=True, offset=offset, length=len(raw))
         return None
 
-    def _append(self, path: Path, *, is_record: bool, offset: int, length: int) -> None:
-        name = os.fsencode(path)
-        with writing(self._scratch):
-            if name != self._last[0]:
-                self._last = (name, self._names_bytes)
-                self._names.write(name)
-                self._names_bytes += len(name)
-            self._records.write(self._RECORD.pack(self._last[1], len(name), is_record, offset, length))
-        self._count += 1
+
+def _changed(path: Path) -> DataError:
+    """What was checked when it was indexed is there no more."""
+    return DataError(f"{path} changed while it was being read")
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
+def _lines(file: BinaryIO) -> Records:
     """Yield place, offset and bytes of each line that is not blank."""
     offset = 0
     for number, line in enumerate(file, start=1):
@@ -185,7 +236,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
         offset += len(line)
 
 
-def _elements(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
+def _elements(file: BinaryIO) -> Records:
     """Yield place, offset and bytes of each object of an array; of what does not begin as one, bytes that are none.
 
     Raises DataError for what goes on otherwise.
@@ -199,20 +250,3 @@ def _elements(file: BinaryIO) -> Iterator[tuple[str, int, bytes]]:
             if number:
                 raise DataError(f"{file.name}, after record {number}: {error}") from error
             yield "record 1", 0, b""
-
-
-def decoded_pieces(file: Any) -> Iterator[str]:
-    """The rest of a binary file as text, in pieces that end at a line where one is near."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    held = ""
-    while raw := file.read(PIECE_BYTES):
-        held += decoder.decode(raw)
-        cut = held.rfind("\n") + 1
-        if not cut and len(held) >= PIECE_BYTES:  # one very long line: cut it anywhere
-            cut = len(held)
-        if cut:
-            yield held[:cut]
-            held = held[cut:]
-    held += decoder.decode(b"", final=True)
-    if held:
-        yield held

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from memascend.command.data.chat import Conversations
 from memascend.errors import CheckpointError, first_line
 from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import explained_code
@@ -15,9 +16,11 @@ BYTE_VOCABULARY = 258
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer: text to ids, ids to text, and the id between two documents."""
+    """What training needs of a tokenizer: text to ids, ids to text, and the ids around a document."""
 
     end_of_document: int | None
+    beginning: Sequence[int]  # what the tokenizer puts before a text by itself
+    chat: Conversations | None  # None without a chat template
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids of a piece of text, without special tokens."""
@@ -30,6 +33,8 @@ class ByteTokenizer:
     """One token per UTF-8 byte, for a model that brings no tokenizer."""
 
     end_of_document: int | None = END_OF_DOCUMENT
+    beginning: Sequence[int] = ()
+    chat: Conversations | None = None
 
     def encode(self, text: str) -> Sequence[int]:
         """The bytes of the text."""
@@ -48,6 +53,10 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         separator = tokenizer.eos_token_id
         self.end_of_document: int | None = separator if separator is not None else tokenizer.sep_token_id
+        first = tokenizer.bos_token_id
+        begins = first is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [first]
+        self.beginning: Sequence[int] = (first,) if begins else ()
+        self.chat = Conversations(tokenizer) if tokenizer.chat_template else None
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids without special tokens."""

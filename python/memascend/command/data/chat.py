@@ -1,0 +1,65 @@
+"""Conversations to token ids by a tokenizer's chat template, and which of them the assistant says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from memascend.command.data.records import Chat
+from memascend.errors import first_line
+
+#: What a template puts around the turns of the assistant, so that transformers tells their tokens.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatError(ValueError):
+    """A conversation that a template cannot turn into tokens, or not so that it tells who says what."""
+
+
+class Conversations:
+    """The chat template of a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a tokenizer that has one."""
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template
+        self._marks_turns = isinstance(template, str) and bool(_GENERATION.search(template))
+
+    def encode(self, chat: Chat, *, loss_on_all: bool) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return the ids of a conversation, and for each whether it is trained on.
+
+        Raises ChatError where the template refuses the conversation, or does not tell who says what.
+        """
+        if loss_on_all:
+            ids = self._ids(chat, len(chat.messages))
+            return ids, [True] * len(ids)
+        if self._marks_turns and not chat.first:
+            found = self._applied(chat.messages, chat.tools, return_assistant_tokens_mask=True)
+            return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+        return self._by_prefixes(chat)
+
+    def _by_prefixes(self, chat: Chat) -> tuple[Sequence[int], Sequence[bool]]:
+        """Tell each turn by what it adds to the conversation before it."""
+        ids = self._ids(chat, len(chat.messages))
+        trained = [False] * len(ids)
+        for turn in range(chat.first, len(chat.messages)):
+            if chat.messages[turn]["role"] != "assistant":
+                continue
+            before, after = self._ids(chat, turn, add_generation_prompt=True), self._ids(chat, turn + 1)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise ChatError(
+                    f"the chat template renders turn {turn + 1} otherwise alone than within the conversation, so what "
+                    "the assistant says cannot be told: give a template with {% generation %}, or --loss-on all"
+                )
+            trained[len(before) : len(after)] = [True] * (len(after) - len(before))
+        return ids, trained
+
+    def _ids(self, chat: Chat, turns: int, **options: Any) -> list[int]:
+        return self._applied(chat.messages[:turns], chat.tools, **options)["input_ids"]
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **options)
+        except Exception as error:  # templates raise what they like
+            raise ChatError(f"the chat template cannot render it: {first_line(error)}") from error

@@ -1,0 +1,63 @@
+"""Documents to token ids, marked where they are not trained on.
+
+An id that is not trained on is kept as -1 - id, so that a file of tokens has the labels too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from memascend.command.data.chat import ChatError
+from memascend.command.data.pieces import PIECE_BYTES
+from memascend.command.data.records import Chat, Completion, Text
+from memascend.command.data.tokens import Tokenizer
+
+#: What the loss of a token that is not trained on is told by.
+IGNORED = -100
+
+
+def marked(document: Text | Completion | Chat, tokenizer: Tokenizer, *, loss_on_all: bool) -> Iterator[array[int]]:
+    """Yield the marked ids of a document, with what ends it, in pieces.
+
+    Raises ChatError for a conversation that the tokenizer has no template for, or cannot be rendered.
+    """
+    if isinstance(document, Chat):
+        if tokenizer.chat is None:
+            raise ChatError("the tokenizer in MODEL_DIR has no chat template, which conversations need")
+        ids, trained = tokenizer.chat.encode(document, loss_on_all=loss_on_all)
+        yield array("i", (token if kept else -1 - token for token, kept in zip(ids, trained, strict=True)))
+        return  # The template ends it.
+    if isinstance(document, Completion):
+        prompt, completion = _completed(document, tokenizer)
+        untrained = [*tokenizer.beginning, *prompt]
+        yield array("i", untrained if loss_on_all else (-1 - token for token in untrained))
+        yield array("i", completion)
+    else:
+        for piece in document.pieces:
+            yield array("i", tokenizer.encode(piece))
+    if tokenizer.end_of_document is not None:
+        yield array("i", [tokenizer.end_of_document])
+
+
+def largest(ids: Iterable[int]) -> int:
+    """The largest id among marked ones."""
+    return max((token if token >= 0 else -1 - token for token in ids), default=-1)
+
+
+def unmarked(marked_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels, int64, of the shape of the marked ids."""
+    wide = marked_ids.long()
+    return torch.where(wide < 0, -1 - wide, wide), torch.where(wide < 0, IGNORED, wide)
+
+
+def _completed(document: Completion, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
+    """The ids of a prompt, and of what follows it: as in one text, if that leaves the prompt's as they are alone."""
+    prompt = list(tokenizer.encode(document.prompt))
+    if len(document.prompt) + len(document.completion) < PIECE_BYTES:
+        both = list(tokenizer.encode(document.prompt + document.completion))
+        if both[: len(prompt)] == prompt:
+            return prompt, both[len(prompt) :]
+    return prompt, tokenizer.encode(document.completion)
