@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -18,11 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from memascend.command import main
-from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer
+from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, parse_held_out, split
 from memascend.errors import DataError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: The turns of ChatML; what stands for BEGIN and END is around what the assistant says.
 CHATML = (
@@ -261,6 +259,41 @@ def test_a_text_comes_before_other_fields_and_is_told(room: Path) -> None:
     assert "".join(documents.document(0).pieces) == "text"  # type: ignore[union-attr]
     documents.close()
     assert documents.notes == [f"{room}/data.jsonl has 'text' beside messages: the text is what is trained on"]
+
+
+def test_what_is_held_out_is_not_trained_on(room: Path) -> None:
+    data = lines(room, *({"text": f"document {number}"} for number in range(20)))
+    write_tokenizer(room / "tokenizer", None)
+    tokenizer = load_tokenizer(room / "tokenizer", 258)
+    found = []
+    for seed in (0, 0, 1):
+        documents = Documents([data], scratch=room / "scratch")
+        sides = []
+        for number, part in enumerate(split(len(documents), 0.25)):
+            scratch = room / f"side{number}"
+            scratch.mkdir(exist_ok=True)
+            blocks = Blocks(
+                documents, tokenizer, scratch=scratch, seq_len=16, seed=seed, vocab_size=258, packing=False, part=part
+            )
+            batches = list(blocks.once(4))
+            assert [len(batch["labels"]) for batch in batches] == ([4, 4, 4, 3] if number == 0 else [4, 1])
+            sides.append({text for batch in batches for text, _ in shown(room, batch)})
+            blocks.close()
+        documents.close()
+        assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 20
+        found.append(sides[1])
+    assert found[0] == found[1] != found[2]
+
+
+def test_what_to_hold_out(tmp_path: Path) -> None:
+    assert parse_held_out("0.1") == 0.1
+    assert parse_held_out("held/out.jsonl") == Path("held/out.jsonl")
+    for text in ("1", "0", "-0.5", "nan"):
+        with pytest.raises(ValueError, match="no fraction between 0 and 1"):
+            parse_held_out(text)
+    assert split(2, 0.001) == (range(1), range(1, 2))
+    with pytest.raises(DataError, match=r"of 1 documents, a fraction of 0\.1 leaves none"):
+        split(1, 0.1)
 
 
 def test_host_memory_does_not_grow_with_rows(room: Path) -> None:

@@ -7,6 +7,7 @@ order (`order`), tokenised piece by piece into a second file (`marked`, `sequenc
 
 from memascend.command.data.blocks import Blocks
 from memascend.command.data.documents import Documents
+from memascend.command.data.held_out import parse_held_out, split
 from memascend.command.data.order import shuffled
 from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.tokens import (
@@ -28,5 +29,7 @@ __all__ = [
     "Documents",
     "Tokenizer",
     "load_tokenizer",
+    "parse_held_out",
     "shuffled",
+    "split",
 ]

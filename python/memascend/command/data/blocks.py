@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,10 +38,12 @@ class Blocks:
         tokens_max: int | None = None,
         packing: bool = True,
         loss_on_all: bool = False,
+        part: range | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Tokenise into files in `scratch` until `tokens_max`; `progress` gets (documents done, of all).
 
+        `part` are the positions of documents in the seeded order, of `held_out.split`; None is all of them.
         `loss_on_all` trains on prompts and on every turn too, not only on completions and the assistant's turns.
         """
         self.seq_len, self.tokens_max = seq_len, tokens_max
@@ -49,7 +51,8 @@ class Blocks:
         self._padding = max(0, tokenizer.end_of_document or 0)  # any id: it is neither seen by others nor trained on
         self._sequences = Sequences(scratch, seq_len, packing=packing)
         try:
-            for position in range(len(documents)):
+            part = range(len(documents)) if part is None else part
+            for done, position in enumerate(part, start=1):
                 if tokens_max is not None and self.tokens >= tokens_max:
                     break
                 number = shuffled(position, len(documents), f"{seed}/documents")
@@ -61,7 +64,7 @@ class Blocks:
                     raise DataError(f"{documents.where(number)}: {error}") from error
                 self._sequences.end_document()
                 if progress is not None:
-                    progress(position + 1, len(documents))
+                    progress(done, len(part))
             self._sequences.flush()
             if not len(self):
                 raise DataError(self._nothing())
@@ -103,16 +106,19 @@ class Blocks:
 
         `input_ids` and `labels` are (count, length of the longest), int64; -100 is the label of what is not trained on.
         """
-        ids: list[torch.Tensor] = []
-        labels: list[torch.Tensor] = []
-        for position in range(first, first + count):
-            epoch, place = divmod(position, len(self))
-            row = self._sequences.row(shuffled(place, len(self), f"{self._seed}/epoch {epoch}"))
-            for values, column in zip(unmarked(row), (ids, labels), strict=True):
-                column.append(values)
+        places = (divmod(position, len(self)) for position in range(first, first + count))
+        return self._batch(shuffled(place, len(self), f"{self._seed}/epoch {epoch}") for epoch, place in places)
+
+    def once(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Every sequence once, in stored order, in batches as those of `rows`, the last one smaller: to evaluate."""
+        for first in range(0, len(self), batch_size):
+            yield self._batch(range(first, min(first + batch_size, len(self))))
+
+    def _batch(self, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+        rows = [unmarked(self._sequences.row(number)) for number in numbers]
         return {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self._padding),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+            "input_ids": pad_sequence([ids for ids, _ in rows], batch_first=True, padding_value=self._padding),
+            "labels": pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=IGNORED),
         }
 
     def _nothing(self) -> str:
