@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from memascend.errors import MemascendError, OutputError
 
@@ -126,3 +127,9 @@ def writing(what: str | Path) -> Iterator[None]:
         where = f": {error.filename}" if error.filename and str(error.filename) != str(what) else ""
         hint = " (this process may write no larger files: see `ulimit -f`)" if error.errno == errno.EFBIG else ""
         raise OutputError(f"cannot write {what}: {error.strerror or error}{where}{hint}") from error
+
+
+def close_quietly(file: IO[bytes]) -> None:
+    """Close a scratch file. A failed write was reported before, and closing would only try it again."""
+    with suppress(OSError):
+        file.close()

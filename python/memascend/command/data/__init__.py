@@ -7,8 +7,7 @@ order (`order`), tokenised piece by piece into a second file (`marked`, `sequenc
 
 from memascend.command.data.blocks import Blocks
 from memascend.command.data.documents import Documents
-from memascend.command.data.held_out import parse_held_out, split
-from memascend.command.data.order import shuffled
+from memascend.command.data.order import parse_held_out, shuffled, split
 from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.tokens import (
     BYTE_VOCABULARY,

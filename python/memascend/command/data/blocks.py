@@ -43,7 +43,7 @@ class Blocks:
     ) -> None:
         """Tokenise into files in `scratch` until `tokens_max`; `progress` gets (documents done, of all).
 
-        `part` are the positions of documents in the seeded order, of `held_out.split`; None is all of them.
+        `part` are the positions of documents in the seeded order, of `order.split`; None is all of them.
         `loss_on_all` trains on prompts and on every turn too, not only on completions and the assistant's turns.
         """
         self.seq_len, self.tokens_max = seq_len, tokens_max

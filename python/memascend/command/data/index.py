@@ -6,8 +6,7 @@ import os
 import struct
 from pathlib import Path
 
-from memascend.command.data.scratch import close_quietly
-from memascend.common.outputs import writing
+from memascend.common.outputs import close_quietly, writing
 
 
 class Index:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memascend.command.data.scratch import close_quietly
-from memascend.common.outputs import writing
+from memascend.common.outputs import close_quietly, writing
 
 TOKEN_BYTES = 4
 _END = struct.Struct("<Q")
