@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend import overflow
+from memascend.common.notebook import PlanText, Stats
 from memascend.common.sizes import format_size, parse_size
 from memascend.errors import (
     BudgetError,
@@ -108,16 +109,20 @@ def stats(model: nn.Module) -> dict[str, Any]:
       writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`
       (seconds from submission to completion) and `bytes_per_busy_second`.
 
-    Raises MemascendError for an ordinary or a closed model, as do `plan_of` and `flush`.
+    A notebook shows the dictionary as tables. Raises MemascendError for an ordinary or a closed model, as do `plan_of`
+    and `flush`.
     """
-    return offload_of(model).stats()
+    return Stats(offload_of(model).stats())
 
 
 def plan_of(model: nn.Module) -> str:
-    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer."""
+    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer.
+
+    A notebook shows the text as HTML tables.
+    """
     session = offload_of(model)
-    plans = [session.plan, session.device_plan]
-    return "\n".join(plan.table() for plan in plans if plan is not None)
+    plans = {"host memory": session.plan, "device memory": session.device_plan}
+    return PlanText.of({name: plan for name, plan in plans.items() if plan is not None})
 
 
 def flush(model: nn.Module) -> None:
@@ -128,7 +133,8 @@ def flush(model: nn.Module) -> None:
 def close(model: nn.Module) -> None:
     """Free the model's host memory and close its store, whose files are removed unless `keep_store` keeps them.
 
-    Does nothing for a closed or an ordinary model.
+    Does nothing for a closed or an ordinary model. A model that the garbage collector finds unused is closed too, as at
+    the end of a program that does not call `close`: a store with a durable step stays, with the last step.
     """
     session = find_offload(model)
     if session is not None:

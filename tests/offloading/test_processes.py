@@ -18,6 +18,7 @@ import lab
 import pytest
 import tiny
 import torch
+from processes import native_threads, open_files, python
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -163,28 +164,6 @@ def _wait(child: int, seconds: float) -> int | None:
 # ---- closing ------------------------------------------------------------------------------------------------
 
 
-def open_files(store: Path) -> list[str]:
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue
-        if target.startswith(str(store)) or "io_uring" in target:
-            found.append(target)
-    return found
-
-
-def native_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:
-            continue
-    return [name for name in names if name.startswith("memascend")]
-
-
 @pytest.mark.parametrize("engine", ["auto", "threads"])
 @pytest.mark.parametrize("moment", ["idle", "step deferred", "graph alive", "gradients"])
 def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
@@ -316,13 +295,6 @@ def test_a_process_that_ends_without_close(store: Path, ending: str, keep_store:
     assert resumed.steps == 1, "a program that ends in peace has finished its last step"
     tiny.assert_same_weights(dict(memascend.parameters_of(again)), dict(reference.named_parameters()))
     memascend.close(again)
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90, env=environment
-    )
 
 
 def test_a_store_in_use_by_another_process(store: Path) -> None:

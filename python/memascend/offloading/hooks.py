@@ -22,6 +22,7 @@ from memascend.offloading.activations import Recomputation, refuse_overwritten
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
+from memascend.offloading.native import close_when_unused
 from memascend.offloading.places import place_of, register
 from memascend.offloading.session import stale
 from memascend.offloading.stand_ins import disguise, is_stand_in
@@ -104,7 +105,9 @@ class Hooks:
     def __init__(self, session: Session) -> None:
         """Become the session's attachment; `attach` installs the hooks."""
         self.session = session
-        session.attachment = self
+        session.attach(self)
+        #: The model once the hooks are in it.
+        self._model: nn.Module | None = None
         #: (module, attribute, what its `__dict__` held before, or None), in the order of
         #: replacement.
         self._originals: list[tuple[nn.Module, str, Any]] = []
@@ -137,10 +140,21 @@ class Hooks:
             self._move_buffers(model)
         self._hook_modules(model)
         self._surround(model, partial(self._whole, model))
-        model._memascend = session  # type: ignore[assignment]
+        # The session must not keep the model alive, to which some modules refer. The units' modules are not asked for
+        # any more.
+        for unit in session.units:
+            unit.modules.clear()
+        model._memascend, model._memascend_hooks = session, self  # type: ignore[assignment]
+        self._model = model
+        close_when_unused(session)
         if session.device is not None and session.device_plan is not None:
             # Only now have weights that were on the device left it.
             session.device.hold(session.device_plan)
+
+    def __del__(self) -> None:
+        """Have the session closed: the model, its parts and the graphs of its passes are garbage."""
+        if self._model is not None:
+            self.session.unused(self, self._model)
 
     def detach(self) -> None:
         """Take every hook out of the model, and have its forward refuse to run."""
@@ -385,7 +399,9 @@ class Hooks:
             place = saved.place
             if _version(place) != saved.version:
                 raise MemascendError(stale(place.name))
-            storage = streamer.storage(place.tensor.unit).untyped_storage()
+            storage = self.session.streamer.storage(
+                place.tensor.unit
+            ).untyped_storage()  # so that the graph holds the hooks
             offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
             empty = torch.empty(0, dtype=saved.dtype, device=device)
             weights = empty.set_(storage, offset, saved.shape, saved.stride)

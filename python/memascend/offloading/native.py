@@ -1,18 +1,24 @@
-"""Making a `Runtime`, the native side of a session, and closing it when the interpreter ends."""
+"""Making a `Runtime`, the native side of a session, and closing it when nothing uses it, or the interpreter ends."""
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import errno
+import gc
 import inspect
 import logging
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from memascend._memascend import Runtime, return_large_blocks_to_system
+from memascend.errors import StoreError
 from memascend.machine.drives import notices_of, store_options
 from memascend.plan.host import check_available
 
@@ -31,9 +37,13 @@ OPTIONS = frozenset(
 
 _log = logging.getLogger("memascend")
 
+_Opened = TypeVar("_Opened")
+
 
 class StoreHolder(Protocol):
     """An object that holds a store open."""
+
+    runtime: Runtime
 
     def close(self, failed: bool = False, ended: bool = False) -> None:
         """Close the store.
@@ -44,7 +54,11 @@ class StoreHolder(Protocol):
 
 #: Closed when the interpreter ends, so that no files are left behind.
 _open_holders: weakref.WeakSet[StoreHolder] = weakref.WeakSet()
-_OWNER_PID = os.getpid()
+#: Those that are closed once nothing uses them. The references are strong, so that a holder is whole when it is closed.
+_used_holders: set[StoreHolder] = set()
+#: Those that nothing uses any more, until `close_unused` closes them, one thread at a time.
+_unused_holders: deque[StoreHolder] = deque()
+_closing = threading.Lock()
 
 
 def warn_of(notice: str) -> None:
@@ -71,6 +85,7 @@ def open_runtime(
     Host memory is pinned for the CUDA device with the number `device`. `options` are those in `OPTIONS`.
     """
     _log.info("host memory:\n%s", plan.table())
+    close_unused()  # Its memory is available, too.
     check_available(plan)
     return_large_blocks_to_system()
     paths = store_paths(store)
@@ -82,19 +97,62 @@ def open_runtime(
     if resume:
         # The store keeps the shares with which it was laid out.
         measured = {name: value for name, value in measured.items() if name != "rates"}
-    return Runtime(
-        paths,
-        [(line.consumer, line.nbytes, line.count) for line in plan.buffers],
-        [(line.consumer, line.nbytes, line.count) for line in plan.packs],
-        plan.staging.nbytes,
-        plan.staging.count + plan.kept.count,
-        plan.chunk_elements,
-        plan.slots.nbytes,
-        plan.slots.count,
-        resume=resume,
-        in_place=in_place,
-        device=device,
-        **{**measured, **options},
+    return when_free(
+        lambda: Runtime(
+            paths,
+            [(line.consumer, line.nbytes, line.count) for line in plan.buffers],
+            [(line.consumer, line.nbytes, line.count) for line in plan.packs],
+            plan.staging.nbytes,
+            plan.staging.count + plan.kept.count,
+            plan.chunk_elements,
+            plan.slots.nbytes,
+            plan.slots.count,
+            resume=resume,
+            in_place=in_place,
+            device=device,
+            **{**measured, **options},
+        )
+    )
+
+
+def when_free(open_store: Callable[[], _Opened]) -> _Opened:
+    """Return what `open_store` opens. Models of this process that nothing refers to let go of their stores before.
+
+    Raises StoreError, saying how to let go, where a model or an optimizer of this process still has the store.
+    """
+    close_unused()
+    try:
+        return open_store()
+    except StoreError as error:
+        if not _is_ours(error):
+            raise
+    # A notebook's cell that runs again has left its model to the collector, which may not have run since.
+    gc.collect()
+    close_unused()
+    try:
+        return open_store()
+    except StoreError as error:
+        if not _is_ours(error):
+            raise
+        raise StoreError(
+            error.errno,
+            f"{error.filename} is in use by this very process: a model that was offloaded there before, or its "
+            "optimizer, still has it. Let go of it with memascend.close(model) before the cell or function that "
+            "offloads runs again, or choose another place",
+            error.filename,
+        ) from error
+
+
+def _is_ours(error: StoreError) -> bool:
+    """Whether a store could not be opened because this process has it open."""
+    if error.errno != errno.EBUSY or error.filename is None:
+        return False
+    wanted = os.path.realpath(error.filename)
+    return any(
+        os.path.realpath(volume["path"]) == wanted
+        for holder in list(_open_holders)
+        if not holder.runtime.closed
+        for volume in holder.runtime.stats()["volumes"]
     )
 
 
@@ -103,12 +161,57 @@ def close_at_exit(holder: StoreHolder) -> None:
     _open_holders.add(holder)
 
 
+def close_when_unused(holder: StoreHolder) -> None:
+    """Keep `holder` whole until it is closed: by `unused`, by `forget`, or when the interpreter ends."""
+    _used_holders.add(holder)
+
+
+def forget(holder: StoreHolder) -> None:
+    """Note that `holder` was closed."""
+    _used_holders.discard(holder)
+
+
+def unused(holder: StoreHolder) -> None:
+    """Have `holder.close(ended=True)` called soon, if `close_when_unused` was called and it is open still.
+
+    The garbage collector calls this, wherever the program is: in the middle of another model's pass, or of a trace of
+    Dynamo's. So the holder is closed in another thread, which has none of this one's modes and contexts.
+    """
+    if holder not in _used_holders:
+        return
+    _unused_holders.append(holder)
+    with suppress(RuntimeError):  # No thread can start: the next store that opens, or the interpreter's end, closes it.
+        # Not threading.Thread: its start takes locks that this very thread may hold.
+        _thread.start_new_thread(close_unused, ())
+
+
+def close_unused(failed: bool = False) -> None:
+    """Close the holders that nothing uses any more, and wait for another thread that does so."""
+    with _closing:
+        while _unused_holders:
+            holder = _unused_holders.popleft()
+            try:
+                holder.close(failed=failed, ended=True)
+            except Exception as error:
+                _log.warning("the store of a model that nothing refers to any more could not be closed: %s", error)
+
+
 @atexit.register
 def _close_all() -> None:
-    if os.getpid() != _OWNER_PID:
-        return  # A forked child has none of the threads that closing waits for.
     crashed = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+    close_unused(failed=crashed)
     # Every holder is closed, even if one of them cannot commit its last step.
-    with ExitStack() as holders:
+    with _closing, ExitStack() as holders:
         for holder in list(_open_holders):
             holders.callback(holder.close, failed=crashed, ended=True)
+
+
+def _forget_all() -> None:
+    """Forget every holder: a forked child has none of the threads that closing waits for."""
+    global _closing
+    _closing = threading.Lock()
+    for holders in (_open_holders, _used_holders, _unused_holders):
+        holders.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

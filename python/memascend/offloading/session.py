@@ -23,7 +23,7 @@ from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.gradients import GradientCapture
-from memascend.offloading.native import close_at_exit, open_runtime, store_paths, warn_of
+from memascend.offloading.native import close_at_exit, forget, open_runtime, store_paths, unused, warn_of
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
@@ -108,7 +108,7 @@ class Session:
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = notices_of(store_paths(store))
         self._tables: dict[Place, OffloadedTable] = {}
-        self.attachment: Attachment | None = None
+        self._attachment: Callable[[], Attachment | None] = lambda: None
         self.device_plan = computing.plan(units, getattr(model, "config", None))
         self.host_memory = plan.budget
         self.plan, self.runtime = self._open(plan, store, options, resume)
@@ -196,6 +196,19 @@ class Session:
             )
         if any(not file.direct for file in self.files) and options.get("direct", True):
             self.notices.append("the model's files are read through the page cache: their filesystem refuses O_DIRECT")
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What ties the session to its model, or None."""
+        return self._attachment()
+
+    def attach(self, attachment: Attachment) -> None:
+        """Tie the session to its model.
+
+        The reference is weak: what may use the model refers to its attachment, so that the collector finds when nothing
+        does.
+        """
+        self._attachment = weakref.ref(attachment)
 
     @property
     def places(self) -> Iterator[Place]:
@@ -332,7 +345,8 @@ class Session:
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them."""
-        assert self.attachment is not None, "weights are in a graph only once the session is attached"
+        if self.attachment is None:
+            raise MemascendError("the model was closed")
         return self.attachment.saving_names()
 
     def _note_writes(self, unit: Unit) -> None:
@@ -401,12 +415,19 @@ class Session:
             place.parameter.grad = None
             place.hide()
 
+    def unused(self, attachment: Attachment, model: nn.Module) -> None:
+        """Have the session closed: the collector has found that nothing can use its model any more."""
+        # The model is whole until then: the collector has cleared no more than the weak references to it.
+        self._attachment, self.model = lambda: attachment, weakref.ref(model)
+        unused(self)
+
     def discard(self) -> None:
         """Close a session that was never attached to its model, and remove its store."""
         self.runtime.close(keep=False)
         self._free()
 
     def _free(self) -> None:
+        forget(self)
         self.streamer.free()
         if self.device is not None:
             self.device.let_go()

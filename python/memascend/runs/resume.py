@@ -12,6 +12,7 @@ from torch import nn
 
 from memascend import optim
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
+from memascend.common.html import table
 from memascend.common.sizes import parse_size
 from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
@@ -21,7 +22,7 @@ from memascend.layout.units import StorePlane, partition
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
-from memascend.offloading.native import store_paths
+from memascend.offloading.native import store_paths, when_free
 from memascend.offloading.session import Session
 from memascend.optim.record import empty_parameters
 from memascend.plan.host import make_plan, smallest_plan
@@ -53,6 +54,19 @@ class Resumed:
         if len(self.optimizers) != 1:
             raise MemascendError(f"the run had {len(self.optimizers)} optimizers: see `optimizers`")
         return self.optimizers[0]
+
+    def _repr_html_(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = [
+            ("model", f"{type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters"),
+            ("durable steps", f"{self.steps:,}"),
+            ("optimizers", ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "none yet"),
+        ]
+        session = find_offload(self.model)
+        if session is not None and not session.runtime.closed:
+            volumes = session.runtime.stats()["volumes"]
+            rows.append(("store", ", ".join(volume["path"] for volume in volumes)))
+        return table("resumed run", (), rows)
 
 
 def resume(
@@ -233,7 +247,7 @@ def can_resume(store: StorePaths) -> bool:
 
     Raises StoreError if a volume cannot be read, or is in use.
     """
-    return KeptStore.is_there(store_paths(store))
+    return when_free(lambda: KeptStore.is_there(store_paths(store)))
 
 
 def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
@@ -242,7 +256,7 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     Raises StoreError for a tag that the store does not have, CheckpointError where there is no durable step, or its
     record cannot be read.
     """
-    with closing(KeptStore(paths)) as kept_store:
+    with closing(when_free(lambda: KeptStore(paths))) as kept_store:
         records = {name: text for name, _, _, text in kept_store.snapshots()}
         if tag is not None and tag not in records:
             kept_store.restore_snapshot(tag)  # Raises, naming the tag.
