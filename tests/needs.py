@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NEEDS = {
     "root": "run as root where loop devices, mounts and memory cgroups are allowed (in a container: privileged)",
     "mkfs": "apt-get install e2fsprogs xfsprogs btrfs-progs",
+    "chromium": "apt-get install chromium",
     "compiler": "apt-get install g++",
     "peft": "pip install 'memascend[test]'",
     "liger": "pip install 'memascend[test]'",

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(subcommands)
     _add_checkpoints(subcommands)
     _add_export(subcommands)
+    _add_report(subcommands)
     _add_bench(subcommands)
     _add_format(subcommands)
     _add_demo(subcommands)
@@ -289,6 +290,24 @@ def _add_export(subcommands: Any) -> None:
     text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
     add("--tokenizer", type=Path, metavar="DIR", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
+
+
+def _add_report(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "report",
+        help="show a run as a page: loss, speed, where the time went, drives, memory",
+        description="Write one HTML page on a run, finished or not: loss, learning rate, gradient norm, speed, where\n"
+        "each step's seconds went, the traffic of each drive and its wear, memory, and the plan beside what was\n"
+        "measured.",
+    )
+    add = parser.add_argument
+    text = "the model directory that `memascend finetune` wrote, or its metrics file"
+    add("run", type=Path, metavar="RUN", help=text)
+    text = "the page; a report that is there is replaced (default: %(default)s)"
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=text)
+    text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run has used"
+    add("--tbw", type=_positive_rate, metavar="TB", help=text)
 
 
 def _add_bench(subcommands: Any) -> None:

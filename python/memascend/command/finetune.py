@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -26,8 +27,6 @@ from memascend.command.metrics import (
     METRICS_NAME,
     Metrics,
     hidden_records,
-    peak_rss_bytes,
-    reset_peak_rss,
     take_over_records,
 )
 from memascend.command.models import load_in_memory, round_gradients
@@ -38,7 +37,7 @@ from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import DataError, MemascendError, OutputError
-from memascend.forecast.traffic import Work
+from memascend.forecast.traffic import Work, traffic
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
@@ -48,6 +47,7 @@ from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.offloading.api import offload_of
 from memascend.plan.host import make_plan
+from memascend.report.figures import peak_rss_bytes, reset_peak_rss, stats_of
 from memascend.runs.resume import read_record
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -81,7 +81,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         for folder in (finished, scratch, kept):
             folder.mkdir()
     result = Result(baseline_rss_bytes=resident_memory())
-    _check_memory(settings, config, result.baseline_rss_bytes)
+    forecast = _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
 
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
@@ -107,14 +107,15 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if watch is not None:
         watch("before", model, tokenizer)
 
-    Training(settings, model, blocks, metrics, interrupts, result, resumed).run()
+    Training(settings, model, blocks, metrics, interrupts, result, resumed, forecast).run()
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
     _save(model, settings, finished)
     result.signal_number = interrupts.asked
     result.peak_rss_bytes = peak_rss_bytes()
-    metrics.write("end", **{name: value for name, value in asdict(result).items() if name != "losses"})
+    outcome = {name: value for name, value in asdict(result).items() if name != "losses"}
+    metrics.write("end", time=time.time(), **outcome, store=stats_of(None if settings.in_memory else model))
     metrics.close()
     with writing(settings.out):
         if records.parent == kept:
@@ -144,18 +145,24 @@ def _progress_before(settings: Settings) -> dict[str, Any]:
     return read_record(list(settings.store))["tracked"].get("progress", {})
 
 
-def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
+def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str, Any]:
     """Say what host memory the run takes in all, and refuse a run for which there is not enough.
 
-    Raises DataError.
+    Returns that memory, and what a step moves to and from the SSD, for the metrics. Raises DataError.
     """
     dtype = DTYPES[settings.dtype]
-    units = partition(empty_model(config, settings.model_dir, dtype), gradients=settings.gradients)
+    model = empty_model(config, settings.model_dir, dtype)
+    units = partition(model, gradients=settings.gradients)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
+    expected: dict[str, Any] = {}
     if settings.host_memory is not None:
-        held = make_plan(units, settings.host_memory).total
+        plan = make_plan(units, settings.host_memory)
+        held = plan.total
+        if settings.device is None and hasattr(config.get_text_config(), "hidden_size"):
+            moved = traffic(model, units, plan, config, work)
+            expected = {"ssd_bytes_read": moved.read.total(), "ssd_bytes_written": moved.written.total()}
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0
     beside: int | None = 0
@@ -164,8 +171,9 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
         beside = None if estimates is None else estimates["estimated_bytes"]
     whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
     note(f"host memory {whole.text()}")
+    expected["host_memory"] = whole.as_dict()
     if whole.fits:
-        return
+        return expected
     problem = (
         f"the run takes {format_size(whole.total)} of host memory, but this process can have only "
         f"{format_size(whole.available)} ({whole.bound}): lower --batch-size"
@@ -174,6 +182,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> None:
     if not settings.force:
         raise DataError(f"{problem}, or give --force to begin all the same")
     note(f"{problem}, or the kernel may end the run")
+    return expected
 
 
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:

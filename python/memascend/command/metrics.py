@@ -1,61 +1,18 @@
-"""The metrics file of a run, and the counters and memory of this process that it records."""
+"""The metrics file of a run. `memascend.report.figures` assembles what it records."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import platform
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-import memascend
 from memascend.common.outputs import beside, writing
-from memascend.errors import OutputError
+from memascend.errors import DataError, OutputError
 
 METRICS_NAME = "metrics.jsonl"
-SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
-
-
-def _status_bytes(field: str) -> int:
-    """A kB field of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def peak_rss_bytes() -> int:
-    """The most this process has held resident since it began, or since reset_peak_rss."""
-    return _status_bytes("VmHWM")
-
-
-def reset_peak_rss() -> bool:
-    """Reset the peak to the memory resident now; return False where the system does not allow it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions of libraries, for the metrics file."""
-    import torch
-    import transformers
-
-    return {
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "memascend": memascend.__version__,
-    }
 
 
 class Metrics:
@@ -132,6 +89,24 @@ def _parsed(line: bytes) -> Any:
     return record if isinstance(record, dict) and "record" in record else None
 
 
+def records_of(run: Path) -> Path:
+    """Return the metrics file of a model directory, of a run that did not finish it, or the file itself.
+
+    Raises DataError where there is none.
+    """
+    if run.is_file():
+        return run
+    if not run.is_dir() and hidden_records(run).is_file():
+        return hidden_records(run)
+    if not run.is_dir():
+        raise DataError(f"{run} does not exist: name a directory that `memascend finetune` wrote, or a metrics file")
+    if not (run / METRICS_NAME).is_file():
+        raise DataError(
+            f"{run} has no {METRICS_NAME}: name a directory that `memascend finetune` wrote, or what --metrics named"
+        )
+    return run / METRICS_NAME
+
+
 def hidden_records(out: Path) -> Path:
     """The file that keeps the metrics of a run to `out` that did not finish and can be resumed."""
     return beside(out, METRICS_NAME)
@@ -142,25 +117,3 @@ def take_over_records(out: Path, path: Path) -> None:
     if hidden_records(out).is_file():
         with writing(path):
             shutil.copyfile(hidden_records(out), path)
-
-
-class Meter:
-    """Turns cumulative counters into the difference made by one step."""
-
-    def __init__(self, read_stats: Callable[[], dict[str, Any]]) -> None:
-        """Count from the present values of `read_stats`, which may return an empty dict (a model in memory)."""
-        self._read_stats = read_stats
-        self._before = read_stats()
-        self._began = time.monotonic()
-
-    def lap(self) -> dict[str, Any]:
-        """Seconds and SSD bytes since the last lap, with the host bytes now. Absent counters are None."""
-        now, after = time.monotonic(), self._read_stats()
-        seconds, self._began = now - self._began, now
-        lap: dict[str, Any] = {"seconds": seconds}
-        for name in SSD_COUNTERS:
-            lap[name] = after[name] - self._before[name] if name in after else 0
-        for name in ("host_bytes_in_use", "host_bytes_peak", "host_bytes_budget"):
-            lap[name] = after.get(name)
-        self._before = after
-        return lap

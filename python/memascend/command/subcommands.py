@@ -18,6 +18,7 @@ from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.finetune import finetune
 from memascend.command.hub import CONFIG_FILES, model_directory
+from memascend.command.metrics import records_of
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.command.tables import bench_tail, bench_text, gpu_text
@@ -28,6 +29,8 @@ from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.formats.config import load_bare_config
 from memascend.machine import drives, gpu
 from memascend.offloading.computing import Computing
+from memascend.report.page import page_of, write_page
+from memascend.report.run import read_run
 from memascend.runs import inspect
 
 
@@ -199,6 +202,13 @@ def _export(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _report(chosen: argparse.Namespace) -> int:
+    page = page_of(read_run(records_of(chosen.run)), chosen.tbw)
+    write_page(page, chosen.out)
+    print(f"wrote {chosen.out}: open it in a browser")
+    return 0
+
+
 def _bench(chosen: argparse.Namespace) -> int:
     if not chosen.places and not chosen.gpu:
         tell("error: nothing to measure: name directories or devices, or give --gpu (see memascend bench --help)")
@@ -264,6 +274,7 @@ SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "checkpoints": _checkpoints,
     "export": _export,
+    "report": _report,
     "bench": _bench,
     "format": _format,
     "demo": _demo,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memascend.command.metrics import SSD_COUNTERS
 from memascend.common.sizes import format_size
 from memascend.common.timeline import describe
 from memascend.machine.drives import rate_of
+from memascend.report.figures import SSD_COUNTERS
 
 
 def step_text(step: dict[str, Any]) -> list[str]:

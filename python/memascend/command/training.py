@@ -20,8 +20,8 @@ from memascend.common.interrupts import Interrupts
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import DataError, NonFiniteError
-from memascend.offloading.api import offload_of
 from memascend.optim import NAMED, OffloadedOptimizer
+from memascend.report import figures
 
 
 def schedule_factor(name: str, step: int, warmup_steps: int, steps: int) -> float:
@@ -56,9 +56,12 @@ class Training:
         interrupts: Interrupts,
         result: Result,
         resumed: memascend.Resumed | None,
+        forecast: dict[str, Any],
     ) -> None:
         self.settings, self.model, self.blocks, self.resumed = settings, model, blocks, resumed
         self.metrics, self.interrupts, self.result = records, interrupts, result
+        self.forecast = forecast  # What the run was expected to take, for the metrics.
+        self._offloaded = None if settings.in_memory else model
         per_step = settings.batch_size * settings.grad_accum
         self.tokens_per_step = per_step * settings.seq_len
         self._per_step = per_step
@@ -85,7 +88,8 @@ class Training:
         if self._changes:
             self._change()
         self.result.steps_before = self.result.steps
-        stats = self._stats()
+        opening = figures.opening(self._offloaded)
+        stats = opening["store"]
         run = {"parameters": self.result.parameters, "tokens": self.blocks.tokens, "blocks": len(self.blocks)}
         if settings.resume:
             named = settings.metrics is not None
@@ -93,12 +97,12 @@ class Training:
         self.metrics.write(
             "resume" if self.resumed else "start",
             settings=settings.as_record(),
-            machine=metrics.machine(),
             **run,
             steps=self.steps,
             changes=self._changes,
             baseline_rss_bytes=self.result.baseline_rss_bytes,
-            store=stats,
+            forecast=self.forecast,
+            **opening,
         )
         bar = Progress("training", self.steps)
         try:
@@ -113,10 +117,11 @@ class Training:
         self.optimizer.flush()
         if self.result.steps_skipped == self.result.steps > 0:
             raise NonFiniteError(f"all {self.result.steps} steps were skipped for a non-finite loss or gradient")
-        self.result.seconds += self.meter.lap()["seconds"]
-        for name in metrics.SSD_COUNTERS:
+        self.result.seconds += self.meter.lap(0)["seconds"]
+        ended = figures.stats_of(self._offloaded)
+        for name in figures.SSD_COUNTERS:
             # Of the training alone: loading the model and evaluating it before moved bytes too.
-            setattr(self.result, name, self._stats().get(name, 0) - stats.get(name, 0))
+            setattr(self.result, name, ended.get(name, 0) - stats.get(name, 0))
 
     def _optimizer(self) -> OffloadedOptimizer:
         """The resumed run's optimizer, or a new one."""
@@ -168,13 +173,6 @@ class Training:
         factor = schedule_factor(settings.schedule, self.scheduler.last_epoch, settings.warmup_steps, self.steps)
         apply_changes(self._changes, settings, self.optimizer, self.scheduler, factor)
 
-    def _waited(self) -> dict[str, float] | None:
-        """Seconds waited by kind since the last call; None for a model in memory, which is not timed."""
-        return None if self.settings.in_memory else offload_of(self.model).timeline.lap()
-
-    def _stats(self) -> dict[str, Any]:
-        return {} if self.settings.in_memory else memascend.stats(self.model)
-
     def _notes(self, bar: Progress, stats: dict[str, Any]) -> None:
         """Print one line on the run that begins, and the store's notices."""
         parts = [f"{self.result.parameters / 1e6:,.1f}M parameters in {self.settings.dtype}"]
@@ -190,8 +188,7 @@ class Training:
         bar.note("; ".join(parts))
         for notice in stats.get("notices", ()):
             bar.note(f"memascend: note: {notice}")
-        self.meter = metrics.Meter(self._stats)
-        self._waited()
+        self.meter = figures.Meter(self._offloaded)
 
     def _step(self, step: int, bar: Progress) -> None:
         settings = self.settings
@@ -218,7 +215,7 @@ class Training:
         self.result.steps = step
         save_periodically(self.model, step, settings.save_every, settings.keep_last)
 
-        lap, waited = self.meter.lap(), self._waited()
+        lap = self.meter.lap(self.tokens_per_step)
         self.result.seconds += lap["seconds"]
         record = {
             "step": step,
@@ -226,11 +223,7 @@ class Training:
             "grad_norm": norm if math.isfinite(norm) else None,
             "lr": lr,
             "skipped": skipped,
-            "tokens": self.tokens_per_step,
-            "tokens_per_s": self.tokens_per_step / lap["seconds"],
             **lap,
-            "waited_seconds": waited,
-            "peak_rss_bytes": metrics.peak_rss_bytes(),
         }
         self.metrics.write("step", **record)
         bar.update(step, step_text({**record, "loss": loss}))

@@ -1,0 +1,1 @@
+"""What a run records of itself, and the page that shows it."""

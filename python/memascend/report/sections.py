@@ -1,0 +1,259 @@
+"""The texts and tables of a report: how the run ended, the plan beside what was measured, wear, the machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from memascend.common.html import Markup, escape, table
+from memascend.common.sizes import format_size
+from memascend.report.run import Run, Values, number, section
+from memascend.report.scales import shown
+
+DAY_SECONDS = 86_400
+#: Settings whose values are told elsewhere, or that only say where things lie.
+_SETTINGS_LEFT_OUT = frozenset({"data", "data_paths", "metrics", "temporary", "model_dir", "out", "store"})
+_NOTHING = "–"
+
+
+def _total(values: Values) -> float:
+    return sum(value for value in values if value is not None)
+
+
+def _median(values: Values) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
+
+
+def _size(value: Any) -> str:
+    nbytes = number(value)
+    return _NOTHING if nbytes is None else format_size(nbytes)
+
+
+def _decimal(nbytes: float) -> str:
+    """Write bytes with a decimal unit, as drives are rated."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes / 1e6:.2f} MB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _moment(value: Any) -> str | None:
+    seconds = number(value)
+    try:
+        return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _scrolled(made: Markup) -> Markup:
+    """A table that is wider than the screen scrolls by itself; the keyboard reaches it."""
+    return Markup(f'<div class="scroll" tabindex="0">{made}</div>')
+
+
+# ---- the beginning of the page ----------------------------------------------------------------------------------
+
+
+def title(run: Run) -> str:
+    """Name the run by the model that it trains."""
+    model = section(run.opening, "settings").get("model_dir")
+    return f"Fine-tuning of {PurePath(model).name}" if isinstance(model, str) else "A run of memascend"
+
+
+def course(run: Run) -> str:
+    """Say in a line when the run began and how far it came."""
+    last, planned = max(run.records), number(run.opening.get("steps"))
+    told = [f"step {last:,}" if planned is None else f"step {last:,} of {planned:,.0f}"]
+    if began := _moment(run.openings[0].get("time")) if run.openings else None:
+        told.append(f"begun {began}")
+    if len(run.openings) > 1:
+        told.append(f"resumed {len(run.openings) - 1} times" if len(run.openings) > 2 else "resumed once")
+    if not run.end:
+        told.append("not ended, or ended without a word")
+    elif ended := _moment(run.end.get("time")):
+        told.append(f"ended {ended}")
+    return "; ".join(told)
+
+
+def notes(run: Run, missing: list[str]) -> Iterator[str]:
+    """Say what the reader must know of the figures."""
+    if missing:
+        yield f"Not recorded in this file, and left out: {', '.join(missing)}."
+    skipped = sum(record.get("skipped") is True for record in run.records.values())
+    if skipped:
+        steps = "One step was" if skipped == 1 else f"{skipped:,} steps were"
+        yield f"{steps} skipped, because loss or gradient was not finite."
+    if run.unreadable:
+        lines = "One line of the file holds" if run.unreadable == 1 else f"{run.unreadable:,} lines of the file hold"
+        yield f"{lines} no record, and {'was' if run.unreadable == 1 else 'were'} left out."
+    told = [section(record, "store").get("notices") for record in (*run.openings, run.end)]
+    notices = [notice for part in told if isinstance(part, list) for notice in part if isinstance(notice, str)]
+    yield from list(dict.fromkeys(notices))[:20]
+
+
+def tiles(run: Run) -> Markup:
+    """Return the figures that come first."""
+    losses = [loss for loss in run.column("loss") if loss is not None]
+    evaluations = list(run.evaluations.values())
+    seconds, speed = run.column("seconds"), _median(run.column("tokens_per_s"))
+    peak = max((value for value in run.column("host_bytes_peak") if value is not None), default=None)
+    resident = max((value for value in run.column("peak_rss_bytes") if value is not None), default=None)
+    read, written = (_total(run.column(f"ssd_bytes_{name}")) for name in ("read", "written"))
+    parameters, tokens = number(run.opening.get("parameters")), _total(run.column("tokens"))
+    entries = {
+        "parameters": None if parameters is None else f"{parameters / 1e6:,.1f} M",
+        "loss, first to last": f"{shown(losses[0])} → {shown(losses[-1])}" if losses else None,
+        "evaluated loss, last": shown(evaluations[-1]) if evaluations else None,
+        "time of all steps": _duration(_total(seconds)),
+        "tokens": f"{tokens:,.0f}" if tokens else None,
+        "tokens/s, median": None if speed is None else shown(speed),
+        "seconds a step, median": None if (median := _median(seconds)) is None else shown(median),
+        "SSD read": format_size(read) if read else None,
+        "SSD written": format_size(written) if written else None,
+        "host memory of memascend, peak": None if peak is None else format_size(peak),
+        "process, peak": None if resident is None else format_size(resident),
+    }
+    return Markup(
+        '<dl class="tiles">'
+        + "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in entries.items()
+            if value is not None
+        )
+        + "</dl>"
+    )
+
+
+# ---- the plan beside what was measured --------------------------------------------------------------------------
+
+
+def plan_tables(run: Run) -> Iterator[Markup]:
+    """Return tables of what was planned or expected, beside what was measured."""
+    rows = list(_expected(run))
+    if rows:
+        yield _scrolled(table("The whole run", ("", "planned", "measured", "measured of planned"), rows))
+    for name, heading in (("host", "Host memory, by consumer"), ("device", "Device memory, by consumer")):
+        lines = section(run.opening, "plan", name).get("lines")
+        if isinstance(lines, list) and lines:
+            measured = _measured_by_size(run) if name == "host" else {}
+            header = ("consumer", "buffers", "planned", "in use at the peak", "what for")
+            yield _scrolled(table(heading, header, _consumers(lines, measured)))
+
+
+def _expected(run: Run) -> Iterator[tuple[str, ...]]:
+    forecast, plan = section(run.opening, "forecast"), section(run.opening, "plan", "host")
+    planned = plan.get("total_bytes", section(run.opening, "store").get("host_bytes_planned"))
+    pairs = {
+        "memory of memascend": (planned, _most(run.column("host_bytes_peak"))),
+        "memory of the process": (
+            section(forecast, "host_memory").get("total_bytes"),
+            _most(run.column("peak_rss_bytes")),
+        ),
+        "SSD read in a step": (forecast.get("ssd_bytes_read"), _median(run.column("ssd_bytes_read"))),
+        "SSD written in a step": (forecast.get("ssd_bytes_written"), _median(run.column("ssd_bytes_written"))),
+    }
+    for name, (expected, measured) in pairs.items():
+        expected = number(expected)
+        if expected is not None:
+            share = _NOTHING if not expected or measured is None else f"{measured / expected:.0%}"
+            yield name, _size(expected), _size(measured), share
+
+
+def _most(values: Values) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _measured_by_size(run: Run) -> dict[float, float]:
+    """Bytes in use at the peak, by the size of a buffer."""
+    classes = section(run.end, "store").get("host_classes_at_peak")
+    found: dict[float, float] = {}
+    for entry in classes if isinstance(classes, list) else ():
+        nbytes, _, live = (
+            [number(value) for value in entry] if isinstance(entry, list) and len(entry) == 3 else [None] * 3
+        )
+        if nbytes is not None and live is not None:
+            found[nbytes] = found.get(nbytes, 0.0) + live
+    return found
+
+
+def _consumers(lines: list[Any], measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
+    """One row for each consumer. Consumers whose buffers have one size share them: the first row has their sum."""
+    told: set[float] = set()
+    for line in lines:
+        count, total = number(section(line).get("count")), number(section(line).get("total_bytes"))
+        if count is None or total is None or count <= 0:
+            continue
+        size = total / count
+        live = "with those above" if size in told and size in measured else _size(measured.get(size))
+        told.add(size)
+        yield (
+            str(line.get("consumer")),
+            f"{count:,.0f} × {_size(line.get('nbytes'))}",
+            _size(total),
+            live,
+            str(line.get("note", "")),
+        )
+
+
+# ---- drives -----------------------------------------------------------------------------------------------------
+
+
+def wear_table(run: Run, tbw: float | None) -> Markup | None:
+    """Return what the run has written to each drive, and what of its rated endurance that is, or None.
+
+    `tbw` is the terabytes that each drive is rated to be written in its life.
+    """
+    written = {path: _total(values) for path, values in run.moved("bytes_written").items()}
+    if not any(written.values()):
+        total = _total(run.column("ssd_bytes_written"))
+        written = {"all volumes": total} if total else {}
+    seconds = _total(run.column("seconds"))
+    if not written or not seconds:
+        return None
+    header = ["volume", "written", "a step", "a day of training"]
+    if tbw:
+        header += ["of the rated endurance", "days of training to the rated endurance"]
+    rows = []
+    for path, nbytes in written.items():
+        daily = nbytes / seconds * DAY_SECONDS
+        row = [path, _decimal(nbytes), _decimal(nbytes / len(run.records)), _decimal(daily)]
+        if tbw:
+            days = f"{tbw * 1e12 / daily:,.0f}" if daily else _NOTHING
+            row += [f"{shown(nbytes / (tbw * 1e10))}% of {tbw:,g} TB", days]
+        rows.append(row)
+    return _scrolled(table("Written by this run", header, rows))
+
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+
+def machine_tables(run: Run) -> Iterator[Markup]:
+    """Return tables of the machine, the store and the settings."""
+    machine, store = section(run.opening, "machine"), section(run.opening, "store")
+    rows = [(name, _size(value) if name == "memory_bytes" else str(value)) for name, value in machine.items()]
+    names = {"engine": "I/O engine", "direct_io": "direct I/O", "host_allocator": "host memory"}
+    rows += [(names[name], str(store[name])) for name in names if name in store]
+    rows += [("volume", path) for path in run.volumes]
+    if rows:
+        yield _scrolled(table("Machine", (), [(name.replace("_bytes", ""), value) for name, value in rows]))
+    settings = section(run.opening, "settings")
+    chosen = [(name, _setting(name, value)) for name, value in settings.items() if name not in _SETTINGS_LEFT_OUT]
+    if chosen:
+        data = ("tokens", "blocks")
+        chosen += [(f"{name} of data", f"{run.opening[name]}") for name in data if name in run.opening]
+        yield _scrolled(table("Settings", (), chosen))
+
+
+def _setting(name: str, value: Any) -> str:
+    if name.endswith("_memory") and number(value) is not None and not isinstance(value, bool):
+        return format_size(value)
+    return _NOTHING if value is None else str(value)[:200]
