@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 
@@ -29,6 +30,14 @@ def native_threads() -> list[str]:
         except OSError:
             continue
     return [name for name in names if name.startswith("memascend")]
+
+
+def native_threads_end() -> bool:
+    """Whether no native thread is left. The kernel lists one that was joined for a moment more."""
+    deadline = time.monotonic() + 10
+    while native_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not native_threads()
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ import lab
 import pytest
 import tiny
 import torch
-from processes import native_threads, open_files, python
+from processes import native_threads, native_threads_end, open_files, python
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -168,7 +168,7 @@ def _wait(child: int, seconds: float) -> int | None:
 @pytest.mark.parametrize("moment", ["idle", "step deferred", "graph alive", "gradients"])
 def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
     gc.collect()
-    assert not open_files(store) and not native_threads()
+    assert not open_files(store) and native_threads_end()
     threads = threading.active_count()
     model = memascend.offload(
         tiny.build("llama"), store=store, host_memory="256MiB", engine=engine, allocator="pageable", recompute=False
@@ -190,7 +190,7 @@ def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
         with pytest.raises(RuntimeError, match="closed"):
             loss.backward()
     assert not open_files(store)
-    assert not native_threads()
+    assert native_threads_end()
     assert threading.active_count() == threads
 
 
