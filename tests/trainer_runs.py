@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -75,9 +76,9 @@ def make(
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged, without times, and without the mean loss of what one process has trained."""
+    """What was logged, without times and figures, and without the mean loss of what one process has trained."""
     return [
-        {name: value for name, value in entry.items() if not ("runtime" in name or "per_second" in name)}
+        {name: value for name, value in entry.items() if not re.search("runtime|per_second|memascend/", name)}
         for entry in trainer.state.log_history
         if "train_loss" not in entry
     ]

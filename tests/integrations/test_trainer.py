@@ -130,6 +130,22 @@ def test_a_run_that_is_there_is_not_trained_as_a_new_one(model_folder: str, tmp_
     memascend.close(trainer.model)
 
 
+def test_its_figures_are_reported(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    from memascend.report.run import read_run
+
+    trainer = make(offloaded(build()), tmp_path / "out")
+    trainer.train()
+    logged_first = trainer.state.log_history[0]
+    assert logged_first["memascend/ssd_bytes_written"] > 0 and logged_first["memascend/tokens"] == 2 * 2 * 16
+    assert logged_first["memascend/seconds_compute"] > 0
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
+    run = read_run(tmp_path / "out" / "metrics.jsonl")
+    assert [record["record"] for record in run.openings] == ["start", "resume"]
+    assert list(run.records) == [2, 4, 6, 8, 10, 12] and list(run.evaluations) == [3, 6, 9, 12]
+    assert all(value and value > 0 for value in run.column("seconds") if value is not None)
+    assert run.moved("bytes_written") and not run.unreadable
+
+
 def test_it_goes_back_to_a_checkpoint(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
     trainer = make(offloaded(build()), tmp_path / "out")
     trainer.train()
@@ -246,7 +262,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         while process.poll() is None and not (killed / "out" / "store" / "memascend.json").exists():
             time.sleep(0.01)
         # The file grows with every step; kill at one of them.
-        log, steps = killed / "out" / "trainer_log.jsonl", instants.randint(1, 9)
+        log, steps = killed / "out" / "metrics.jsonl", instants.randint(1, 9)
         while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= steps):
             time.sleep(0.002)
         process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
@@ -13,9 +13,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from memascend.durable.record import random_states, restore_random_states
+from memascend.report.figures import Meter
+from memascend.report.figures import opening as opening_of
 
-#: The figures that were logged, one JSON object a line.
-LOG_NAME = "trainer_log.jsonl"
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What was logged, and the figures of steps, one JSON object a line.
+LOG_NAME = "metrics.jsonl"
 
 
 class Position(TrainerCallback):
@@ -97,7 +102,7 @@ class Position(TrainerCallback):
         """Do what was still to be done when the run was interrupted."""
         trainer = self._trainer
         if trainer._stored is not None:
-            self.log.begin(state.log_history)
+            self.log.begin(trainer.model, state.log_history, state.max_steps)
         if self._loaded is None:
             return
         trainer._tr_loss = torch.tensor(self._loaded["loss"], device=args.device)
@@ -137,27 +142,80 @@ class Position(TrainerCallback):
 
 
 class TrainerLog:
-    """The file of what was logged: it grows, and a record only has its length."""
+    """The metrics file of a run, as `memascend report` reads it, with everything that was logged.
+
+    It grows, and a record of the store only has the number of its entries.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Entries of the present run.
+        #: Entries that were logged in the present run.
         self.count = 0
+        self._meter: Meter | None = None
+        self._step = self._tokens = 0
 
-    def begin(self, entries: list[dict[str, Any]]) -> None:
-        """Begin with the entries that a run has so far."""
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    def begin(self, model: nn.Module, entries: list[dict[str, Any]], steps: int) -> None:
+        """Begin with the entries that a run has so far; `steps` is the number of all its steps."""
+        lines = self._lines(len(entries))
+        kept = sum("logged" in json.loads(line) for line in lines)
+        lines += [json.dumps(_record(entry)) + "\n" for entry in entries[kept:]]
+        opening = {"record": "resume" if entries else "start", **opening_of(model), "steps": steps}
+        self.path.write_text("".join(lines) + json.dumps(opening) + "\n")
         self.count = len(entries)
+        self._meter = Meter(model)
+        self._step, self._tokens = entries[-1]["step"] if entries else 0, 0
 
-    def append(self, entry: dict[str, Any]) -> None:
-        """Add an entry."""
+    def count_tokens(self, tokens: int) -> None:
+        """Note that a forward pass of so many tokens is taken."""
+        self._tokens += tokens
+
+    def figures(self, step: int) -> dict[str, Any]:
+        """Return the figures of a step, on average over the steps since the last ones; see `Meter.lap`."""
+        assert self._meter is not None, "a training has begun"
+        steps, tokens = max(1, step - self._step), self._tokens
+        self._step, self._tokens = step, 0
+        return _divided(self._meter.lap(tokens), steps)
+
+    def append(self, entry: dict[str, Any], figures: dict[str, Any]) -> None:
+        """Add an entry, and the figures of its step."""
         with self.path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(_record(entry) | figures) + "\n")
         self.count += 1
 
     def read(self, count: int) -> list[dict[str, Any]]:
         """Return the first entries, or those that there are."""
-        if not self.path.is_file():
-            return []
+        return [record["logged"] for line in self._lines(count) if "logged" in (record := json.loads(line))]
+
+    def _lines(self, count: int) -> list[str]:
+        """Return the lines of the file up to entry `count`; none without entries."""
+        lines: list[str] = []
+        if not count or not self.path.is_file():
+            return lines
         with self.path.open() as file:
-            return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+            for line in file:
+                if not line.endswith("\n"):
+                    break  # A killed process has left it unfinished.
+                lines.append(line)
+                count -= "logged" in json.loads(line)
+                if not count:
+                    break
+        return lines
+
+
+def _record(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of an entry of the Trainer's log."""
+    if "loss" in entry:
+        named = {"loss": entry["loss"], "grad_norm": entry.get("grad_norm"), "lr": entry.get("learning_rate")}
+        return {"record": "step", "step": entry["step"], **named, "logged": entry}
+    if "eval_loss" in entry:
+        return {"record": "eval", "step": entry["step"], "loss": entry["eval_loss"], "logged": entry}
+    return {"record": "log", "step": entry["step"], "logged": entry}
+
+
+def _divided(lap: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Divide what was counted over several steps."""
+    for name in ("tokens", "seconds", "ssd_bytes_read", "ssd_bytes_written"):
+        lap[name] /= steps
+    lap["volumes"] = [[count / steps for count in volume] for volume in lap["volumes"]]
+    lap["waited_seconds"] = {kind: seconds / steps for kind, seconds in (lap["waited_seconds"] or {}).items()}
+    return lap

@@ -243,11 +243,23 @@ class TrainerMixin:
         super()._maybe_log_save_evaluate(*others, **named)  # type: ignore[misc]
         self._position.finish()
 
+    def training_step(self, model: nn.Module, inputs: Any, *others: Any, **named: Any) -> torch.Tensor:
+        """Take a step as `transformers.Trainer.training_step` does."""
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        self._position.log.count_tokens(ids.numel() if isinstance(ids, torch.Tensor) else 0)
+        return super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
-        """Log as `transformers.Trainer.log` does."""
+        """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/..."."""
+        log = self._position.log if self.is_in_train and self._stored is not None else None
+        figures: dict[str, Any] = {}
+        if log is not None and "loss" in logs:
+            figures = log.figures(self.state.global_step)
+            logs |= {f"memascend/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
+            logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in figures["waited_seconds"].items()}
         super().log(logs, *others, **named)  # type: ignore[misc]
-        if self.is_in_train and self._stored is not None:
-            self._position.log.append(self.state.log_history[-1])
+        if log is not None:
+            log.append(self.state.log_history[-1], figures)
 
     def _load_from_checkpoint(self, *others: Any, **named: Any) -> None:
         if not self._resuming:
