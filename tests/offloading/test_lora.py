@@ -354,6 +354,23 @@ def test_what_files_cannot_give_is_refused(from_files: Callable[..., nn.Module],
         memascend.save_checkpoint(model, "one")
 
 
+@pytest.mark.parametrize("where", ["outside of a pass", "in a forward"])
+def test_a_refused_write_leaves_the_weights_of_files(from_files: Callable[..., nn.Module], where: str) -> None:
+    model = from_files()
+    projection = model.model.layers[1].self_attn.q_proj
+    before, expected = projection.weight.detach().clone(), tiny.logits(model, "llama")
+    with pytest.raises(memascend.MemascendError, match="stays as it is"):
+        if where == "in a forward":
+            hook = projection.register_forward_pre_hook(lambda module, _: module.weight.data.mul_(2))
+            tiny.logits(model, "llama")
+        projection.weight.data.mul_(2)
+    if where == "in a forward":
+        hook.remove()
+        model.train()
+    assert torch.equal(projection.weight.detach().clone(), before)
+    assert torch.equal(tiny.logits(model, "llama"), expected)
+
+
 def test_merged_experts_are_not_in_any_file(from_files: Callable[..., nn.Module]) -> None:
     with pytest.raises(memascend.CheckpointError, match=r"is made of several tensors in .*use frozen='store'"):
         from_files("mixtral")

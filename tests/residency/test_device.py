@@ -398,6 +398,12 @@ def test_adapters_over_weights_in_their_files(
     tiny.assert_same_weights(trained, weights)
     stats = memascend.stats(model)
     assert stats["file_bytes_read"] > 0 and stats["store_bytes_used"] < 2**20  # activations
+
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.detach().clone()
+    with pytest.raises(memascend.MemascendError, match="stays as it is"):
+        weight.data.mul_(2)
+    assert torch.equal(weight.detach().clone(), before)
     memascend.close(model)
     del model
     gc.collect()

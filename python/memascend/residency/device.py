@@ -251,6 +251,13 @@ class DeviceStreamer(Streamer):
     def let_go(self, unit: Unit) -> None:
         """Drop a unit that is about to change, from the device too."""
         super().let_go(unit)
+        self._forget_copy(unit)
+
+    def _discard(self, unit: Unit) -> None:
+        super()._discard(unit)
+        self._forget_copy(unit)
+
+    def _forget_copy(self, unit: Unit) -> None:
         buffer = self._on_device.get(unit)
         if buffer is not None:
             self._forget(buffer)

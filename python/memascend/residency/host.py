@@ -192,9 +192,10 @@ class Streamer:
             self.free_whole(unit)
 
     def check_writable(self, places: Sequence[Place]) -> None:
-        """Raise MemascendError for a weight that is read in place from a file of the model."""
+        """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
         for place in places:
             if place.source is not None:
+                self._discard(place.tensor.unit)
                 raise MemascendError(
                     f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
                     "stays as it is: use frozen='store'"
@@ -425,6 +426,10 @@ class Streamer:
             # A view that outlives the buffer keeps its address in use, so its entry in `by_address`
             # stays correct.
             residency.lease = residency.storage = None
+
+    def _discard(self, unit: Unit) -> None:
+        """Give up a unit's bytes, which are not what they should be; the next use fetches them."""
+        self._drop(self.residencies[unit])
 
     def _prefetch(self) -> None:
         self._order.prefetch(PREFETCH_UNITS, self._is_hosted, self._fetch_ahead)
