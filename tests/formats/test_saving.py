@@ -226,6 +226,18 @@ def test_options_that_cannot_be_followed_are_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_state_dict_is_followed_if_it_is_the_models_own(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
+    model: Any = offloaded(tiny.build("llama"))
+    model.save_pretrained(tmp_path / "own", state_dict=model.state_dict())
+    tiny.assert_same_weights(tensors_in(tmp_path / "own"), dict(tiny.build("llama").named_parameters()))
+    state = model.state_dict()
+    swapped = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
+    copied = {**state, "model.norm.weight": state["model.norm.weight"].clone()}
+    for other in (swapped, copied, dict(list(state.items())[1:])):
+        with pytest.raises(ValueError, match=r"state_dict=<dict>: .* change them in the model"):
+            model.save_pretrained(tmp_path / "other", state_dict=other)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
 @pytest.mark.parametrize("by", ["PEFT", "transformers"])
 def test_adapters_on_the_store_are_saved_as_in_memory(

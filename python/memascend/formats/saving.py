@@ -26,7 +26,7 @@ from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.api import sessions_of
 from memascend.offloading.hooks import Hooks, has_adapters
 from memascend.offloading.places import place_of
-from memascend.offloading.stand_ins import is_stand_in
+from memascend.offloading.stand_ins import is_stand_in, shown_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable, Iterator
@@ -179,15 +179,36 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
         options.pop(name, None)
     shard = options.pop("max_shard_size", signature.parameters["max_shard_size"].default)
     saves = options.pop("is_main_process", True)
+    if _is_present(model, options.get("state_dict")):
+        del options["state_dict"]  # as accelerate's examples give it
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     for name, value in options.items():
         if value != defaults.get(name, name == "safe_serialization"):
             instead = _INSTEAD.get(name, "leave it out")
+            shown = repr(value) if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
             raise ValueError(
-                f"{type(model).__name__} is offloaded: its save_pretrained cannot follow {name}={value!r}: {instead}"
+                f"{type(model).__name__} is offloaded: its save_pretrained cannot follow {name}={shown}: {instead}"
             )
     if saves:
         save_pretrained(model, save_directory, max_shard_size=shard, overwrite=True)
+
+
+def _is_present(model: nn.Module, state: Any) -> bool:
+    """Whether a state dict is that of `model` itself, and nothing in it was changed or left out."""
+    if not isinstance(state, dict):
+        return False
+    own = model.state_dict()
+    return state.keys() == own.keys() and all(_show_the_same(state[name], value) for name, value in own.items())
+
+
+def _show_the_same(one: Any, other: Any) -> bool:
+    """Whether two tensors are views of the same values, wherever those are."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    if is_stand_in(one) or is_stand_in(other):
+        return is_stand_in(one) and is_stand_in(other) and shown_by(one) == shown_by(other)
+    layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (one, other)]
+    return layouts[0] == layouts[1]
 
 
 class _Values(dict[str, Any]):

@@ -220,6 +220,12 @@ def locate(tensor: torch.Tensor) -> tuple[Session, Place, Source | None]:
     return *located, source
 
 
+def shown_by(tensor: torch.Tensor) -> Source:
+    """Return which values a stand-in stands for."""
+    _, place, source = locate(tensor)
+    return source or whole_of(place)
+
+
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a stand-in for the same values without autograd's history."""
     session, place, source = locate(tensor)
