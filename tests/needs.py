@@ -20,6 +20,7 @@ NEEDS = {
     "mkfs": "apt-get install e2fsprogs xfsprogs btrfs-progs",
     "chromium": "apt-get install chromium",
     "compiler": "apt-get install g++",
+    "lightning": "pip install 'memascend[test]'",
     "peft": "pip install 'memascend[test]'",
     "liger": "pip install 'memascend[test]'",
     "trl": "pip install 'memascend[test]'",

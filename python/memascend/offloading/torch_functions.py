@@ -37,7 +37,7 @@ from memascend.vocabulary.lookup import embedding
 from memascend.vocabulary.tables import find_tables_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from memascend.layout.units import Place
     from memascend.vocabulary.tables import Table
@@ -309,22 +309,27 @@ def _backward_to(
     return gradients
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise MemascendError before an optimizer of another kind steps on parameters that are on SSD."""
+def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise MemascendError if an optimizer of another kind is to step on parameters that are on SSD."""
     if getattr(optimizer, "updates_on_store", False):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not is_stand_in(parameter) or parameter.grad is None:
-                continue
-            located = place_of(parameter)
-            name = "a parameter" if located is None else located[1].name
-            kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-            own = next((kind for kind in kinds if kind in ("Adam", "AdamW", "SGD", "Lion")), "AdamW")
-            raise MemascendError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {name}, which is on SSD: use "
-                f"memascend.{own}(model.parameters(), ...)"
-            )
+    for parameter in parameters:
+        if not is_stand_in(parameter):
+            continue
+        located = place_of(parameter)
+        name = "a parameter" if located is None else located[1].name
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+        own = next((kind for kind in kinds if kind in ("Adam", "AdamW", "SGD", "Lion")), "AdamW")
+        raise MemascendError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {name}, which is on SSD: use "
+            f"memascend.{own}(model.parameters(), ...)"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise MemascendError before an optimizer of another kind steps on parameters that are on SSD."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    refuse_foreign(optimizer, (parameter for parameter in parameters if parameter.grad is not None))
 
 
 @lru_cache(maxsize=1)
@@ -347,7 +352,10 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
 #: Functions that read tables by blocks or rows.
 _OF_TABLES: dict[Any, Callable[..., Any]] = {F.embedding: _look_up, F.linear: _apply_head}
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
-_ADDRESS = "asks for its address in memory; take a copy by .detach().clone() first"
+_ADDRESS = (
+    "asks for its address in memory; take a copy by .detach().clone() first, or save models by "
+    "memascend.save_pretrained"
+)
 #: Functions that have no meaning for values on SSD, and what the error says of them.
 _REFUSED = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "typed_storage", "_typed_storage"), _ADDRESS),

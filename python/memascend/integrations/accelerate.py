@@ -1,0 +1,333 @@
+"""Accelerate's loop over offloaded models: `Accelerator` from here takes the place of `accelerate.Accelerator`.
+
+Of accelerate's private names this module uses `_models`, `_optimizers` and `_schedulers` of `Accelerator`: the lists of
+what was prepared. Tested with accelerate 1.15. Where a version has renamed them, `save_state` raises AttributeError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError(
+        f"memascend.integrations.accelerate needs accelerate ({error}): pip install 'memascend[accelerate]'"
+    ) from error
+
+from memascend.errors import CheckpointError, MemascendError
+from memascend.formats.saving import save_pretrained
+from memascend.formats.transformers_models import saves_adapters
+from memascend.integrations import named_checkpoints as named
+from memascend.layout.units import as_held
+from memascend.offloading.api import find_offload
+from memascend.offloading.torch_functions import refuse_foreign
+from memascend.optim import OffloadedOptimizer
+from memascend.optim.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+_ONE_PROCESS = "an offloaded model trains in one process: leave it out, and give memascend.offload more host_memory"
+#: Arguments that divide a model between processes or devices.
+_PLUGINS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
+#: Variables by which `accelerate launch` asks for the same.
+_VARIABLES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` for offloaded models, with the same arguments and methods.
+
+    - `prepare` leaves weights and optimizer states where they are.
+    - `clip_grad_norm_` clips within the update where all gradients are of one optimizer of memascend.
+    - `save_state` keeps a checkpoint in the model's store, under a name, and writes that name to the directory, with
+      the states of schedulers, random numbers, samplers and registered objects. `load_state` goes back to it. The
+      prepared optimizers and schedulers stay usable; an optimizer of before `prepare` refuses to step.
+    - `save_model` writes what `memascend.save_pretrained` does.
+    - `free_memory(model)` closes an offloaded model.
+
+    What cannot work raises MemascendError when it is asked for: more than one process, DeepSpeed, FSDP, Megatron-LM,
+    FP8, fp16 without a CUDA device.
+    """
+
+    scaler: torch.amp.GradScaler | None
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of `accelerate.Accelerator`."""
+        _check_arguments(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
+        super().__init__(*args, **kwargs)
+        if self.distributed_type != DistributedType.NO:
+            raise MemascendError(f"distributed_type is {self.distributed_type}: {_ONE_PROCESS}")
+        if self.scaler is not None:
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = GradScaler(self.device.type, **options)
+        #: Checkpoints' directories before `save_state`, with the names that they give.
+        self._before: dict[Path, list[str]] = {}
+        #: While a state is saved or loaded: the optimizers that are in stores.
+        self._stored: list[AcceleratedOptimizer] = []
+        self.register_save_state_pre_hook(self._save_offloaded)
+        self.register_load_state_pre_hook(self._load_offloaded)
+
+    # ---- preparing --------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model as accelerate does; what is offloaded stays where it is.
+
+        Raises MemascendError for a model that was closed, or computes on another device than the accelerator's.
+        """
+        session = named.open_session(model)
+        if self.verify_device_map(model):
+            raise MemascendError(
+                "the model was loaded with a device_map: leave it out, and use memascend.from_pretrained or "
+                "memascend.offload"
+            )
+        if session is not None:
+            computes = session.torch_device
+            if computes.type != self.device.type or computes.index not in (None, self.device.index or 0):
+                raise MemascendError(
+                    f"the model computes on {computes}, and the Accelerator's device is {self.device}: use "
+                    + (
+                        "Accelerator(cpu=True)"
+                        if computes.type == "cpu"
+                        else f"memascend.offload(device='{self.device}')"
+                    )
+                )
+            if self.state.dynamo_plugin.use_regional_compilation:
+                raise MemascendError(
+                    "regional compilation replaces the layers of an offloaded model: call layer.compile() for each "
+                    "layer, and leave use_regional_compilation out"
+                )
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer as accelerate does; the states of memascend's stay where they are.
+
+        Raises MemascendError for another optimizer that trains weights on SSD.
+        """
+        inner = _unwrapped(optimizer)
+        if isinstance(inner, OffloadedOptimizer):
+            device_placement = False  # accelerate would read all states, and write them again
+        else:
+            trained = (parameter for group in inner.param_groups for parameter in group["params"])
+            refuse_foreign(inner, [parameter for parameter in trained if parameter.requires_grad])
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    # ---- gradients --------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; returns the norm before (0-dim).
+
+        Where they are all the gradients of one optimizer of memascend, its `clip_grad_norm_` does so within the update.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._optimizer_of(parameters) if norm_type == 2 else None
+        if optimizer is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return optimizer.clip_grad_norm_(max_norm)
+
+    def _optimizer_of(self, parameters: list[torch.Tensor]) -> OffloadedOptimizer | None:
+        """Return the optimizer of memascend that has exactly the gradients of `parameters`."""
+        with as_held():
+            given = {id(parameter) for parameter in parameters if parameter.grad is not None}
+            for optimizer in map(_unwrapped, self._optimizers):
+                if isinstance(optimizer, OffloadedOptimizer):
+                    own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                    if given == {id(parameter) for parameter in own if parameter.grad is not None}:
+                        return optimizer
+        return None
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
+        """Save the run as accelerate does; see the class for what becomes of an offloaded model.
+
+        Checkpoints that `total_limit` removes go from the store too. Raises what `memascend.save_checkpoint` raises.
+        """
+        self._before = self._named_by(output_dir)
+        with self._without_stored_optimizers():
+            location = Path(super().save_state(output_dir, safe_serialization, **options))
+        self._forget(self._before.get(location.absolute(), []))
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Go back to what `save_state` saved. Later steps of an offloaded model's run are given up.
+
+        Raises CheckpointError for a directory that does not fit what was prepared, StoreError where the store does not
+        have the checkpoint any more.
+        """
+        with self._without_stored_optimizers():
+            super().load_state(input_dir, load_kwargs, **options)
+
+    def _sessions(self, models: list[nn.Module]) -> dict[int, Any]:
+        """Return the sessions of the offloaded ones among `models`, by their index there."""
+        sessions = ((index, named.open_session(model)) for index, model in enumerate(models))
+        return {index: session for index, session in sessions if session is not None}
+
+    def _is_stored(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether checkpoints in a store have all of an optimizer."""
+        sessions = self._sessions(self._models).values()
+        return any(named.belongs_to(_unwrapped(optimizer), session) for session in sessions)
+
+    @contextmanager
+    def _without_stored_optimizers(self) -> Iterator[None]:
+        """Have accelerate save and load those optimizers only that are not in a store."""
+        prepared = self._optimizers
+        self._optimizers = [optimizer for optimizer in prepared if not self._is_stored(optimizer)]
+        self._stored = [optimizer for optimizer in prepared if self._is_stored(optimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers, self._stored = prepared, []
+
+    def _named_by(self, output_dir: str | None) -> dict[Path, list[str]]:
+        """Return the named checkpoints of the directories that `save_state` may remove or write to."""
+        if self.project_configuration.automatic_checkpoint_naming:
+            directories = list((Path(self.project_dir) / "checkpoints").glob("*"))
+        else:
+            directories = [] if output_dir is None else [Path(output_dir)]
+        return {
+            directory.absolute(): [model["tag"] for model in named.read_manifest(directory)["models"] if model["tag"]]
+            for directory in directories
+            if (directory / named.MANIFEST).exists()
+        }
+
+    def _forget(self, tags: list[str]) -> None:
+        for model in self._models:
+            named.forget(model, tags)
+
+    def _save_offloaded(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        """Save the offloaded models, and leave the others to accelerate."""
+        for directory, tags in self._before.items():
+            if not directory.exists():
+                self._forget(tags)  # before, since the store needs their room
+        sessions = self._sessions(models)
+        kept: dict[Any, str | None] = {}
+        entries = []
+        for index, session in sessions.items():
+            if session not in kept:
+                kept[session] = named.keep(session, Path(output_dir).absolute().name)
+            entries.append({"index": index, "tag": kept[session]})
+            torch.save(named.state_in_memory(models[index]), _file_of(output_dir, index))
+        for index in sorted(sessions, reverse=True):
+            del weights[index]
+        if entries:
+            named.write_manifest(Path(output_dir), {"models": entries})
+
+    def _load_offloaded(self, models: list[nn.Module], input_dir: str) -> None:
+        """Go back to the checkpoints of the offloaded models, and leave the others to accelerate."""
+        sessions = self._sessions(models)
+        if not sessions and not (Path(input_dir) / named.MANIFEST).exists():
+            return
+        entries = {entry["index"]: entry["tag"] for entry in named.read_manifest(Path(input_dir))["models"]}
+        if entries.keys() != sessions.keys():
+            raise CheckpointError(
+                f"{input_dir} holds the offloaded models {sorted(entries)}, and {sorted(sessions)} were prepared: "
+                "prepare the same models in the same order"
+            )
+        for session in dict.fromkeys(sessions.values()):
+            self._go_back(session, next(entries[index] for index, other in sessions.items() if other is session))
+        for index in sorted(sessions, reverse=True):
+            state = torch.load(_file_of(input_dir, index), map_location="cpu", weights_only=True)
+            named.load_state_in_memory(models[index], state)
+            del models[index]
+
+    def _go_back(self, session: Any, tag: str | None) -> None:
+        """Go back to a named checkpoint, and have what was prepared use its optimizers."""
+        if tag is None:
+            return
+        optimizers = [optimizer for optimizer in self._stored if named.belongs_to(_unwrapped(optimizer), session)]
+        restored = named.go_back(session, tag)
+        for prepared in optimizers:
+            old = _unwrapped(prepared)
+            new = named.successor(old, restored)
+            # accelerate's own way to bind it to an optimizer, scaler included
+            prepared.__setstate__({**prepared.__getstate__(), "optimizer": new})
+            for scheduler in self._schedulers:
+                named.follow(scheduler.scheduler, old, new)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as safetensors; an offloaded one is streamed, as by `memascend.save_pretrained`."""
+        if named.open_session(model) is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: an offloaded model's weights are written as safetensors")
+        if saves_adapters(model):
+            raise CheckpointError(
+                "save_model writes whole models, and this one's adapters are saved by themselves: use "
+                "accelerator.unwrap_model(model).save_pretrained(directory)"
+            )
+        save_pretrained(
+            self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size=max_shard_size
+        )
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Let go of all that was prepared. Offloaded models that are given are closed, as by `memascend.close`."""
+        sessions = [find_offload(each) for each in objects if isinstance(each, torch.nn.Module)]
+        released: list[Any] = super().free_memory(*objects)
+        for session in sessions:
+            if session is not None:
+                session.close()
+        return released
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise MemascendError for what an offloaded model cannot be trained with."""
+    for name in _PLUGINS:
+        if arguments.get(name) is not None:
+            raise MemascendError(f"{name}: {_ONE_PROCESS}")
+    for name in _VARIABLES:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise MemascendError(f"ACCELERATE_USE_{name} is set by accelerate launch: {_ONE_PROCESS}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise MemascendError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were launched: {_ONE_PROCESS}")
+    precision = str(arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    if precision == "fp8":
+        raise MemascendError("mixed_precision='fp8' replaces layers, whose weights are on SSD: use 'bf16'")
+    if precision == "fp16" and (arguments.get("cpu") or not torch.cuda.is_available()):
+        raise MemascendError("mixed_precision='fp16' is for a CUDA device: use 'bf16' or 'no'")
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate's wraps."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _file_of(directory: str, index: int) -> Path:
+    """Return the file of what an offloaded model has in memory."""
+    return Path(directory) / f"memascend_{index}.bin"

@@ -1,0 +1,164 @@
+"""Checkpoints of other libraries' loops: a directory of kilobytes that names a checkpoint in the store of a model.
+
+What lies on the store is kept there under a name. The directory holds that name, and whatever is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import CheckpointError
+from memascend.formats.json_files import read_json
+from memascend.layout.units import as_held
+from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.places import place_of
+from memascend.optim import OffloadedOptimizer
+from memascend.runs.resume import restore_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from memascend.offloading.session import Session
+
+#: The file of a checkpoint's directory that names checkpoints in stores.
+MANIFEST = "memascend.json"
+#: Version of that file. A later version refuses what it cannot read.
+_FORMAT = 1
+
+
+def write_manifest(directory: Path, entries: dict[str, Any]) -> None:
+    """Write what a checkpoint names, as JSON. The file of an earlier checkpoint stays until this one is whole."""
+    temporary = directory / (MANIFEST + ".tmp")
+    with temporary.open("w") as file:
+        json.dump({"format": _FORMAT} | entries, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return what `write_manifest` was given.
+
+    Raises CheckpointError where there is no such file, or one of another version.
+    """
+    if not (directory / MANIFEST).exists():
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST}: it was not saved from an offloaded model. Load its weights into the model "
+            "before memascend.offload"
+        )
+    entries = read_json(directory / MANIFEST)
+    if not isinstance(entries, dict) or entries.get("format") != _FORMAT:
+        raise CheckpointError(f"{directory / MANIFEST} is of another version of memascend than this one reads")
+    return entries
+
+
+def is_trained(session: Session) -> bool:
+    """Whether anything on the store of an offloaded model is trained: if not, a checkpoint needs nothing of it."""
+    with as_held():
+        return any(place.parameter.requires_grad and place.tensor.trained for place in session.places)
+
+
+def keep(session: Session, label: str) -> str | None:
+    """Keep the present state of an offloaded model in its store, under a new name that begins like `label`.
+
+    Returns the name, or None where nothing on the store is trained. Raises what `memascend.save_checkpoint` raises.
+    """
+    if not is_trained(session):
+        return None
+    readable = re.sub(r"[^\w=.-]+", "-", label).lstrip("-.")[:80]
+    tag = f"{readable or 'checkpoint'}-{uuid.uuid4().hex[:8]}"
+    session.save_checkpoint(tag)
+    return tag
+
+
+def go_back(session: Session, tag: str) -> list[OffloadedOptimizer]:
+    """Go back to a named checkpoint of an offloaded model, and return its optimizers, made anew."""
+    model = session.model()
+    assert model is not None, "the caller holds the model"
+    classes = {type(optimizer).__name__: type(optimizer) for optimizer in session.generations.optimizers}
+    return restore_checkpoint(model, tag, optimizer_classes=classes).optimizers
+
+
+def forget(model: nn.Module, tags: Iterable[str | None]) -> None:
+    """Delete those of the named checkpoints that are in the store of `model`."""
+    session = find_offload(model)
+    if session is None or session.runtime.closed:
+        return
+    there = {tag for tag, _, _ in session.runtime.snapshots()}
+    for tag in there.intersection(tags):
+        session.runtime.delete_snapshot(tag)
+
+
+def state_in_memory(model: nn.Module) -> dict[str, Any]:
+    """Return the part of `model.state_dict()` that is not on a store."""
+    on_store = _names_on_store(model)
+    return {name: value for name, value in model.state_dict().items() if name not in on_store}
+
+
+def load_state_in_memory(model: nn.Module, state: dict[str, torch.Tensor], frozen_elsewhere: bool = False) -> None:
+    """Load what `state_in_memory` returned. With `frozen_elsewhere` it may lack frozen weights.
+
+    Raises CheckpointError where the model has other parts in memory now.
+    """
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    absent = _names_on_store(model)
+    if frozen_elsewhere:
+        absent |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    differing = sorted(set(unexpected) | (set(missing) - absent))
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {differing[0]} is only in one of them, beside what is on the "
+            "store; make the model as it was when the checkpoint was saved"
+        )
+
+
+def _names_on_store(model: nn.Module) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if place_of(parameter) is not None}
+
+
+def belongs_to(optimizer: Any, session: Session) -> bool:
+    """Whether all that an optimizer trains is on the store of one offloaded model, and so in its checkpoints."""
+    return isinstance(optimizer, OffloadedOptimizer) and optimizer.trains_only(session)
+
+
+def successor(optimizer: OffloadedOptimizer, restored: list[OffloadedOptimizer]) -> OffloadedOptimizer:
+    """Take from `restored` the optimizer of a checkpoint that trains the parameters of `optimizer`.
+
+    Raises CheckpointError if there is none.
+    """
+    for index, other in enumerate(restored):
+        if type(other) is type(optimizer) and _parameters(other) == _parameters(optimizer):
+            return restored.pop(index)
+    raise CheckpointError(
+        f"the checkpoint has no {type(optimizer).__name__} of the same parameters as the one given: make the "
+        "optimizers as they were when it was saved"
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def follow(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Have a scheduler of PyTorch, and those it is made of, set the learning rate of another optimizer."""
+    if getattr(scheduler, "optimizer", None) is old:
+        scheduler.optimizer = new
+    for inner in getattr(scheduler, "_schedulers", ()):
+        follow(inner, old, new)
+
+
+def open_session(model: nn.Module) -> Session | None:
+    """Return the session of a model or of the model that it wraps; None for an ordinary one.
+
+    Raises MemascendError for one that was closed.
+    """
+    return None if find_offload(model) is None else offload_of(model)
