@@ -90,6 +90,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         "loader": Loader(tiny.batch("llama", step) for step in range(3)),
         "train": train,
         "gpu": torch.cuda.is_available(),
+        "lightning": importlib.util.find_spec("lightning") is not None,
         "peft": importlib.util.find_spec("peft") is not None,
     }
     yield values

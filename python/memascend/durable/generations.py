@@ -103,6 +103,10 @@ class Generations:
         if all(joined is not optimizer for joined in self.optimizers):
             self._entries.append(_OptimizerEntry(optimizer))
 
+    def leave(self, optimizer: Optimizer) -> None:
+        """Leave out an optimizer that has taken no step: another one has its parameters."""
+        self._entries = [entry for entry in self._entries if entry.reference() is not optimizer]
+
     def track(self, objects: dict[str, Any]) -> None:
         """Include the states of `objects` in every generation, and load the states that a resumed run has for them.
 

@@ -373,6 +373,12 @@ class Hooks:
 
         return forward
 
+    def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""
+        model = self.session.model()
+        assert model is not None, "the caller holds the model"
+        return self._whole(model, function)
+
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""
         streamer, device = self.session.streamer, self.session.torch_device

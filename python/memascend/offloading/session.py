@@ -63,6 +63,9 @@ class Attachment(Protocol):
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them."""
 
+    def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls the whole model's parts, as one pass: as its forward is."""
+
 
 class Session:
     """The offloaded state of one model: its units on SSD, and its budgeted host and device memory."""
