@@ -290,9 +290,9 @@ class Accelerator(accelerate.Accelerator):
                 "save_model writes whole models, and this one's adapters are saved by themselves: use "
                 "accelerator.unwrap_model(model).save_pretrained(directory)"
             )
-        save_pretrained(
-            self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size=max_shard_size
-        )
+        # Over what is there, as accelerate does.
+        whole = self.unwrap_model(model, keep_torch_compile=False)
+        save_pretrained(whole, save_directory, max_shard_size=max_shard_size, overwrite=True)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Let go of all that was prepared. Offloaded models that are given are closed, as by `memascend.close`."""
