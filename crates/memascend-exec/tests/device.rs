@@ -152,7 +152,8 @@ impl Rig {
         self.link.close();
         let Self { link, gradients, staging, chunks, packs, bench, fake } = self;
         drop((link, gradients, staging));
-        assert_eq!(chunks.counters().live_bytes, 0);
+        // Writes that nobody waits for, of what was dropped, have their chunks until they end.
+        until("all chunks are returned", || chunks.counters().live_bytes == 0);
         drop((chunks, packs, bench));
         fake.assert_clean();
     }
