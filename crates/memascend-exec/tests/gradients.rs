@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use memascend_exec::{GradientDtypes, GradientId, Gradients, Pending, Result, Staging};
 use memascend_kernels::{
-    Dtype, GRADIENT_BLOCK, GradientStats, round_bf16, round_f16, stats_bf16, stats_f16, stats_f32,
-    widen_bf16, widen_f16,
+    Dtype, GRADIENT_BLOCK, GradientStats, round_bf16, round_f16, stats_bf16, widen_bf16, widen_f16,
 };
 use memascend_mem::{LeaseSlice, Pool, round_up_to_page};
 use memascend_nvme::testing::Faults;
 use proptest::prelude::*;
+use support::gradients::{create, floats, read, stats, words};
 use support::{Bench, Kind, Random, pool, within_patience};
 
 const BLOCK: usize = GRADIENT_BLOCK;
@@ -36,8 +36,7 @@ impl Captures {
     }
 
     fn create(&self, dtype: Dtype, numel: usize) -> (GradientId, Arc<Pending>) {
-        let pending = Arc::default();
-        (self.gradients.create("w.gradient", dtype, numel, Arc::clone(&pending)).unwrap(), pending)
+        create(&self.gradients, dtype, numel)
     }
 
     fn capture(
@@ -55,22 +54,12 @@ impl Captures {
     }
 
     fn read(&self, id: GradientId, bytes: usize) -> Vec<u8> {
-        let mut target = vec![0xEE; bytes];
-        self.gradients.read(id, &mut target).unwrap();
-        target
+        read(&self.gradients, id, bytes)
     }
 
     fn chunks_live(&self) -> usize {
         self.chunks.counters().live_bytes / (self.chunk_elements * 4)
     }
-}
-
-fn words(bytes: &[u8]) -> Vec<u16> {
-    bytes.as_chunks().0.iter().map(|pair| u16::from_le_bytes(*pair)).collect()
-}
-
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.as_chunks().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
 }
 
 /// `sum += addend`: bf16 through fp32, rounded to nearest, ties to even. Written apart from the
@@ -97,16 +86,6 @@ fn add(dtype: Dtype, sum: &[u8], addend: &[u8]) -> Vec<u8> {
             floats(sum).iter().zip(&floats(addend)).flat_map(|(a, b)| (a + b).to_le_bytes()).collect()
         }
     }
-}
-
-fn stats(dtype: Dtype, bytes: &[u8]) -> GradientStats {
-    let mut stats = GradientStats::default();
-    match dtype {
-        Dtype::Bf16 => stats_bf16(&words(bytes), &mut stats),
-        Dtype::F16 => stats_f16(&words(bytes), &mut stats),
-        Dtype::F32 => stats_f32(&floats(bytes), &mut stats),
-    }
-    stats
 }
 
 proptest! {

@@ -1,6 +1,8 @@
 //! What the integration tests share: stores on every engine, pools, random numbers and a watchdog.
 #![allow(dead_code)] // every test binary uses its part
 
+pub mod gradients;
+
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
