@@ -900,7 +900,7 @@ size_t fake_pending_error(void) { return last_error; }
 
 /* ---- streams ---- */
 
-/* Whether streams made here keep what they are told to do until somebody needs it. Ending it runs all that is left. */
+/* Whether streams made here keep what they are told to do until a wait needs it. Ending it runs all that is left. */
 void fake_set_lazy(size_t yes) {
     pthread_mutex_lock(&lock);
     lazy = yes != 0;
@@ -913,7 +913,7 @@ void fake_set_lazy(size_t yes) {
 void fake_set_seed(size_t value) { seed = value * 0x9E3779B97F4A7C15 | 1; }
 /*
  * How many questions in vain an operation outlasts, or seems to where it runs at once: the host is told late all the
- * same. Whoever waits for it does not have to ask.
+ * same. A thread that waits for it does not have to ask.
  */
 void fake_set_lateness(size_t count) { lateness = count; }
 /* Bytes of the device that cudaMemGetInfo gives as its memory, all free. */

@@ -102,7 +102,7 @@ def put_in_place(finished: Path, out: Path) -> None:
     for path in [*finished.rglob("*"), finished]:
         sync(path)
     if os.path.lexists(out):  # made since the start of the run; a rename onto an empty directory would succeed
-        raise OutputError(f"--out {out} was created by someone else during the run: nothing was written over it")
+        raise OutputError(f"--out {out} was created by another process during the run: nothing was written over it")
     os.rename(finished, out)
     sync(out.parent)
 
