@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from accelerate.utils import AutocastKwargs, ProjectConfiguration  # noqa: E402
 
 from memascend.integrations.accelerate import Accelerator  # noqa: E402
+from memascend.integrations.named_checkpoints import MANIFEST  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -311,7 +312,7 @@ def test_checkpoints_that_are_named_and_limited(offloaded: Callable[..., nn.Modu
     for number in range(4):
         loop.run(batches=range(number, number + 1))
         location = loop.accelerator.save_state()
-        kept.append(json.loads((location / "memascend.json").read_text())["models"][0]["tag"])
+        kept.append(json.loads((location / MANIFEST).read_text())["models"][0]["tag"])
         assert tags(model) == kept[-2:]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
     assert kept[-1].startswith("checkpoint_3-")
@@ -372,7 +373,7 @@ def test_a_state_that_was_saved_from_memory_is_refused(offloaded: Callable[..., 
     Loop(tiny.build("qwen2")).accelerator.save_state(tmp_path / "state")
     _reset()
     loop = Loop(offloaded(tiny.build("qwen2")))
-    with pytest.raises(memascend.CheckpointError, match=r"state has no memascend\.json"):
+    with pytest.raises(memascend.CheckpointError, match=rf"state has no {MANIFEST}"):
         loop.accelerator.load_state(tmp_path / "state")
 
 

@@ -20,7 +20,8 @@ from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArgume
 from transformers import Trainer as PlainTrainer
 
 import memascend
-from memascend.integrations.transformers import CHECKPOINT_NAME, MemascendArguments, Trainer, TrainerMixin
+from memascend.integrations.named_checkpoints import MANIFEST
+from memascend.integrations.transformers import MemascendArguments, Trainer, TrainerMixin
 from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     assert not differing(weights(trainer.model), weights(expected.model))
     names = {f"checkpoint-{number}" for number in (3, 6, 9, 12)}
     assert {tag for tag, _, _ in memascend.checkpoints(trainer.model)} == names
-    assert {path.parent.name for path in (tmp_path / "out").glob(f"*/{CHECKPOINT_NAME}")} == names
+    assert {path.parent.name for path in (tmp_path / "out").glob(f"*/{MANIFEST}")} == names
     memascend.close(trainer.model)
 
 

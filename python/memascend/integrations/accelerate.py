@@ -213,9 +213,9 @@ class Accelerator(accelerate.Accelerator):
         else:
             directories = [] if output_dir is None else [Path(output_dir)]
         return {
-            directory.absolute(): [model["tag"] for model in named.read_manifest(directory)["models"] if model["tag"]]
+            directory.absolute(): [tag for tag in named.read_names(directory).values() if tag is not None]
             for directory in directories
-            if (directory / named.MANIFEST).exists()
+            if named.has_names(directory)
         }
 
     def _forget(self, tags: list[str]) -> None:
@@ -229,30 +229,28 @@ class Accelerator(accelerate.Accelerator):
                 self._forget(tags)  # before, since the store needs their room
         sessions = self._sessions(models)
         kept: dict[Any, str | None] = {}
-        entries = []
         for index, session in sessions.items():
             if session not in kept:
                 kept[session] = named.keep(session, Path(output_dir).absolute().name)
-            entries.append({"index": index, "tag": kept[session]})
             torch.save(named.state_in_memory(models[index]), _file_of(output_dir, index))
         for index in sorted(sessions, reverse=True):
             del weights[index]
-        if entries:
-            named.write_manifest(Path(output_dir), {"models": entries})
+        if sessions:
+            named.write_names(Path(output_dir), {index: (each, kept[each]) for index, each in sessions.items()})
 
     def _load_offloaded(self, models: list[nn.Module], input_dir: str) -> None:
         """Go back to the checkpoints of the offloaded models, and leave the others to accelerate."""
         sessions = self._sessions(models)
-        if not sessions and not (Path(input_dir) / named.MANIFEST).exists():
+        if not sessions and not named.has_names(Path(input_dir)):
             return
-        entries = {entry["index"]: entry["tag"] for entry in named.read_manifest(Path(input_dir))["models"]}
-        if entries.keys() != sessions.keys():
+        names = named.read_names(Path(input_dir))
+        if names.keys() != sessions.keys():
             raise CheckpointError(
-                f"{input_dir} holds the offloaded models {sorted(entries)}, and {sorted(sessions)} were prepared: "
+                f"{input_dir} holds the offloaded models {sorted(names)}, and {sorted(sessions)} were prepared: "
                 "prepare the same models in the same order"
             )
         for session in dict.fromkeys(sessions.values()):
-            self._go_back(session, next(entries[index] for index, other in sessions.items() if other is session))
+            self._go_back(session, next(names[index] for index, other in sessions.items() if other is session))
         for index in sorted(sessions, reverse=True):
             state = torch.load(_file_of(input_dir, index), map_location="cpu", weights_only=True)
             named.load_state_in_memory(models[index], state)

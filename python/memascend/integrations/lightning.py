@@ -51,8 +51,6 @@ _Plain: Any = _plugins.Precision
 _Half: Any = _plugins.HalfPrecision
 _Mixed: Any = _plugins.MixedPrecision
 
-#: Where a checkpoint's directory has Lightning's part, by the name of the checkpoint in the store.
-_PART = "{}.ckpt"
 #: Options of `memascend.offload` that a run in a store keeps.
 _KEPT_BY_RUN = ("fused_loss", "gradients")
 
@@ -258,19 +256,20 @@ class MemascendStrategy(_Single):
         raises.
         """
         directory = Path(filepath)
-        before = named.read_manifest(directory) if (directory / named.MANIFEST).exists() else None
+        before = [named.read_name(directory)] if named.has_names(directory) else []
         tag = named.keep(self._session, directory.stem)
-        part = _PART.format(tag or "lightning")
+        part = _part_of(directory, tag)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.checkpoint_io.save_checkpoint(checkpoint, directory / part, storage_options=storage_options)
-            named.write_manifest(directory, {"tag": tag, "part": part})
+            self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options=storage_options)
+            named.write_names(directory, {0: (self._session, tag)})
         except BaseException:
             named.forget(self.lightning_module, {tag})
             raise
-        if before is not None and before["part"] != part:
-            named.forget(self.lightning_module, {before["tag"]})
-            (directory / before["part"]).unlink(missing_ok=True)
+        for old in before:
+            if old != tag:
+                named.forget(self.lightning_module, {old})
+                _part_of(directory, old).unlink(missing_ok=True)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
         """Read a checkpoint's directory. Raises CheckpointError for anything else."""
@@ -280,9 +279,9 @@ class MemascendStrategy(_Single):
                 f"{directory} is no checkpoint of an offloaded model, which is a directory: load a file's weights into "
                 "the module (load_from_checkpoint) before it is offloaded"
             )
-        entries = named.read_manifest(directory)
-        checkpoint = super().load_checkpoint(directory / entries["part"], weights_only=weights_only)
-        return {**checkpoint, "memascend": entries["tag"]}
+        tag = named.read_name(directory)
+        checkpoint = super().load_checkpoint(_part_of(directory, tag), weights_only=weights_only)
+        return {**checkpoint, "memascend": tag}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Go back to the checkpoint in the store, and load what the module has in memory.
@@ -328,7 +327,7 @@ class MemascendStrategy(_Single):
             path.unlink()
             return
         with suppress(CheckpointError):
-            named.forget(self.lightning_module, {named.read_manifest(path)["tag"]})
+            named.forget(self.lightning_module, {named.read_name(path)})
         shutil.rmtree(path, ignore_errors=True)
 
     def teardown(self) -> None:
@@ -336,6 +335,11 @@ class MemascendStrategy(_Single):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _part_of(directory: Path, tag: str | None) -> Path:
+    """Return where a checkpoint's directory has Lightning's part, by the name of the checkpoint in the store."""
+    return directory / f"{tag or 'lightning'}.ckpt"
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -28,36 +28,67 @@ if TYPE_CHECKING:
 
     from memascend.offloading.session import Session
 
-#: The file of a checkpoint's directory that names checkpoints in stores.
-MANIFEST = "memascend.json"
+#: The file of a checkpoint's directory that names checkpoints in stores; a store's own file has another name.
+MANIFEST = "memascend_checkpoint.json"
 #: Version of that file. A later version refuses what it cannot read.
 _FORMAT = 1
 
 
-def write_manifest(directory: Path, entries: dict[str, Any]) -> None:
-    """Write what a checkpoint names, as JSON. The file of an earlier checkpoint stays until this one is whole."""
+def write_names(directory: Path, models: dict[int, tuple[Session, str | None]]) -> None:
+    """Write where the store of each offloaded model is, and the name of the checkpoint there; None where there is none.
+
+    Models are known by their number among those that are saved together. The file of an earlier checkpoint stays until
+    this one is whole.
+    """
+    entries = [
+        {"index": index, "store": [str(path) for path in session.opened_with["store"]], "tag": tag}
+        for index, (session, tag) in models.items()
+    ]
     temporary = directory / (MANIFEST + ".tmp")
     with temporary.open("w") as file:
-        json.dump({"format": _FORMAT} | entries, file, indent=1)
+        json.dump({"format": _FORMAT, "models": entries}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, directory / MANIFEST)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return what `write_manifest` was given.
+def has_names(directory: Path) -> bool:
+    """Whether a directory is a checkpoint that `write_names` was called for."""
+    return (directory / MANIFEST).is_file()
 
-    Raises CheckpointError where there is no such file, or one of another version.
+
+def read_names(directory: Path) -> dict[int, str | None]:
+    """Return the names that `write_names` was given, by the number of the model.
+
+    Raises CheckpointError where there is no such file, or one that is damaged or of another version.
     """
-    if not (directory / MANIFEST).exists():
+    file = directory / MANIFEST
+    if not has_names(directory):
         raise CheckpointError(
             f"{directory} has no {MANIFEST}: it was not saved from an offloaded model. Load its weights into the model "
             "before memascend.offload"
         )
-    entries = read_json(directory / MANIFEST)
-    if not isinstance(entries, dict) or entries.get("format") != _FORMAT:
-        raise CheckpointError(f"{directory / MANIFEST} is of another version of memascend than this one reads")
-    return entries
+    found = read_json(file)
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise CheckpointError(f"{file} is of another version of memascend than this one reads")
+    try:
+        names = {model["index"]: model["tag"] for model in found["models"]}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} names no checkpoint of a store") from error
+    if not all(isinstance(index, int) and isinstance(tag, str | None) for index, tag in names.items()):
+        raise CheckpointError(f"{file} names no checkpoint of a store")
+    return names
+
+
+def read_name(directory: Path) -> str | None:
+    """Return the name in the checkpoint of one model, or None where nothing on its store was trained.
+
+    Raises CheckpointError as `read_names` does, and for the checkpoint of several models.
+    """
+    names = read_names(directory)
+    if list(names) != [0]:
+        raise CheckpointError(f"{directory / MANIFEST} is of {len(names)} offloaded models, and here is one")
+    return names[0]
 
 
 def is_trained(session: Session) -> bool:

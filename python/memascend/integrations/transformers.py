@@ -12,7 +12,6 @@ TRL's. A model in memory is trained by the same optimizer, so that losses and we
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import memascend
 from memascend.durable.record import restore_random_states
 from memascend.errors import CheckpointError
-from memascend.formats.json_files import read_json
+from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names, read_name, write_names
 from memascend.integrations.trainer_arguments import (
     MemascendArguments,
     OffloadArguments,
@@ -47,12 +46,9 @@ if TYPE_CHECKING:
 
     from memascend.offloading.session import Session
 
-__all__ = ["CHECKPOINT_NAME", "MemascendArguments", "OffloadArguments", "Trainer", "TrainerMixin"]
+__all__ = ["MemascendArguments", "OffloadArguments", "Trainer", "TrainerMixin"]
 
 _log = logging.getLogger("memascend")
-
-#: What a checkpoint's directory says of the store that holds its tensors.
-CHECKPOINT_NAME = "memascend_checkpoint.json"
 
 
 class TrainerMixin:
@@ -182,7 +178,7 @@ class TrainerMixin:
         """Take up the run that `given` names, and yield what transformers' Trainer reads its own state from."""
         session = self._stored
         checkpoint = None if given in (None, False, True) else Path(given)
-        if session is None or (checkpoint is not None and not (checkpoint / CHECKPOINT_NAME).is_file()):
+        if session is None or (checkpoint is not None and not has_names(checkpoint)):
             yield given
             return
         if not given:
@@ -288,7 +284,7 @@ class TrainerMixin:
         if session is not None:
             self._position.finish()
             tag = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self._delete_tags({tag})  # of a run that was interrupted here
+            forget(self.model, {tag})  # of a run that was interrupted here
             memascend.save_checkpoint(self.model, tag)
 
     @contextmanager
@@ -297,12 +293,7 @@ class TrainerMixin:
         run_folder = self._get_output_dir(trial=trial)
         before = _tags_in(run_folder)
         yield
-        self._delete_tags(before - _tags_in(run_folder))
-
-    def _delete_tags(self, tags: set[str]) -> None:
-        session = self._stored
-        for tag in tags & ({tag for tag, _, _ in session.runtime.snapshots()} if session is not None else set()):
-            memascend.delete_checkpoint(self.model, tag)
+        forget(self.model, before - _tags_in(run_folder))
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         with self._deleting_with_folders(trial):
@@ -316,8 +307,7 @@ class TrainerMixin:
         assert output_dir is not None
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        stores = [str(path) for path in self._stored.opened_with["store"]]
-        (folder / CHECKPOINT_NAME).write_text(json.dumps({"store": stores, "tag": folder.name}, indent=2) + "\n")
+        write_names(folder, {0: (self._stored, folder.name)})
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -330,7 +320,7 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        if self._stored is None or not (best / CHECKPOINT_NAME).is_file():
+        if self._stored is None or not has_names(best):
             super()._load_best_model()  # type: ignore[misc]
             return
         _log.info("going back to the best model, %s (%s)", best, self.state.best_metric)
@@ -365,12 +355,12 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
 
 def _tag_of(checkpoint: Path) -> str:
     """Return the name, in the store, of a checkpoint whose directory this is."""
-    tag = read_json(checkpoint / CHECKPOINT_NAME).get("tag")
-    if not isinstance(tag, str):
-        raise CheckpointError(f"{checkpoint / CHECKPOINT_NAME} names no checkpoint of a store")
+    tag = read_name(checkpoint)
+    if tag is None:
+        raise CheckpointError(f"{checkpoint} names no checkpoint: nothing on the store was trained when it was saved")
     return tag
 
 
 def _tags_in(folder: str | os.PathLike[str]) -> set[str]:
     """Return the names of the checkpoints that have a directory in `folder`."""
-    return {file.parent.name for file in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{CHECKPOINT_NAME}")}
+    return {file.parent.name for file in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST}")}
