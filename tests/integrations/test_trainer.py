@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import pytest
 import torch
 import trainer_runs
@@ -217,6 +218,22 @@ def test_a_budget_has_to_be_given(model_folder: str, tmp_path: Path) -> None:
     args = MemascendArguments(str(tmp_path / "out"), use_cpu=True)
     with pytest.raises(ValueError, match="host_memory is not given"):
         Trainer(model_folder, args)
+
+
+def test_a_model_of_the_hub_is_taken_by_its_name(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(repo_id: str, **_: Any) -> str:
+        assert repo_id == "org/small"
+        return model_folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    trainer = make("org/small", tmp_path / "out", offload=True)
+    assert not differing(weights(trainer.model), weights(load(model_folder)))
+    memascend.close(trainer.model)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: os.stat(tmp_path / "none"))
+    with pytest.raises(memascend.CheckpointError, match="org/small is no directory, and cannot be downloaded"):
+        make("org/small", tmp_path / "other", offload=True)
 
 
 def test_a_trainer_that_cannot_be_made_leaves_no_store(model_folder: str, tmp_path: Path) -> None:

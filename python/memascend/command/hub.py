@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memascend.command.exits import note
-from memascend.errors import CheckpointError, first_line
-from memascend.formats.side_files import SIDE_FILE_SUFFIXES
+from memascend.formats.hub import CONFIG_FILES, MODEL_FILES, download, is_id
 
-#: What a run needs of a repository: safetensors, configuration and tokenizer, without code and other formats.
-MODEL_FILES = ("*.safetensors", *(f"*{suffix}" for suffix in SIDE_FILE_SUFFIXES))
-CONFIG_FILES = ("config.json",)
-_LEFT_OUT = ("*/*", "consolidated*")  # folders, and the same weights in another layout
-_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["CONFIG_FILES", "model_directory"]
 
 
 def model_directory(given: Path, files: Sequence[str] = MODEL_FILES) -> Path:
@@ -22,16 +19,7 @@ def model_directory(given: Path, files: Sequence[str] = MODEL_FILES) -> Path:
 
     Raises CheckpointError where it is an id, and cannot be downloaded.
     """
-    if given.exists() or not _ID.fullmatch(str(given)):
+    if given.exists() or not is_id(str(given)):
         return given
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise CheckpointError(f"{given} is no directory; as an id of the hub it needs huggingface_hub") from error
     note(f"{given} is no directory: taking it from the Hugging Face hub")
-    try:
-        return Path(snapshot_download(str(given), allow_patterns=list(files), ignore_patterns=list(_LEFT_OUT)))
-    except Exception as error:  # of the network, the hub, its cache or the name
-        raise CheckpointError(
-            f"{given} is no directory, and cannot be downloaded from the Hugging Face hub: {first_line(error)}"
-        ) from error
+    return download(str(given), files)

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import memascend
+from memascend.formats.hub import download
 from memascend.optim import SGD, AdamW, Lion, OffloadedOptimizer
 
 if TYPE_CHECKING:
@@ -90,16 +91,8 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
     if in_memory is not None:
         return memascend.offload(in_memory, store=paths, **options), []
-    return memascend.from_pretrained(_directory(model), store=paths, dtype=args.weights_dtype, **options), []
-
-
-def _directory(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the directory of a model that is given by its directory, or by its name on the hub."""
-    if os.path.isdir(name):
-        return name
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+    directory = model if os.path.isdir(model) else download(str(model))
+    return memascend.from_pretrained(directory, store=paths, dtype=args.weights_dtype, **options), []
 
 
 # ---- the optimizer ----------------------------------------------------------------------------------------------
