@@ -120,27 +120,25 @@ def when_free(open_store: Callable[[], _Opened]) -> _Opened:
 
     Raises StoreError, saying how to let go, where a model or an optimizer of this process still has the store.
     """
-    close_unused()
-    try:
-        return open_store()
-    except StoreError as error:
-        if not _is_ours(error):
-            raise
-    # A notebook's cell that runs again has left its model to the collector, which may not have run since.
-    gc.collect()
-    close_unused()
-    try:
-        return open_store()
-    except StoreError as error:
-        if not _is_ours(error):
-            raise
-        raise StoreError(
-            error.errno,
-            f"{error.filename} is in use by this very process: a model that was offloaded there before, or its "
-            "optimizer, still has it. Let go of it with memascend.close(model) before the cell or function that "
-            "offloads runs again, or choose another place",
-            error.filename,
-        ) from error
+    collected = False
+    while True:
+        close_unused()
+        try:
+            return open_store()
+        except StoreError as error:
+            if not _is_ours(error):
+                raise
+            if collected:
+                raise StoreError(
+                    error.errno,
+                    f"{error.filename} is in use by this very process: a model that was offloaded there before, or its "
+                    "optimizer, still has it. Let go of it with memascend.close(model) before the cell or function "
+                    "that offloads runs again, or choose another place",
+                    error.filename,
+                ) from error
+        # A notebook's cell that runs again has left its model to the collector, which may not have run since.
+        gc.collect()
+        collected = True
 
 
 def _is_ours(error: StoreError) -> bool:
