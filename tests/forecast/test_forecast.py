@@ -75,6 +75,17 @@ EXPERTS = Qwen3MoeConfig(
 MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
 
 
+def assert_measured(found, seen):
+    """What is forecast of host memory, the store and a step's traffic is what `traffic.steps` returned of a run."""
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    # Between steps the store holds everything but activations.
+    space = found["ssd_space"]
+    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
+    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
+        real = (seen[3][counter] - seen[1][counter]) / 2
+        assert found["ssd_traffic"]["planned"][direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+
+
 def plan(capfd, path, *more):
     """Run the command with --json; return its exit code and what it printed."""
     code = main.main(["plan", str(path), "--json", *map(str, more)])
@@ -159,16 +170,9 @@ def test_traffic_and_plan_are_those_of_a_real_run(name, spare, accumulate, tmp_p
         saved(config, tmp_path / "config"), seq_len=128, batch_size=2, grad_accum=accumulate, budget=budget
     )
     assert found["host_memory"]["total_bytes"] == memascend.offload_of(model).plan.total
-    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
     assert found["host_memory"]["budget_bytes"] == seen[-1]["host_bytes_budget"]
     assert found["model"]["parameters"] == seen[-1]["parameters"]
-    # Between steps the store holds everything but activations.
-    space = found["ssd_space"]
-    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
-    moved = found["ssd_traffic"]["planned"]
-    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
-        real = (seen[3][counter] - seen[1][counter]) / 2
-        assert moved[direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+    assert_measured(found, seen)
 
 
 def test_activations_are_those_of_a_real_forward(tmp_path, offloaded):
@@ -193,10 +197,8 @@ def test_float32_has_no_low_half(tmp_path, offloaded):
     offloaded(model, host_memory=smallest_budget(model))
     seen = steps(model, memascend.AdamW(model.parameters(), lr=1e-4), 4, 1, 1, 128, SMALL.vocab_size)
     found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, dtype="float32")
-    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
     assert found["ssd_space"]["master_low_bytes"] == 0
-    real = (seen[3]["ssd_bytes_read"] - seen[1]["ssd_bytes_read"]) / 2
-    assert found["ssd_traffic"]["planned"]["read"]["total_bytes"] == pytest.approx(real, rel=0.03)
+    assert_measured(found, seen)
 
 
 def test_rounded_gradients_are_those_of_a_real_run(tmp_path, offloaded):
@@ -205,17 +207,12 @@ def test_rounded_gradients_are_those_of_a_real_run(tmp_path, offloaded):
     found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, grad_accum=2, **kept)
     offloaded(model, host_memory=found["host_memory"]["smallest_bytes"], gradients="bfloat16")
     seen = steps(model, memascend.AdamW(model.parameters(), lr=1e-4), 4, 2, 1, 128, SMALL.vocab_size)
-    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
-    space = found["ssd_space"]
-    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
-    moved = found["ssd_traffic"]["planned"]
-    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
-        real = (seen[3][counter] - seen[1][counter]) / 2
-        assert moved[direction]["total_bytes"] == pytest.approx(real, rel=0.03), direction
+    assert_measured(found, seen)
+    space, written = found["ssd_space"], found["ssd_traffic"]["planned"]["written"]
     whole = forecast(saved(SMALL, tmp_path / "other"), seq_len=128, batch_size=1, grad_accum=2, dtype="float32")
     assert 2 * space["gradients_bytes"] == whole["ssd_space"]["gradients_bytes"] > 0
     spilled = whole["ssd_traffic"]["planned"]["written"]["gradients_bytes"]
-    assert 2 * moved["written"]["gradients_bytes"] == spilled > 0
+    assert 2 * written["gradients_bytes"] == spilled > 0
 
 
 @pytest.mark.parametrize(
