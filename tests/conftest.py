@@ -17,6 +17,7 @@ import torch
 from simulated_device import SimulatedDevice
 
 import memascend
+from memascend.layout import tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +38,14 @@ def products_in_float32() -> Iterator[None]:
     """For tests whose two sides multiply alike: products of half precision that are quick on every processor."""
     with products.in_float32():
         yield
+
+
+@pytest.fixture
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tables of the size of tests, with blocks of some pages."""
+    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
+    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
 
 
 @pytest.fixture

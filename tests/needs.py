@@ -5,7 +5,7 @@ MEMASCEND_REQUIRE is a list such as `root,mkfs,peft`, or `all`, which is everyth
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +39,16 @@ def required() -> frozenset[str]:
         known = ", ".join([*NEEDS, "all"])
         raise pytest.UsageError(f"MEMASCEND_REQUIRE names {', '.join(sorted(unknown))}; there are {known}")
     return frozenset(NEEDS.keys() - {"gpu"} if "all" in names else ()) | (names - {"all"})
+
+
+def liger_interpreted() -> dict[str, str]:
+    """Need Liger-Kernel, and return the variables of a process that runs its kernels without a GPU.
+
+    They run in Triton's interpreter, which has to be chosen before Triton is imported.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        unmet("liger", "liger_kernel is not installed")
+    return {"TRITON_INTERPRET": "1"}
 
 
 def unmet(need: str, why: str) -> NoReturn:

@@ -40,6 +40,15 @@ def native_threads_end() -> bool:
     return not native_threads()
 
 
+def run_file(file: str | Path, *arguments: object, **variables: str) -> str:
+    """Run a file of the tests as a program that finds the modules found here, and return what it writes."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    command = [sys.executable, str(file), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def python(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -45,14 +46,7 @@ def build() -> LlamaForCausalLM:
     """A model with dropout, so that random numbers matter."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        attention_dropout=0.1,
+        **tiny.SMALLEST_DECODER | {"vocab_size": VOCABULARY}, tie_word_embeddings=False, attention_dropout=0.1
     )
     return LlamaForCausalLM(config).to(torch.bfloat16)
 

@@ -17,7 +17,6 @@ from torch import nn
 
 import memascend
 from memascend._memascend import KeptStore
-from memascend.layout import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,12 +58,11 @@ def wait_for_generation(model: nn.Module, number: int) -> None:
     ],
 )
 def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(
-    tmp_path: Path, architecture: str, by_blocks: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, architecture: str, by_blocks: bool, request: pytest.FixtureRequest
 ) -> None:
     """What is on the drive at some moment is what a killed process leaves. Embeddings and heads are tables or not."""
     if by_blocks:
-        for name, nbytes in (("TABLE_BYTES_MIN", 2**15), ("BLOCK_BYTES", 2**16), ("BLOCK_BYTES_MAX", 0)):
-            monkeypatch.setattr(tables, name, nbytes)
+        request.getfixturevalue("small_tables")
     options = VARIANTS[architecture]
     reference = Run(memascend.fuse_loss(build(architecture)), architecture, **options).go(STEPS)
     expected, losses = reference.state(), reference.losses

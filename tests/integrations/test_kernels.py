@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +9,7 @@ import needs
 import pytest
 import tiny
 import torch
+from processes import run_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
@@ -102,17 +100,8 @@ def test_flex_attention(offloaded: Callable[..., nn.Module]) -> None:
 
 
 def test_all_of_liger_kernel(store: Path) -> None:
-    """`apply_liger_kernel_to_llama(model=...)` as it is called by default.
-
-    Its kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
-    """
-    if importlib.util.find_spec("liger_kernel") is None:
-        needs.unmet("liger", "liger_kernel is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, __file__, str(store)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("same\n") == 2
+    """`apply_liger_kernel_to_llama(model=...)` as it is called by default."""
+    assert run_file(__file__, store, **needs.liger_interpreted()).count("same\n") == 2
 
 
 def main(store: str) -> None:

@@ -262,7 +262,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     def start(folder: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", str(Path(trainer_runs.__file__)), str(folder)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **pipes)
+        variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(command, env=os.environ | variables, **pipes)
 
     def finish(folder: Path) -> Any:
         process = start(folder)

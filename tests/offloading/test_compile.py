@@ -11,7 +11,6 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import memascend
-from memascend.layout import tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,12 +133,8 @@ def _loss_of_its_own(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.
 
 @pytest.mark.parametrize("what", ["model before", "model after", "step", "step with a loss of its own", "layers"])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_tables_stay_outside_of_the_graphs(
-    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, architecture: str, what: str
-) -> None:
-    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
-    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
+@pytest.mark.usefixtures("small_tables")
+def test_tables_stay_outside_of_the_graphs(offloaded: Callable[..., nn.Module], architecture: str, what: str) -> None:
     backend, model = Backend(), tiny.build(architecture)
     function = _loss_of_its_own if what == "step with a loss of its own" else _loss_of_transformers
     options = {"host_memory": tiny.smallest_budget(model)}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +10,7 @@ import needs
 import pytest
 import tiny
 import torch
+from processes import run_file
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -93,14 +91,7 @@ def test_a_loss_fused_with_the_head(offloaded: Callable[..., nn.Module], frozen:
 
 
 def test_liger_kernel(store: Path) -> None:
-    # Without a GPU its kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
-    if importlib.util.find_spec("liger_kernel") is None:
-        needs.unmet("liger", "liger_kernel is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, __file__, str(store)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("same\n")
+    assert run_file(__file__, store, **needs.liger_interpreted()).endswith("same\n")
 
 
 def main(store: str) -> None:

@@ -30,7 +30,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import memascend
 from memascend.formats import safetensors
-from memascend.layout import tables
 from memascend.layout.units import partition
 from memascend.plan.host import smallest_plan
 from memascend.residency.tables import OffloadedTable
@@ -41,12 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(autouse=True)
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tables of the size of tests, with blocks of some pages."""
-    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
-    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
+pytestmark = pytest.mark.usefixtures("small_tables")
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from simulated_device import SimulatedDevice
 from torch import nn
 
 import memascend
-from memascend.layout import tables
 from memascend.layout.units import partition
 from memascend.plan.host import make_plan, smallest_plan
 from memascend.runs.resume import read_record
@@ -87,13 +86,9 @@ def test_rounding_changes_bits() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_tables(
-    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, architecture: str, accumulate: int
-) -> None:
+@pytest.mark.usefixtures("small_tables")
+def test_tables(offloaded: Callable[..., nn.Module], architecture: str, accumulate: int) -> None:
     """Embeddings and heads whose gradients come block by block, tied and not."""
-    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 32 * 1024)
-    monkeypatch.setattr(tables, "BLOCK_BYTES_MAX", 0)
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 64 * 1024)
     in_memory = memascend.fuse_loss(round_gradients(tiny.build(architecture, torch.float32)))
     expected = tiny.train(in_memory, architecture, accumulate=accumulate)
     model = offloaded(tiny.build(architecture, torch.float32), host_memory=least(architecture), **ROUNDED)
