@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,6 @@ from memascend.command import main
 from memascend.command.changes import Position
 from memascend.command.data import Blocks
 from memascend.command.settings import Settings
-from memascend.command.training import schedule_factor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def test_other_rates_hold_from_the_next_step_on(model_dir: Path, capfd: pytest.C
     out = finetune(model_dir, "then", "--resume", "--change", steps=6, schedule="cosine", lr=5e-4, weight_decay=0.0)
     rates = [step["lr"] for step in records(out, "step")]
     assert rates[:2] == [1e-3, 5e-4]
-    assert rates[2:] == [5e-4 * schedule_factor("cosine", step, 0, 6) for step in range(2, 6)]
+    assert rates[2:] == pytest.approx([5e-4 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(2, 6)])
     told = capfd.readouterr().err
     for line in (
         "--lr 0.001 -> 0.0005: from step 3",
@@ -85,15 +85,15 @@ def test_steps_of_another_size_go_on_where_the_data_was(
     model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    rows = Blocks.rows
+    number = Blocks.number
 
-    def noting(self: Blocks, first: int, count: int) -> dict[str, torch.Tensor]:
-        taken.extend(range(first, first + count))
-        return rows(self, first, count)
+    def noting(self: Blocks, position: int) -> int:
+        taken.append(position)
+        return number(self, position)
 
     options = {"steps": 2, "schedule": "constant", "batch_size": 3}
     finetune(model_dir, "first", **options)
-    monkeypatch.setattr(Blocks, "rows", noting)
+    monkeypatch.setattr(Blocks, "number", noting)
     options |= {"steps": 3, "batch_size": 1, "grad_accum": 4}
     finetune(model_dir, "second", "--resume", "--change", **options)
     assert taken[-4:] == [6, 7, 8, 9]

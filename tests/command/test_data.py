@@ -16,7 +16,6 @@ from memascend.command.data import (
     load_tokenizer,
     shuffled,
 )
-from memascend.command.training import schedule_factor
 from memascend.errors import DataError
 
 
@@ -358,15 +357,3 @@ def test_host_memory_does_not_grow_with_the_corpus(tmp_path):
         blocks.close()
     assert peaks[0] > 100_000  # it did trace something
     assert peaks[1] < 1.25 * peaks[0] + 200_000, peaks
-
-
-@pytest.mark.parametrize(
-    ("name", "factors"),
-    [
-        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]),
-        ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447]),
-    ],
-)
-def test_schedules(name, factors):
-    assert [schedule_factor(name, step, 2, 6) for step in range(6)] == pytest.approx(factors, abs=1e-6)

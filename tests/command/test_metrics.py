@@ -1,4 +1,4 @@
-"""The metrics file of a run that goes on: what was recorded up to its step stays, once."""
+"""The metrics file of a run that goes on: what had been recorded when its step was stays, once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memascend.command.metrics import Metrics, recorded_bytes
+from memascend.command.run_log import RunLog, recorded_bytes
 from memascend.errors import OutputError
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def lines(*steps: int, first: str = "start", **fields: int) -> str:
         (lines(*range(1, 64)) + '{"record": "step", "st', lines(*range(1, 64))),
         (lines(*range(1, 40)) + "\0\0\n" + lines(*range(40, 64)), lines(*range(1, 40))),
         (
-            lines(1, 2) + lines(3, 4, first="resume") + lines(60, 64, 63),
-            lines(1, 2) + lines(3, 4, first="resume") + lines(60),
+            lines(*range(1, 31)) + lines(*range(31, 71), first="resume"),
+            lines(*range(1, 31)) + lines(*range(31, 64), first="resume"),
         ),
         (lines(1) + json.dumps({"record": "end", "steps": 1}) + "\n", None),
         ("", ""),
@@ -40,10 +40,9 @@ def lines(*steps: int, first: str = "start", **fields: int) -> str:
 def test_what_is_kept_up_to_a_step(tmp_path: Path, text: str, kept: str | None) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(text)
-    metrics = Metrics(file, go_on=True)
-    metrics.keep(63, RUN, before=None, named=True)
-    metrics.write("resume")
-    metrics.close()
+    log = RunLog(file, go_on=True)
+    log.keep(63, RUN, before=None, named=True)
+    log.write({"record": "resume"})
     assert file.read_text() == (text if kept is None else kept) + '{"record": "resume"}\n'
 
 
@@ -51,26 +50,21 @@ def test_what_is_kept_up_to_a_step(tmp_path: Path, text: str, kept: str | None) 
 def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(text)
-    metrics = Metrics(file, go_on=True)
+    log = RunLog(file, go_on=True)
     with pytest.raises(OutputError, match=r"metrics\.jsonl holds no records of the run"):
-        metrics.keep(63, RUN, before=None, named=True)
+        log.keep(63, RUN, before=None, named=True)
     assert file.read_text() == text
     # One that memascend itself has found beside --out is only left aside.
-    metrics.keep(63, RUN, before=None, named=False)
+    log.keep(63, RUN, before=None, named=False)
     assert file.read_text() == ""
-    metrics.close()
 
 
 def test_records_that_lie_elsewhere_are_copied(tmp_path: Path) -> None:
     before, file = tmp_path / "before.jsonl", tmp_path / "metrics.jsonl"
     before.write_text(lines(*range(1, 71)))
     for steps, expected in ((63, lines(*range(1, 64))), (0, "")):
-        metrics = Metrics(file, go_on=True)
-        metrics.keep(steps, RUN, before=before, named=True)
-        metrics.close()
+        RunLog(file, go_on=True).keep(steps, RUN, before=before, named=True)
         assert file.read_text() == expected
-    metrics = Metrics(file, go_on=True)
-    metrics.keep(63, RUN | {"tokens": 1}, before=before, named=True)
-    metrics.close()
+    RunLog(file, go_on=True).keep(63, RUN | {"tokens": 1}, before=before, named=True)
     assert file.read_text() == ""
     assert recorded_bytes(before, 63, RUN) == len(lines(*range(1, 64)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import memascend
+from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import parse_size
 from memascend.durable.generations import parse_durability
@@ -25,6 +26,8 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEB
 
 #: What --dtype takes.
 DTYPES = ("auto", "bfloat16", "float32")
+#: What --report-to takes.
+REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
     "it; else float32, and the weights are written in the checkpoint's at the end"
@@ -74,6 +77,8 @@ def _add_finetune(subcommands: Any) -> None:
     )
     text = "a Hugging Face model directory, or the id of a model on the hub (org/name), which is downloaded"
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help=text)
+    text = "a YAML or JSON file of the options below, by their names without --; those of the command come first"
+    parser.add_argument("--options", type=Path, metavar="FILE", help=text)
     paths = parser.add_argument_group("paths and memory")
 
     def add(flag: str, text: str, **options: Any) -> None:
@@ -136,7 +141,21 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--loss-on", text, choices=("completion", "all"), default="completion")
     text = "one document a sequence, cut off or padded, instead of documents end to end"
     training.add_argument("--no-packing", help=text, action="store_true")
-    add("--lr", "highest learning rate", type=_rate, default=2e-5, metavar="X")
+    text = "highest learning rate (default: 2e-05, and 0.0002 with --lora-rank)"
+    training.add_argument("--lr", help=text, type=_rate, metavar="X")
+    text = (
+        "train LoRA adapters of this rank, at every linear layer but the head, instead of the model: OUT is a "
+        "directory of PEFT with the adapters alone"
+    )
+    add("--lora-rank", text, type=_positive, metavar="R")
+    text = (
+        "evaluate as the run goes on, and write the best model: a fraction of the documents, which is held out of the "
+        "training (0.05), or files as for --data"
+    )
+    add("--eval", text, type=_held_out, dest="evaluation", metavar="DATA|FRACTION")
+    add("--eval-steps", "steps between evaluations (default: a tenth of the run)", type=_positive, metavar="N")
+    text = "also report to these, by transformers' callbacks; tensorboard writes to OUT.tensorboard"
+    add("--report-to", text, nargs="+", action="extend", choices=REPORTERS, default=None, metavar="NAME")
     add("--warmup-steps", "steps of linear warm-up", type=_count, default=0, metavar="N")
     schedules = ("constant", "linear", "cosine")
     add("--schedule", "the learning rate after the warm-up", choices=schedules, default="cosine")
@@ -398,6 +417,13 @@ _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 _positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def _held_out(text: str) -> float | Path:
+    try:
+        return parse_held_out(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _durability(text: str) -> str:

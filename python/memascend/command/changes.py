@@ -84,19 +84,15 @@ def effects(changes: Changes, done: int, position: Position, steps: int, blocks:
     return lines
 
 
-def apply_changes(
-    changes: Changes, settings: Settings, optimizer: OffloadedOptimizer, scheduler: LambdaLR, factor: float
-) -> None:
-    """Give the resumed optimizer and scheduler the new settings; `factor` is the schedule's at the next step."""
+def apply_changes(changes: Changes, settings: Settings, optimizer: OffloadedOptimizer, scheduler: LambdaLR) -> None:
+    """Give the resumed optimizer, and its scheduler of the new length, the new settings."""
     if changes.keys() & {*_RATES, *_SIZES}:
-        scheduler.base_lrs = [settings.lr] * len(optimizer.param_groups)
-        scheduler._last_lr = [settings.lr * factor] * len(optimizer.param_groups)
-        for group in optimizer.param_groups:
-            group["initial_lr"], group["lr"] = settings.lr, settings.lr * factor
+        rates = [settings.lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler.base_lrs, scheduler._last_lr = [settings.lr] * len(rates), [*rates]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"], group["lr"] = settings.lr, rate
     if "weight_decay" in changes:
-        for group in optimizer.param_groups:
-            if group["params"][0].ndim >= 2:  # as `parameter_groups` has divided them
-                group["weight_decay"] = settings.weight_decay
+        optimizer.param_groups[0]["weight_decay"] = settings.weight_decay  # The Trainer's second group has none.
 
 
 def _flag(name: str) -> str:

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 
 import memascend
-from memascend.command.data import Blocks, Documents, Tokenizer, load_tokenizer
+from memascend.command import adapters
+from memascend.command.best import Best
+from memascend.command.data import Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import note
-from memascend.command.metrics import (
-    METRICS_NAME,
-    Metrics,
-    hidden_records,
-    take_over_records,
-)
+from memascend.command.metrics import METRICS_NAME, hidden_records, take_over_records
 from memascend.command.models import load_in_memory, round_gradients
+from memascend.command.reader import Reader
+from memascend.command.run_log import RunLog
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
-from memascend.errors import DataError, MemascendError, OutputError
+from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work, traffic
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.transformers_models import empty_model
+from memascend.integrations.trainer_position import Position
 from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
@@ -80,48 +80,57 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     with writing(settings.out):
         for folder in (finished, scratch, kept):
             folder.mkdir()
+    if settings.lora_rank:
+        adapters.begin(settings)
+    if "tensorboard" in settings.report_to:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{settings.out}.tensorboard")
     result = Result(baseline_rss_bytes=resident_memory())
     forecast = _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
 
     tokenizer = load_tokenizer(settings.model_dir, vocab_size)
-    documents = Documents(settings.data, scratch=scratch, text_field=settings.text_field)
-    cleanup.callback(documents.close)
-    for line in documents.skipped.lines() + documents.notes:
-        note(line)
-    if documents.has_chats and tokenizer.chat is None:
-        raise DataError(f"--data holds conversations, but the tokenizer in {settings.model_dir} has no chat template")
+    reader = Reader(settings, tokenizer, vocab_size, scratch)
+    cleanup.callback(reader.close)
+    documents = reader.documents(settings.data)
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
         cleanup.push(partial(_keep_records, settings, records))
-    tokens_max = _progress_before(settings).get("tokens_max", _tokens_for(settings))
-    resumed = _resume(settings, interrupts, cleanup, records) if settings.resume else None
+    progress, entries = _progress_before(settings)
+    tokens_max = progress.get("tokens_max", _tokens_for(settings))
+    resumed = _resume(settings, interrupts, cleanup, records) if settings.resume and not settings.lora_rank else None
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
-    blocks = _tokenise(settings, documents, tokenizer, scratch, vocab_size, tokens_max)
-    cleanup.callback(blocks.close)
-    for line in blocks.notes():
-        note(line)
-    metrics = Metrics(records, go_on=settings.resume)
-    cleanup.callback(metrics.close)
+    blocks, held_out = reader.divided(documents, tokens_max)
+    log = RunLog(records, go_on=settings.resume)
     if watch is not None:
         watch("before", model, tokenizer)
 
-    Training(settings, model, blocks, metrics, interrupts, result, resumed, forecast).run()
+    keeps_checkpoints = adapters.has_checkpoints(settings)
+    best_folder = adapters.checkpoints_of(settings) if keeps_checkpoints else work
+    best = Best(model, best_folder / Best.TAG, partial(_save, model, settings))
+    training = Training(settings, model, blocks, held_out, log, best, interrupts, result)
+    training.forecast = forecast
+    if progress:
+        training.resume(progress, entries)
+    training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
+    store = stats_of(None if settings.in_memory else model)
+    result.signal_number = interrupts.asked
+    written = interrupts.asked is None and best.take(result.steps, finished, keep_last=settings.keep_store)
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
-    _save(model, settings, finished)
-    result.signal_number = interrupts.asked
+    if not written:
+        _save(model, settings, finished)
     result.peak_rss_bytes = peak_rss_bytes()
     outcome = {name: value for name, value in asdict(result).items() if name != "losses"}
-    metrics.write("end", time=time.time(), **outcome, store=stats_of(None if settings.in_memory else model))
-    metrics.close()
+    log.write({"record": "end", "time": time.time(), **outcome, "store": store})
     with writing(settings.out):
         if records.parent == kept:
             shutil.copyfile(records, finished / METRICS_NAME)
         put_in_place(finished, settings.out)
     hidden_records(settings.out).unlink(missing_ok=True)
+    if keeps_checkpoints and interrupts.asked is None:
+        shutil.rmtree(best_folder)
     return result
 
 
@@ -129,7 +138,7 @@ def _with_dtype(settings: Settings, config: Any) -> Settings:
     """Replace a dtype "auto" by that of the run in the store, or else by the one that suits checkpoint and machine."""
     if settings.dtype != "auto":
         return settings
-    progress = _progress_before(settings)
+    progress, _ = _progress_before(settings)
     if "settings" in progress:
         return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
     device = open_device(settings.device)
@@ -138,11 +147,17 @@ def _with_dtype(settings: Settings, config: Any) -> Settings:
     return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
 
 
-def _progress_before(settings: Settings) -> dict[str, Any]:
-    """What the run that goes on has recorded of itself; empty for one that begins."""
-    if not settings.resume or not memascend.can_resume(settings.store):
-        return {}
-    return read_record(list(settings.store))["tracked"].get("progress", {})
+def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
+    """What the run that goes on has recorded of itself, and the entries of its metrics; empty for one that begins."""
+    if not settings.resume:
+        return {}, 0
+    if settings.lora_rank:
+        checkpoint = adapters.last_checkpoint(settings)
+        return ({}, 0) if checkpoint is None else adapters.recorded(checkpoint)
+    if not memascend.can_resume(settings.store):
+        return {}, 0
+    tracked = read_record(list(settings.store))["tracked"]
+    return tracked.get(Training.NAME, {}), tracked.get(Position.NAME, {}).get("logged", 0)
 
 
 def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str, Any]:
@@ -152,6 +167,9 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     """
     dtype = DTYPES[settings.dtype]
     model = empty_model(config, settings.model_dir, dtype)
+    trained = 0  # bytes of adapters with their gradients and states, which are in memory
+    if settings.lora_rank:
+        trained = adapters.memory_bytes(model, settings)
     units = partition(model, gradients=settings.gradients)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
@@ -160,7 +178,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.host_memory is not None:
         plan = make_plan(units, settings.host_memory)
         held = plan.total
-        if settings.device is None and hasattr(config.get_text_config(), "hidden_size"):
+        if settings.device is None and not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             moved = traffic(model, units, plan, config, work)
             expected = {"ssd_bytes_read": moved.read.total(), "ssd_bytes_written": moved.written.total()}
     else:
@@ -169,7 +187,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.device is None:
         estimates = pytorch_memory(config, settings.model_dir, dtype, work, in_memory=settings.in_memory)
         beside = None if estimates is None else estimates["estimated_bytes"]
-    whole = Whole.of(held, beside, interpreter, "model" if settings.in_memory else "planned")
+    whole = Whole.of(held + trained, beside, interpreter, "model" if settings.in_memory else "planned")
     note(f"host memory {whole.text()}")
     expected["host_memory"] = whole.as_dict()
     if whole.fits:
@@ -188,18 +206,24 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
     """Keep the metrics of a run that failed and can be resumed; everything else that is unfinished is removed."""
     with suppress(OSError, MemascendError):  # the error of the run itself is on its way
-        if error is not None and records.is_file() and memascend.can_resume(settings.store):
+        resumable = adapters.last_checkpoint(settings) is not None or memascend.can_resume(settings.store)
+        if error is not None and records.is_file() and resumable:
             os.replace(records, hidden_records(settings.out))
 
 
-def _save(model: torch.nn.Module, settings: Settings, finished: Path) -> None:
-    """Write the model, with its tokenizer and other side files."""
+def _save(model: Any, settings: Settings, finished: Path) -> None:
+    """Write the model or its adapters, with the tokenizer and other side files."""
     from safetensors import SafetensorError
 
     try:
         with writing(settings.out):
-            memascend.save_pretrained(model, finished, settings.save_dtype)
+            if settings.lora_rank:
+                model.save_pretrained(finished)
+            else:
+                memascend.save_pretrained(model, finished, settings.save_dtype)
             copy_side_files(settings.model_dir, finished, note)
+            if settings.lora_rank:
+                (finished / "config.json").unlink(missing_ok=True)  # That of the model which the adapters belong to.
     except SafetensorError as error:  # a model in memory saves itself, with safetensors
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 
@@ -232,9 +256,12 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
         state.generations.abandon()
         generation = state.runtime.generation
         state.close(failed=unfinished)
-        if unfinished and generation and settings.keeps_store:
+        checkpoint = adapters.last_checkpoint(settings)
+        steps = state.generations.durable_steps
+        if checkpoint is not None:
+            steps = adapters.recorded(checkpoint)[0]["steps"]
+        if unfinished and (generation or checkpoint is not None) and settings.keeps_store:
             where = ", ".join(map(str, settings.store))
-            steps = state.generations.durable_steps
             text = f"{where} holds the run after step {steps}: --resume goes on with it; delete it to begin anew"
             print(f"memascend: note: {text}", file=sys.stderr, flush=True)
 
@@ -242,14 +269,31 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
 
 
 def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
-    """The model in the store, or whole in memory; closed with `cleanup`."""
+    """The model in the store or whole in memory, with adapters if there are to be any; closed with `cleanup`."""
     if settings.in_memory:
         device = open_device(settings.device)
         model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
         memascend.fuse_loss(model)  # as the offloaded model computes it
-        if settings.gradients == "bfloat16":
-            round_gradients(model)
-        return model if device is None else model.to(device.torch_device)
+        model = model if device is None else model.to(device.torch_device)
+    elif settings.lora_rank:
+        try:
+            model = _load_into_store(settings, interrupts, cleanup, frozen="files")
+        except CheckpointError:  # The files do not hold the weights as they are computed with.
+            model = _load_into_store(settings, interrupts, cleanup, frozen="store")
+    else:
+        model = _load_into_store(settings, interrupts, cleanup)
+    if settings.lora_rank:
+        torch.manual_seed(settings.seed)
+        model = adapters.add_adapters(model, settings.lora_rank)
+    if settings.in_memory and settings.gradients == "bfloat16":
+        round_gradients(model)
+    return model
+
+
+def _load_into_store(
+    settings: Settings, interrupts: Interrupts, cleanup: ExitStack, frozen: str | None = None
+) -> torch.nn.Module:
+    """The model in the store, read from its files; see `memascend.from_pretrained` on `frozen`."""
     assert settings.host_memory is not None, "a run with a store has a budget"
     bar: Progress | None = None
 
@@ -266,7 +310,8 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
             dtype=settings.dtype,
             **settings.computing,
             gradients=settings.gradients,
-            durability=settings.durability,
+            frozen=frozen,
+            durability="none" if frozen else settings.durability,
             keep_store=settings.keep_store or None,
             progress=loading,
         )
@@ -282,30 +327,3 @@ def _tokens_for(settings: Settings) -> int | None:
     if settings.steps is None:
         return None
     return settings.steps * settings.batch_size * settings.grad_accum * settings.seq_len + TOKENS_TO_CHOOSE_FROM
-
-
-def _tokenise(
-    settings: Settings,
-    documents: Documents,
-    tokenizer: Tokenizer,
-    scratch: Path,
-    vocab_size: int,
-    tokens_max: int | None,
-) -> Blocks:
-    """The data as blocks, from the first documents that make `tokens_max`."""
-    bar = Progress("tokenising", len(documents), unit="document")
-    try:
-        return Blocks(
-            documents,
-            tokenizer,
-            scratch=scratch,
-            seq_len=settings.seq_len,
-            seed=settings.seed,
-            vocab_size=vocab_size,
-            tokens_max=tokens_max,
-            packing=settings.packing,
-            loss_on_all=settings.loss_on == "all",
-            progress=lambda done, _total: bar.update(done),
-        )
-    finally:
-        bar.close()

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 from memascend.command.arguments import parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
+from memascend.command.options import with_options
 from memascend.command.subcommands import SUBCOMMANDS
+from memascend.errors import DataError
 
 __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
@@ -19,9 +21,12 @@ __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. An error is one line, never a traceback."""
     try:
-        chosen = parser().parse_args(arguments)
+        chosen = parser().parse_args(with_options(sys.argv[1:] if arguments is None else arguments))
     except SystemExit as leave:  # --help, --version, or a usage error that was printed
         return leave.code if isinstance(leave.code, int) else FAILED
+    except DataError as error:
+        tell(f"error: {error}")
+        return BAD_INPUT
     try:
         return SUBCOMMANDS[chosen.command](chosen)
     except KeyboardInterrupt as interrupt:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memascend.command.metrics import METRICS_NAME
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -50,6 +52,10 @@ class Settings:
     text_field: str = "text"
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
+    evaluation: float | Path | None = None  # data to evaluate on, or the fraction of documents that is held out for it
+    eval_steps: int | None = None  # between evaluations; None is a tenth of the run
+    lora_rank: int | None = None  # train adapters of this rank instead of the model
+    report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory and what lies in it
     force: bool = False  # begin although the machine has less memory than the run takes
 
@@ -70,20 +76,31 @@ class Settings:
         return self.temporary is None or not self.out.is_relative_to(self.temporary)
 
     @property
+    def metrics_file(self) -> Path:
+        """Where the metrics are when the run has ended."""
+        return self.metrics or self.out / METRICS_NAME
+
+    @property
     def decisive(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the run in the store, so that the result is the same."""
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field"),
-            *("loss_on", "packing", "steps", "epochs"),
+            *("loss_on", "packing", "steps", "epochs", "lora_rank"),
         )
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"eval": self.held_out}
+
+    @property
+    def held_out(self) -> float | None:
+        """The fraction of the documents that is not trained on."""
+        return self.evaluation if isinstance(self.evaluation, float) else None
 
     def as_record(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
         record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         record["data"] = [str(path) for path in self.data[:16]]
         record["data_paths"] = len(self.data)
+        record["report_to"] = list(self.report_to)
         record["store"] = [str(path) for path in self.store]
         return record
 
@@ -97,6 +114,7 @@ class Result:
     steps_skipped: int = 0
     steps_before: int = 0  # of the run that was resumed
     losses: list[float] = field(default_factory=list)  # the first and the latest
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # the first and the best: step, loss
     seconds: float = 0.0
     signal_number: int | None = None  # set when the user ended the run early
     baseline_rss_bytes: int = 0

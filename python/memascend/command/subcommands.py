@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from memascend._memascend import format_device
-from memascend.command.demo import demo
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
-from memascend.command.finetune import finetune
 from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.metrics import records_of
 from memascend.command.screen import quiet_libraries, show_plans
@@ -33,13 +31,19 @@ from memascend.report.page import page_of, write_page
 from memascend.report.run import read_run
 from memascend.runs import inspect
 
+#: The learning rate of adapters, which start at zero.
+ADAPTER_RATE = 2e-4
+
 
 def _finetune(chosen: argparse.Namespace) -> int:
-    values = {name: value for name, value in vars(chosen).items() if name != "command"}
+    values = {name: value for name, value in vars(chosen).items() if name not in ("command", "options")}
+    if values["lr"] is None:
+        values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
+    values["report_to"] = values["report_to"] or ()
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
     values["packing"] = not values.pop("no_packing")
-    if values["save_every"] and values["durability"] == "auto":
+    if values["save_every"] and not values["lora_rank"] and values["durability"] == "auto":
         values["durability"] = "step"  # Refused before the run where there is no room, not at the first checkpoint.
     settings = Settings(**values)
     problem = _conflict(settings)
@@ -49,9 +53,11 @@ def _finetune(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     show_plans()
     settings = replace(settings, model_dir=model_directory(settings.model_dir))
+    from memascend.command.finetune import finetune  # Imports transformers' Trainer, which other commands do not need.
+
     result = finetune(settings)
     print(_summary(settings, result))
-    if settings.store and (settings.keep_store or settings.save_every):
+    if settings.store and (settings.keep_store or settings.save_every) and not settings.lora_rank:
         print(f"kept the store in {', '.join(map(str, settings.store))}")
     if result.signal_number is not None:
         tell(f"interrupted: {settings.out} holds the model after step {result.steps}")
@@ -65,6 +71,12 @@ def _conflict(settings: Settings) -> str | None:
         return "--change is of a run that goes on: give --resume too"
     if settings.keep_last and not settings.save_every:
         return "--keep-last is of the checkpoints of --save-every: give that too"
+    if settings.eval_steps and settings.evaluation is None:
+        return "--eval-steps is of the evaluations of --eval: give that too"
+    if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
+        return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
+    if settings.lora_rank and any(path.is_block_device() for path in settings.store):
+        return "adapters are kept in files: with --lora-rank, --store takes directories"
     if settings.save_every and (settings.in_memory or settings.durability == "none"):
         return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:
@@ -91,6 +103,9 @@ def _summary(settings: Settings, result: Result) -> str:
     steps = f"{result.steps} of {result.steps_planned} steps"
     if result.steps_skipped:
         steps += f", {result.steps_skipped} of them skipped"
+    best = result.evaluations[1:]
+    if best and result.signal_number is None:
+        steps += f", the best after step {best[0]['step']} (loss {best[0]['loss']:.4f} on held-out data)"
     return (
         f"wrote {settings.out}: {steps}, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}, "
         f"{result.seconds:.1f} s, peak host memory {format_size(result.peak_above_baseline_bytes)} "
@@ -99,6 +114,8 @@ def _summary(settings: Settings, result: Result) -> str:
 
 
 def _demo(chosen: argparse.Namespace) -> int:
+    from memascend.command.demo import demo  # Imports transformers' Trainer, which other commands do not need.
+
     quiet_libraries()
     show_plans()
     return demo(

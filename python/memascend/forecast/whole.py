@@ -94,6 +94,8 @@ def pytorch_memory(
 
 
 def in_memory_bytes(units: Sequence[Unit], work: Work) -> int:
-    """Return the bytes of a model's weights, gradients and optimizer states in memory."""
+    """Return the bytes of a model's weights in memory, and of gradients and states of those that are trained."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    return sum(2 * tensor.nbytes + sum(state_kinds(tensor, work).values()) for tensor in tensors)
+    trained = [tensor for tensor in tensors if tensor.trained]
+    states = sum(sum(state_kinds(tensor, work).values()) for tensor in trained)
+    return states + sum(tensor.nbytes for tensor in tensors) + sum(tensor.nbytes for tensor in trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from memascend.durable.record import random_states, restore_random_states
+from memascend.offloading.api import find_offload
 from memascend.report.figures import Meter
 from memascend.report.figures import opening as opening_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 #: What was logged, and the figures of steps, one JSON object a line.
@@ -35,7 +39,7 @@ class Position(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.log = TrainerLog(Path(trainer.args.output_dir) / LOG_NAME)
+        self.log: TrainerLog = trainer._open_log()
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         #: The states of random number generators after that was done for the last step.
@@ -46,7 +50,7 @@ class Position(TrainerCallback):
 
     def begin(self) -> None:
         """Begin a training, or one that is resumed: then `load_state_dict` follows."""
-        self._finished_step = self._finished_epochs = 0
+        self._finished_step = self._finished_epochs = self.log.count = 0
         self._loaded = None
 
     def finish(self) -> None:
@@ -86,6 +90,7 @@ class Position(TrainerCallback):
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
         """Take up what `state_dict` returned."""
         self._loaded = recorded
+        self.log.count = recorded["logged"]
         self._finished_step, self._finished_epochs = recorded["finished"]
         self.random = recorded["random"]
         self.grad_norm, self.learning_rate = recorded["grad_norm"], recorded["learning_rate"]
@@ -101,8 +106,9 @@ class Position(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Do what was still to be done when the run was interrupted."""
         trainer = self._trainer
-        if trainer._stored is not None:
-            self.log.begin(trainer.model, state.log_history, state.max_steps)
+        if trainer._keeps_log:
+            offloaded = trainer.model if find_offload(trainer.model) is not None else None
+            self.log.begin(offloaded, state.log_history, state.max_steps)
         if self._loaded is None:
             return
         trainer._tr_loss = torch.tensor(self._loaded["loss"], device=args.device)
@@ -149,21 +155,30 @@ class TrainerLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Entries that were logged in the present run.
+        #: Entries of the run that were logged so far.
         self.count = 0
         self._meter: Meter | None = None
         self._step = self._tokens = 0
 
-    def begin(self, model: nn.Module, entries: list[dict[str, Any]], steps: int) -> None:
-        """Begin with the entries that a run has so far; `steps` is the number of all its steps."""
-        lines = self._lines(len(entries))
-        kept = sum("logged" in json.loads(line) for line in lines)
-        lines += [json.dumps(_record(entry)) + "\n" for entry in entries[kept:]]
-        opening = {"record": "resume" if entries else "start", **opening_of(model), "steps": steps}
-        self.path.write_text("".join(lines) + json.dumps(opening) + "\n")
-        self.count = len(entries)
+    def begin(self, model: nn.Module | None, entries: list[dict[str, Any]], steps: int) -> None:
+        """Begin with the entries that a run has so far.
+
+        Args:
+            model: the offloaded model; None for one in memory, which has no counters.
+            entries: the entries, for those that the file lacks.
+            steps: the number of all steps of the run.
+        """
+        self.count = max(self.count, len(entries))
+        kept = self._cut(self.count)
+        self.write(*map(self._record, entries[kept:]))
+        opening = opening_of(model)
+        self.write({"record": "resume" if self.count else "start", **opening, "steps": steps} | self._about(opening))
         self._meter = Meter(model)
         self._step, self._tokens = entries[-1]["step"] if entries else 0, 0
+
+    def _about(self, opening: dict[str, Any]) -> dict[str, Any]:
+        """Return what the first record says beside what `opening` has of the machine, the plan and the store."""
+        return {}
 
     def count_tokens(self, tokens: int) -> None:
         """Note that a forward pass of so many tokens is taken."""
@@ -178,44 +193,72 @@ class TrainerLog:
 
     def append(self, entry: dict[str, Any], figures: dict[str, Any]) -> None:
         """Add an entry, and the figures of its step."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(_record(entry) | figures) + "\n")
+        self.write(self._record(entry) | figures)
         self.count += 1
+
+    def write(self, *records: dict[str, Any]) -> None:
+        """Append records, at once visible to a reader."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
     def read(self, count: int) -> list[dict[str, Any]]:
         """Return the first entries, or those that there are."""
-        return [record["logged"] for line in self._lines(count) if "logged" in (record := json.loads(line))]
+        return [record["logged"] for record, _ in self._records(count) if is_entry(record)]
 
-    def _lines(self, count: int) -> list[str]:
-        """Return the lines of the file up to entry `count`; none without entries."""
-        lines: list[str] = []
-        if not count or not self.path.is_file():
-            return lines
-        with self.path.open() as file:
-            for line in file:
-                if not line.endswith("\n"):
+    def _cut(self, count: int) -> int:
+        """Cut off what lies after entry `count`, and return the number of entries that are left."""
+        kept = kept_bytes = 0
+        for record, end in self._records(count):
+            kept, kept_bytes = kept + is_entry(record), end
+        with self.path.open("ab") as file:
+            file.truncate(kept_bytes)
+        return kept
+
+    def _records(self, count: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield the records of the file up to entry `count`, each with where its line ends; none without entries."""
+        end = 0
+        with self.path.open("rb") if count and self.path.is_file() else nullcontext(()) as lines:
+            for line in lines:
+                record = parsed(line)
+                if record is None:
                     break  # A killed process has left it unfinished.
-                lines.append(line)
-                count -= "logged" in json.loads(line)
+                end += len(line)
+                yield record, end
+                count -= is_entry(record)
                 if not count:
                     break
-        return lines
+
+    def _record(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of an entry of the Trainer's log."""
+        if "loss" in entry:
+            named = {"loss": entry["loss"], "grad_norm": entry.get("grad_norm"), "lr": entry.get("learning_rate")}
+            return {"record": "step", "step": entry["step"], **named, "logged": entry}
+        if "eval_loss" in entry:
+            return {"record": "eval", "step": entry["step"], "loss": entry["eval_loss"], "logged": entry}
+        return {"record": "log", "step": entry["step"], "logged": entry}
 
 
-def _record(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of an entry of the Trainer's log."""
-    if "loss" in entry:
-        named = {"loss": entry["loss"], "grad_norm": entry.get("grad_norm"), "lr": entry.get("learning_rate")}
-        return {"record": "step", "step": entry["step"], **named, "logged": entry}
-    if "eval_loss" in entry:
-        return {"record": "eval", "step": entry["step"], "loss": entry["eval_loss"], "logged": entry}
-    return {"record": "log", "step": entry["step"], "logged": entry}
+def is_entry(record: dict[str, Any]) -> bool:
+    """Whether a record is of something that was logged, and not of how a run began or ended."""
+    return record["record"] in ("step", "eval", "log")
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None for one that was left unfinished or holds none."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "record" in record else None
 
 
 def _divided(lap: dict[str, Any], steps: int) -> dict[str, Any]:
     """Divide what was counted over several steps."""
+    if steps == 1:
+        return lap
     for name in ("tokens", "seconds", "ssd_bytes_read", "ssd_bytes_written"):
         lap[name] /= steps
     lap["volumes"] = [[count / steps for count in volume] for volume in lap["volumes"]]
-    lap["waited_seconds"] = {kind: seconds / steps for kind, seconds in (lap["waited_seconds"] or {}).items()}
+    if lap["waited_seconds"] is not None:
+        lap["waited_seconds"] = {kind: seconds / steps for kind, seconds in lap["waited_seconds"].items()}
     return lap

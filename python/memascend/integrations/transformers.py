@@ -36,7 +36,7 @@ from memascend.integrations.trainer_arguments import (
     open_model,
     optimizer_of,
 )
-from memascend.integrations.trainer_position import Position
+from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
 from memascend.offloading.api import find_offload, offload_of
 from memascend.optim import OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
@@ -121,6 +121,15 @@ class TrainerMixin:
         if session is None or session.runtime.closed or session.trained_outside():
             return None
         return session if any(place.parameter.requires_grad for place in session.places) else None
+
+    @property
+    def _keeps_log(self) -> bool:
+        """Whether the run has a metrics file."""
+        session = find_offload(self.model)
+        return session is not None and not session.runtime.closed
+
+    def _open_log(self) -> TrainerLog:
+        return TrainerLog(Path(self.args.output_dir) / LOG_NAME)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if find_offload(model) is None:
@@ -247,12 +256,13 @@ class TrainerMixin:
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/..."."""
-        log = self._position.log if self.is_in_train and self._stored is not None else None
+        log = self._position.log if self.is_in_train and self._keeps_log else None
         figures: dict[str, Any] = {}
         if log is not None and "loss" in logs:
             figures = log.figures(self.state.global_step)
             logs |= {f"memascend/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
-            logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in figures["waited_seconds"].items()}
+            waited = figures["waited_seconds"] or {}
+            logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in waited.items()}
         super().log(logs, *others, **named)  # type: ignore[misc]
         if log is not None:
             log.append(self.state.log_history[-1], figures)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -93,32 +93,27 @@ class Blocks:
             notes.append(f"sequences left out, since they hold prompts alone and nothing to train on: {untrained}")
         return notes
 
-    def block(self, index: int) -> torch.Tensor:
-        """The ids of sequence `index` in stored order: shape (up to seq_len,), int64."""
-        return unmarked(self._sequences.row(index))[0]
-
     def batch(self, index: int, batch_size: int) -> dict[str, torch.Tensor]:
-        """Batch `index` of endless epochs, each in its own order: see `rows`."""
-        return self.rows(index * batch_size, batch_size)
+        """Batch `index` of endless epochs, each in its own order: see `number` and `padded`."""
+        positions = range(index * batch_size, (index + 1) * batch_size)
+        return self.padded([self.row(self.number(position)) for position in positions])
 
-    def rows(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """The `count` sequences from number `first` of endless epochs on, each epoch in its own order.
+    def number(self, position: int) -> int:
+        """Return which sequence comes at a position of endless epochs, each in its own order."""
+        epoch, place = divmod(position, len(self))
+        return shuffled(place, len(self), f"{self._seed}/epoch {epoch}")
 
-        `input_ids` and `labels` are (count, length of the longest), int64; -100 is the label of what is not trained on.
-        """
-        places = (divmod(position, len(self)) for position in range(first, first + count))
-        return self._batch(shuffled(place, len(self), f"{self._seed}/epoch {epoch}") for epoch, place in places)
+    def row(self, number: int) -> dict[str, torch.Tensor]:
+        """Sequence `number` in stored order: `input_ids` and `labels`, of shape (up to seq_len,), int64."""
+        ids, labels = unmarked(self._sequences.row(number))
+        return {"input_ids": ids, "labels": labels}
 
-    def once(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Every sequence once, in stored order, in batches as those of `rows`, the last one smaller: to evaluate."""
-        for first in range(0, len(self), batch_size):
-            yield self._batch(range(first, min(first + batch_size, len(self))))
-
-    def _batch(self, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
-        rows = [unmarked(self._sequences.row(number)) for number in numbers]
+    def padded(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return rows as a batch, of shape (count, length of the longest); -100 labels what is not trained on."""
+        padding = {"input_ids": self._padding, "labels": IGNORED}
         return {
-            "input_ids": pad_sequence([ids for ids, _ in rows], batch_first=True, padding_value=self._padding),
-            "labels": pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=IGNORED),
+            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+            for name, value in padding.items()
         }
 
     def _nothing(self) -> str:

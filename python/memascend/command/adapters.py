@@ -1,0 +1,116 @@
+"""LoRA adapters over a model whose weights stay as they are: made, checked for checkpoints, and gone on with.
+
+The adapters and their optimizer are in memory, so their checkpoints are those of transformers' Trainer, of megabytes.
+They lie in the store's directory until the run has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from memascend.common.outputs import sync, writing
+from memascend.errors import DataError
+from memascend.formats.json_files import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memascend.command.settings import Settings
+
+#: Steps between checkpoints, without --save-every.
+STEPS = 50
+#: Checkpoints that are kept at least: a killed process may have left the last one unfinished.
+KEPT = 2
+#: Rank times this is the scale of an adapter, as in its paper's experiments (alpha = 2 r).
+ALPHA_PER_RANK = 2
+#: float32: the value, its gradient and two moments.
+_BYTES_PER_PARAMETER = 16
+_PROGRESS = "progress.json"
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+def add_adapters(model: nn.Module, rank: int) -> Any:
+    """Return a model of PEFT: `model`, frozen, with trained adapters of `rank` at every linear layer but the head."""
+    import peft
+
+    model.requires_grad_(False)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=ALPHA_PER_RANK * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def begin(settings: Settings) -> None:
+    """Import PEFT, and see that nothing of another run is lost.
+
+    Raises DataError where the store keeps a run that is not to go on.
+    """
+    import peft  # noqa: F401
+
+    checkpoint = None if settings.resume else last_checkpoint(settings)
+    if checkpoint is not None:
+        steps = recorded(checkpoint)[0]["steps"]
+        raise DataError(
+            f"{checkpoint.parent} holds a run after step {steps}: --resume goes on with it; delete it to begin anew"
+        )
+
+
+def memory_bytes(model: nn.Module, settings: Settings) -> int:
+    """Freeze a model without values, and return the bytes that its adapters take with their gradients and states."""
+    assert settings.lora_rank is not None, "the run has adapters"
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    model.requires_grad_(False)
+    return sum(settings.lora_rank * sum(module.weight.shape) for module in linear) * _BYTES_PER_PARAMETER
+
+
+def has_checkpoints(settings: Settings) -> bool:
+    """Whether the run keeps checkpoints."""
+    return settings.lora_rank is not None and bool(settings.store) and settings.keeps_store
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    """The folder of the run's checkpoints."""
+    return settings.store[0] / "checkpoints"
+
+
+def finish_checkpoint(folder: Path, progress: dict[str, Any], entries: int) -> None:
+    """Write to a checkpoint of the Trainer what is to be known of the run: only then is it whole."""
+    with writing(folder):
+        for path in folder.iterdir():
+            sync(path)
+        temporary = folder / f"{_PROGRESS}.tmp"
+        temporary.write_text(json.dumps({"progress": progress, "entries": entries}))
+        sync(temporary)
+        os.replace(temporary, folder / _PROGRESS)
+        sync(folder)
+
+
+def last_checkpoint(settings: Settings) -> Path | None:
+    """Return the last checkpoint that is whole, or None. Those after it, which are not, are deleted."""
+    if not has_checkpoints(settings) or not checkpoints_of(settings).is_dir():
+        return None
+    found = {
+        int(named[1]): path
+        for path in checkpoints_of(settings).iterdir()
+        if (named := _CHECKPOINT.fullmatch(path.name))
+    }
+    for _, path in sorted(found.items(), reverse=True):
+        if (path / _PROGRESS).is_file():
+            return path
+        shutil.rmtree(path)
+    return None
+
+
+def recorded(checkpoint: Path) -> tuple[dict[str, Any], int]:
+    """Return the progress of a checkpoint's run, and the entries of its metrics file."""
+    entry = read_json(checkpoint / _PROGRESS)
+    return entry["progress"], entry["entries"]

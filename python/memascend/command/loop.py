@@ -1,0 +1,208 @@
+"""transformers' Trainer as the command line runs it: the data of a run in its order, and what is shown and kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import memascend
+from memascend.command import adapters
+from memascend.command.changes import apply_changes
+from memascend.command.saves import save_periodically
+from memascend.errors import NonFiniteError
+from memascend.integrations.transformers import Trainer
+from memascend.optim import NAMED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend.command.changes import Changes
+    from memascend.command.data import Blocks
+    from memascend.command.run_log import RunLog
+    from memascend.command.settings import Settings
+
+
+class Run(Protocol):
+    """What the loop is told of a run, and tells it."""
+
+    #: The name of the run's progress in a record.
+    NAME: str
+    settings: Settings
+    log: RunLog
+    #: The number of all steps.
+    steps: int
+    #: Options that are others than before, of a run that goes on; entries of its metrics file.
+    changes: Changes
+    entries: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a progress."""
+
+    def epoch(self, steps: int) -> float:
+        """Return how many times the run has gone through its data after so many steps."""
+
+    def opened(self) -> None:
+        """Note that all is ready for the first step."""
+
+    def stepped(self, step: int) -> bool:
+        """Note that a step was taken, and return whether it is the last one for now."""
+
+    def skipped(self, text: str) -> None:
+        """Note that the step is left out."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Note an evaluation."""
+
+
+class Course(Dataset):
+    """Sequences in the order in which they are taken."""
+
+    def __init__(self, blocks: Blocks, length: int, number: Callable[[int], int]) -> None:
+        """Take `length` sequences of `blocks`, each with the number that `number` has for its index."""
+        self._blocks, self._length, self._number = blocks, length, number
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._blocks.row(self._number(index))
+
+
+@dataclass
+class LoopArguments(transformers.TrainingArguments):
+    """`transformers.TrainingArguments` of a run on one device."""
+
+    compute_device: str = field(default="cpu", metadata={"help": "the device"})
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the run, where transformers' is the first one."""
+        assert self._setup_devices is not None, "sets up what else there is of a process"
+        return torch.device(self.compute_device)
+
+    @property
+    def n_gpu(self) -> int:
+        """The number of devices, where transformers' is that of the machine."""
+        return 0 if self.compute_device == "cpu" else 1
+
+
+class Loop(Trainer):
+    """The Trainer of a run. Its records, its progress and its length are those of a `Run`."""
+
+    def __init__(self, run: Run, model: Any, args: LoopArguments, **named: Any) -> None:
+        """Take what `Trainer` takes, with the run."""
+        self._run = run
+        self._reason: str | None = None
+        super().__init__(model, args, **named)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(Events(run))
+
+    @property
+    def _keeps_log(self) -> bool:
+        return True
+
+    def _open_log(self) -> Any:
+        return self._run.log
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+        """Return the optimizer's class and options, of the command's arguments."""
+        settings = self._run.settings
+        make, _, options = NAMED[settings.optimizer]
+        storage = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
+        return make, {"lr": settings.lr, "nonfinite": "skip", **options, **storage}
+
+    def _prepare_for_training(self, *others: Any, **named: Any) -> Any:
+        prepared = super()._prepare_for_training(*others, **named)
+        run = self._run
+        if self._stored is not None:
+            memascend.track(self.model, **{run.NAME: run})
+        if run.changes:
+            apply_changes(run.changes, run.settings, self.optimizer.optimizer, self.lr_scheduler)
+        run.log.count = run.entries
+        run.opened()
+        return prepared
+
+    def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
+        """Take a step as `Trainer.training_step` does, and note a loss that is not finite."""
+        loss = super().training_step(*others, **named)
+        value = loss.item()  # Only after the backward pass is launched: it waits for the device.
+        if not math.isfinite(value) and self._reason is None:
+            self._reason = f"the loss is {value}"
+        return loss
+
+    def _get_grad_norm(self, *others: Any, **named: Any) -> Any:
+        norm = super()._get_grad_norm(*others, **named)
+        if self._reason is None and not math.isfinite(norm):
+            self._reason = f"the gradient norm is {norm}"
+        self._run.log.skipped = self._reason is not None
+        if self._reason is None:
+            return norm
+        step = self.state.global_step + 1
+        if self._run.settings.on_nan == "stop":
+            raise NonFiniteError(
+                f"step {step} of {self._run.steps}: {self._reason}; --out was not written (--on-nan skip goes on)"
+            )
+        self._run.skipped(f"step {step}: {self._reason}; skipped")
+        self.optimizer.zero_grad()
+        self.lr_scheduler.last_epoch -= 1  # The schedule counts the steps that were taken.
+        return norm
+
+    def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
+        """Log as `Trainer.log` does, with the epochs of the data. The log is in the metrics file alone."""
+        if "loss" in logs and self._reason is not None:
+            logs["loss"], self._reason = math.nan, None
+        epoch, self.state.epoch = self.state.epoch, self._run.epoch(self.state.global_step)
+        try:
+            super().log(logs, *others, **named)
+        finally:
+            self.state.epoch = epoch
+        self.state.log_history.clear()
+
+    def _evaluate(self, *others: Any, **named: Any) -> Any:
+        metrics = super()._evaluate(*others, **named)
+        self._run.evaluated(self.state.global_step, metrics["eval_loss"])
+        return metrics
+
+    def _maybe_log_save_evaluate(self, *others: Any, **named: Any) -> None:
+        step, logged = self.state.global_step, self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*others, **named)
+        settings = self._run.settings
+        if step > logged and self._stored is not None:
+            save_periodically(self.model, step, settings.save_every, settings.keep_last)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        adapters.finish_checkpoint(folder, self._run.state_dict(), self._run.log.count)
+
+    def flush(self) -> None:
+        """Wait until all updates are complete."""
+        optimizer = self._own_optimizer()
+        if optimizer is not None:
+            optimizer.flush()
+
+
+class Events(TrainerCallback):
+    """Ends the run where it was asked for, and evaluates and saves at its end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note a step."""
+        asked = self._run.stepped(state.global_step)
+        control.should_training_stop |= asked
+        control.should_save |= asked and args.save_strategy == "steps"
+        last = args.eval_strategy == "steps" and state.global_step >= state.max_steps
+        control.should_evaluate = (control.should_evaluate or last) and not asked
