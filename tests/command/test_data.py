@@ -262,7 +262,7 @@ def corpus(tmp_path):
 
 def test_blocks_hold_every_document_once_with_a_separator(corpus, scratch):
     blocks = make_blocks([corpus], scratch, seq_len=16)
-    ids = torch.cat([blocks.block(i) for i in range(len(blocks))]).tolist()
+    ids = torch.cat([blocks.row(i)["input_ids"] for i in range(len(blocks))]).tolist()
     total = blocks.tokens
     blocks.close()
     expected = {path.read_bytes() for path in corpus.iterdir()}
@@ -283,7 +283,7 @@ def test_blocks_hold_every_document_once_with_a_separator(corpus, scratch):
 def test_an_epoch_has_every_block_once_and_the_next_one_another_order(corpus, scratch):
     blocks = make_blocks([corpus], scratch)
     count = len(blocks)
-    stored = sorted(tuple(blocks.block(i).tolist()) for i in range(count))
+    stored = sorted(tuple(blocks.row(i)["input_ids"].tolist()) for i in range(count))
     epochs = [[tuple(blocks.batch(e * count + i, 1)["input_ids"][0].tolist()) for i in range(count)] for e in range(2)]
     pairs = blocks.batch(1, 2)["input_ids"]
     blocks.close()

@@ -163,7 +163,7 @@ def stored(blocks: Blocks) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for position in range(count):
         batch = blocks.batch(position, 1)
         ids = batch["input_ids"][0]
-        number = next(i for i in range(count) if torch.equal(blocks.block(i), ids) and i not in found)
+        number = next(i for i in range(count) if torch.equal(blocks.row(i)["input_ids"], ids) and i not in found)
         found[number] = (ids, batch["labels"][0])
     return [found[number] for number in range(count)]
 

@@ -37,13 +37,20 @@ _PROGRESS = "progress.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def add_adapters(model: nn.Module, rank: int) -> Any:
-    """Return a model of PEFT: `model`, frozen, with trained adapters of `rank` at every linear layer but the head."""
+def add_adapters(model: nn.Module, rank: int, model_dir: Path) -> Any:
+    """Return a model of PEFT: `model`, frozen, with trained adapters of `rank` at every linear layer but the head.
+
+    Their files name `model_dir` as the model that they belong to.
+    """
     import peft
 
     model.requires_grad_(False)
     config = peft.LoraConfig(
-        r=rank, lora_alpha=ALPHA_PER_RANK * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=ALPHA_PER_RANK * rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(model_dir.resolve()),
     )
     return peft.get_peft_model(model, config)
 

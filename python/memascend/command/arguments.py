@@ -152,7 +152,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "evaluate as the run goes on, and write the best model: a fraction of the documents, which is held out of the "
         "training (0.05), or files as for --data"
     )
-    add("--eval", text, type=_held_out, dest="evaluation", metavar="DATA|FRACTION")
+    add("--eval", text, type=_held_out, nargs="+", action="extend", dest="evaluation", metavar="DATA|FRACTION")
     add("--eval-steps", "steps between evaluations (default: a tenth of the run)", type=_positive, metavar="N")
     text = "also report to these, by transformers' callbacks; tensorboard writes to OUT.tensorboard"
     add("--report-to", text, nargs="+", action="extend", choices=REPORTERS, default=None, metavar="NAME")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import memascend
 from memascend.command.exits import note
+from memascend.command.screen import without_plans
 from memascend.errors import StoreError
 from memascend.offloading.api import find_offload
 
@@ -36,35 +37,47 @@ class Best:
         except StoreError as error:
             note(f"step {step} is the best so far and cannot be kept: {error}")
 
-    def take(self, steps: int, finished: Path, *, keep_last: bool) -> bool:
-        """Have the best model written to `finished`, which another one may have, and return whether there is one.
+    def take(self, step: int, steps: int, finished: Path, *, keep_last: bool) -> bool:
+        """Have the model be the best one, or move that to `finished`, and return whether it is there.
 
         Args:
-            steps: the step that was taken last.
-            finished: where the model is to be.
-            keep_last: whether the store is kept, with the last step as a checkpoint.
+            step: that after which the best model was kept.
+            steps: that which was taken last.
+            finished: a directory for the model.
+            keep_last: whether the store stays: then the last step becomes a checkpoint.
         """
         if not self._in_store():
             if not self._folder.is_dir():
                 return False
-            self._folder.rename(finished)
+            for file in self._folder.iterdir():
+                file.rename(finished / file.name)
             return True
-        kept = {tag: step for tag, step, _ in memascend.checkpoints(self._model)}
-        if self.TAG not in kept:
+        if step == steps:
             return False
-        if kept[self.TAG] != steps:
-            if keep_last:
-                self._name(self.LAST)
-                note(f"the store goes back to step {kept[self.TAG]}; its last step is the checkpoint {self.LAST!r}")
+        if self.TAG not in self._tags():
+            note(f"the best model, of step {step}, could not be kept: the last one is written")
+            return False
+        if keep_last:
+            self._name(self.LAST)
+            note(f"the store goes back to step {step}; its last step is the checkpoint {self.LAST!r}")
+        with without_plans():
             memascend.restore_checkpoint(self._model, self.TAG)
         return False
 
+    def forget(self) -> None:
+        """Delete the best model from a store that is not kept."""
+        if self._in_store() and self.TAG in self._tags():
+            memascend.delete_checkpoint(self._model, self.TAG)
+
     def _in_store(self) -> bool:
         session = find_offload(self._model)
-        return session is not None and not session.trained_outside() and bool(session.runtime.generation)
+        return session is not None and not session.trained_outside() and session.generations.period != 0
 
     def _name(self, tag: str) -> None:
         """Keep the present state under `tag`, and no longer an earlier one."""
-        if tag in {tag for tag, _, _ in memascend.checkpoints(self._model)}:
+        if tag in self._tags():
             memascend.delete_checkpoint(self._model, tag)
         memascend.save_checkpoint(self._model, tag)
+
+    def _tags(self) -> set[str]:
+        return {tag for tag, _, _ in memascend.checkpoints(self._model)}

@@ -28,6 +28,7 @@ from memascend.command.exits import note
 from memascend.command.metrics import METRICS_NAME, hidden_records, take_over_records
 from memascend.command.models import load_in_memory, round_gradients
 from memascend.command.reader import Reader
+from memascend.command.reporters import prepare_reporters
 from memascend.command.run_log import RunLog
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
@@ -70,6 +71,7 @@ def finetune(settings: Settings, watch: Watch | None = None) -> Result:
 def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, watch: Watch | None) -> Result:
     if settings.metrics is not None and os.path.lexists(settings.metrics) and not settings.resume:
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
+    prepare_reporters(settings.report_to, settings.out)
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
     settings = _with_dtype(settings, config)
     vocab_size, positions = limits(config)
@@ -82,8 +84,6 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
             folder.mkdir()
     if settings.lora_rank:
         adapters.begin(settings)
-    if "tensorboard" in settings.report_to:
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{settings.out}.tensorboard")
     result = Result(baseline_rss_bytes=resident_memory())
     forecast = _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
@@ -115,7 +115,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
     result.signal_number = interrupts.asked
-    written = interrupts.asked is None and best.take(result.steps, finished, keep_last=settings.keep_store)
+    written = False
+    if result.evaluations[1:] and interrupts.asked is None:
+        best_step = result.evaluations[1]["step"]
+        written = best.take(best_step, result.steps, finished, keep_last=settings.keep_store)
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
@@ -129,7 +132,9 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
             shutil.copyfile(records, finished / METRICS_NAME)
         put_in_place(finished, settings.out)
     hidden_records(settings.out).unlink(missing_ok=True)
-    if keeps_checkpoints and interrupts.asked is None:
+    if interrupts.asked is None and not (settings.keep_store or settings.save_every):
+        best.forget()
+    if interrupts.asked is None and keeps_checkpoints:
         shutil.rmtree(best_folder)
     return result
 
@@ -284,7 +289,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
         model = _load_into_store(settings, interrupts, cleanup)
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
-        model = adapters.add_adapters(model, settings.lora_rank)
+        model = adapters.add_adapters(model, settings.lora_rank, settings.model_dir)
     if settings.in_memory and settings.gradients == "bfloat16":
         round_gradients(model)
     return model

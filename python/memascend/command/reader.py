@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.command.data import Blocks, Documents, Tokenizer, split
@@ -14,6 +13,7 @@ from memascend.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from memascend.command.settings import Settings
 
@@ -52,9 +52,11 @@ class Reader:
         if isinstance(evaluation, float):
             trained_on, held_out = split(len(documents), evaluation)
         blocks = self._tokenised(documents, trained_on, tokens_max)
-        if isinstance(evaluation, Path):
-            return blocks, self._tokenised(self.documents([evaluation]), None, None)
-        return blocks, None if held_out is None else self._tokenised(documents, held_out, None)
+        if not evaluation:
+            return blocks, None
+        if not isinstance(evaluation, float):
+            documents = self.documents(evaluation)
+        return blocks, self._tokenised(documents, held_out, None)
 
     def _tokenised(self, documents: Documents, part: range | None, tokens_max: int | None) -> Blocks:
         settings = self._settings

@@ -64,10 +64,6 @@ class RunLog(TrainerLog):
             super().append(entry, figures)
             self.on_record(record | figures)
 
-    def lap(self) -> float:
-        """Return the seconds since the last step was recorded."""
-        return 0.0 if self._meter is None else self._meter.lap(0)["seconds"]
-
     def read(self, count: int) -> list[dict[str, Any]]:
         """Return nothing: the Trainer's log would grow with the steps, and the file has it."""
         return []

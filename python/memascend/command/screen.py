@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def show_plans() -> None:
@@ -13,6 +16,18 @@ def show_plans() -> None:
         logger.addHandler(_ToStderr())
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Have no plan printed meanwhile: it is the one that was printed before."""
+    logger = logging.getLogger("memascend")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _ToStderr(logging.Handler):
@@ -28,5 +43,7 @@ def quiet_libraries() -> None:
     """Have transformers print neither warnings nor progress bars: the screen is for this command's own lines."""
     from transformers.utils import logging
 
+    # PEFT asks a model of transformers by a name that it had before.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -52,7 +52,7 @@ class Settings:
     text_field: str = "text"
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
-    evaluation: float | Path | None = None  # data to evaluate on, or the fraction of documents that is held out for it
+    evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
     lora_rank: int | None = None  # train adapters of this rank instead of the model
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
@@ -100,6 +100,8 @@ class Settings:
         record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         record["data"] = [str(path) for path in self.data[:16]]
         record["data_paths"] = len(self.data)
+        if self.held_out is None:
+            record["evaluation"] = [str(path) for path in self.evaluation[:16]]  # type: ignore[index]
         record["report_to"] = list(self.report_to)
         record["store"] = [str(path) for path in self.store]
         return record

@@ -40,6 +40,9 @@ def _finetune(chosen: argparse.Namespace) -> int:
     if values["lr"] is None:
         values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
     values["report_to"] = values["report_to"] or ()
+    values["evaluation"] = values["evaluation"] or ()
+    if len(values["evaluation"]) == 1 and isinstance(values["evaluation"][0], float):
+        values["evaluation"] = values["evaluation"][0]
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
     values["packing"] = not values.pop("no_packing")
@@ -71,8 +74,10 @@ def _conflict(settings: Settings) -> str | None:
         return "--change is of a run that goes on: give --resume too"
     if settings.keep_last and not settings.save_every:
         return "--keep-last is of the checkpoints of --save-every: give that too"
-    if settings.eval_steps and settings.evaluation is None:
+    if settings.eval_steps and not settings.evaluation:
         return "--eval-steps is of the evaluations of --eval: give that too"
+    if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
+        return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
     if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):

@@ -10,6 +10,7 @@ from memascend.command import adapters
 from memascend.command.changes import Changes, Position, effects, find_changes
 from memascend.command.exits import note
 from memascend.command.loop import Course, Loop, LoopArguments
+from memascend.command.metrics import hidden_records
 from memascend.command.tables import step_text
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
@@ -105,10 +106,10 @@ class Training:
         result.steps_planned = self.steps = self._position.length(self.settings, len(self.blocks))
         for line in effects(self.changes, result.steps, self._position, self.steps, self.blocks):
             note(line)
-        run = self._identity()
-        # Where an interrupted run has put its metrics.
+        # Where an interrupted run has put its metrics, or a killed one.
         before = Path(state["records"])
-        self.log.keep(entries, run, before=before, named=self.settings.metrics is not None)
+        before = before if before.is_file() else hidden_records(before.parent)
+        self.log.keep(entries, self._identity(), before=before, named=self.settings.metrics is not None)
         self.entries = entries
         self._resumed = True
 
@@ -149,7 +150,7 @@ class Training:
         loop.flush()
         if result.steps_skipped == result.steps > 0:
             raise NonFiniteError(f"all {result.steps} steps were skipped for a non-finite loss or gradient")
-        result.seconds += self.log.lap()
+        result.seconds += self.log.lap()["seconds"]
         ended = stats_of(self._offloaded)
         for name in SSD_COUNTERS:
             # Of the training alone: loading the model and evaluating it before moved bytes too.

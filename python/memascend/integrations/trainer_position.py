@@ -191,6 +191,10 @@ class TrainerLog:
         self._step, self._tokens = step, 0
         return _divided(self._meter.lap(tokens), steps)
 
+    def lap(self) -> dict[str, Any]:
+        """Return the figures of what was done since the last ones, without tokens that are trained on."""
+        return {} if self._meter is None else self._meter.lap(0)
+
     def append(self, entry: dict[str, Any], figures: dict[str, Any]) -> None:
         """Add an entry, and the figures of its step."""
         self.write(self._record(entry) | figures)

@@ -263,6 +263,8 @@ class TrainerMixin:
             logs |= {f"memascend/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
             waited = figures["waited_seconds"] or {}
             logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in waited.items()}
+        elif log is not None and "eval_loss" in logs:
+            figures = log.lap()  # The next step's begin after it.
         super().log(logs, *others, **named)  # type: ignore[misc]
         if log is not None:
             log.append(self.state.log_history[-1], figures)

@@ -1,0 +1,120 @@
+"""`--lora-rank`: adapters over a model in the store, and how such a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import lab
+import peft
+import pytest
+import tiny
+import torch
+from commands import command, in_memory, words_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from memascend.command import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN: dict[str, Any] = {"lora_rank": 4, "steps": 6, "save_every": 2, "lr": 1e-2}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny.llama_directory(tmp_path, hidden=64, layers=2)
+
+
+def words(model_dir: Path, out: str, **changed: Any) -> list[str]:
+    return words_of(model_dir, model_dir.parent / out, model_dir.parent / "store", **RUN | changed)
+
+
+def without(words: list[str], flag: str) -> list[str]:
+    index = words.index(flag)
+    return words[:index] + words[index + 2 :]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "adapter_model.safetensors")
+
+
+def same(first: Path, second: Path) -> bool:
+    one, other = weights(first), weights(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def losses(out: Path) -> list[float]:
+    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in found if record["record"] == "step"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_adapters_are_those_of_the_run_in_memory(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    room = model_dir.parent
+    assert main.main(words(model_dir, "out", dtype=dtype, eval=room / "text.txt")) == 0, capfd.readouterr().err
+    told = capfd.readouterr().err
+    # Weights are read from the model's own files where they hold what is computed with.
+    assert ("frozen weights read where they are" in told) == (dtype == "bfloat16")
+    memory = without(in_memory(words(model_dir, "mem", dtype=dtype, eval=room / "text.txt")), "--save-every")
+    assert main.main(memory) == 0, capfd.readouterr().err
+    assert losses(room / "out") == losses(room / "mem") and len(losses(room / "out")) == 6
+    assert same(room / "out", room / "mem")
+    assert any(tensor.abs().max() > 0 for name, tensor in weights(room / "out").items() if "lora_B" in name)
+    assert not (room / "store").exists() or list((room / "store").iterdir()) == []
+    # Others read them as adapters of the model they were made for.
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    model = peft.PeftModel.from_pretrained(base, room / "out")
+    assert model.peft_config["default"].base_model_name_or_path == str(model_dir)
+    ids = torch.arange(32).view(1, 32)
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+        with model.disable_adapter():
+            assert model(input_ids=ids, labels=ids).loss != loss
+    assert not (room / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_a_run_that_goes_on_ends_as_the_whole_one(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    room = model_dir.parent
+    checkpoints = room / "store" / "checkpoints"
+    with lab.Child(room, command, words(model_dir, "out", steps=60)) as child:
+        while not (checkpoints / "checkpoint-4" / "progress.json").exists():
+            assert child.alive(), child.wait().err
+            time.sleep(0.002)
+        os.kill(child.pid, number)
+        ended = child.wait()
+    assert (room / "out").exists() == (number == signal.SIGINT), ended.err
+    # To begin anew must be asked for by deleting what there is.
+    assert main.main(words(model_dir, "again")) == main.BAD_INPUT
+    assert f"{checkpoints} holds a run after step" in capfd.readouterr().err
+    # One that was being written is not gone on with.
+    (checkpoints / "checkpoint-99").mkdir()
+    assert main.main([*words(model_dir, "again", steps=60), "--resume"]) == 0, capfd.readouterr().err
+    assert "going on after step" in capfd.readouterr().err
+    assert main.main(words(model_dir, "whole", steps=60)) == 0
+    assert losses(room / "again") == losses(room / "whole") and len(losses(room / "whole")) == 60
+    assert same(room / "again", room / "whole")
+    assert not (room / "store").exists() or list((room / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--keep-store"], "leave them out with --lora-rank"),
+        (["--durability", "step"], "leave them out with --lora-rank"),
+    ],
+)
+def test_what_does_not_go_with_adapters(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    assert main.main([*words(model_dir, "out"), *flags]) == main.BAD_INPUT
+    assert told in capfd.readouterr().err

@@ -1,0 +1,146 @@
+"""`--eval`: the loss on held-out data as a run goes on, and the best model at its end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny
+import torch
+from commands import in_memory, words_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import memascend
+from memascend.command import main
+from memascend.command.data import ByteTokenizer
+from memascend.command.reader import Reader
+from memascend.command.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN: dict[str, Any] = {"steps": 9, "lr": 1e-2, "schedule": "constant", "eval_steps": 2}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    made = tiny.llama_directory(tmp_path, hidden=64, layers=1)
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    lines = (tmp_path / "text.txt").read_text().splitlines()
+    for number in range(40):
+        (documents / f"{number:02}.txt").write_text("\n".join(lines[number * 5 : number * 5 + 5]))
+    # What is trained on holds none of these bytes: the loss on them rises.
+    (tmp_path / "other.txt").write_text("".join(chr(192 + number % 64) for number in range(300)))
+    return made
+
+
+def words(model_dir: Path, out: str, **changed: Any) -> list[str]:
+    room = model_dir.parent
+    evaluated = {"data": room / "documents", "eval": room / "other.txt"}
+    return words_of(model_dir, room / out, room / "store", **RUN | evaluated | changed)
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record for record in found if record["record"] == kind]
+
+
+def loss_of(model_dir: Path, weights: Path) -> float:
+    """The loss of written weights on what is held out, without anything of the Trainer's."""
+    room = model_dir.parent
+    scratch = room / f"scratch-{weights.name}"
+    scratch.mkdir()
+    settings = Settings(model_dir=model_dir, data=[], out=room, seq_len=32, evaluation=[room / "other.txt"])
+    reader = Reader(settings, ByteTokenizer(), 256 + 2, scratch)
+    _, held_out = reader.divided(reader.documents([room / "documents"]), None)
+    assert held_out is not None
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16)
+    with torch.no_grad():
+        losses = [model(**held_out.padded([held_out.row(row)])).loss.item() for row in range(len(held_out))]
+    reader.close()
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("where", ["store", "memory", "without-durable-steps"])
+def test_the_best_model_is_written(model_dir: Path, capfd: pytest.CaptureFixture[str], where: str) -> None:
+    room = model_dir.parent
+    chosen = words(model_dir, "out")
+    chosen = in_memory(chosen) if where == "memory" else chosen
+    chosen += ["--durability", "none"] if where == "without-durable-steps" else []
+    assert main.main(chosen) == 0, capfd.readouterr().err
+    told = capfd.readouterr()
+    evaluations = records(room / "out", "eval")
+    assert [one["step"] for one in evaluations] == [0, 2, 4, 6, 8, 9]
+    losses = {one["step"]: one["loss"] for one in evaluations}
+    best = min((step for step in losses if step), key=lambda step: losses[step])
+    assert best < 9, losses  # else nothing was gone back to
+    assert f"the best after step {best} (loss {losses[best]:.4f} on held-out data)" in told.out
+    assert told.err.count("the least so far") >= 1
+    assert loss_of(model_dir, room / "out") == pytest.approx(losses[best], abs=2e-3)
+    assert loss_of(model_dir, model_dir) == pytest.approx(losses[0], abs=2e-3)
+    assert not (room / "store").exists() or list((room / "store").iterdir()) == []
+    # The evaluations change nothing: the steps are those of a run without.
+    assert main.main([*words(model_dir, "again", eval_steps=9), "--force"]) == 0
+    taken = [[step["loss"] for step in records(room / out, "step")] for out in ("out", "again")]
+    assert taken[0] == taken[1]
+
+
+def test_a_run_that_goes_on_has_the_best_model_of_before(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    assert main.main([*words(model_dir, "whole"), "--keep-store"]) == 0
+    best = records(room / "whole", "end")[0]["evaluations"][1]["step"]
+    store = room / "store"
+    tags = {tag["tag"]: tag["steps"] for tag in memascend_checkpoints(store, capfd)}
+    assert tags == {"best": best, "last": 9}
+    # The store has gone back to the best step, and goes on from its last one all the same.
+    assert main.main(["checkpoints", str(store), "--restore", "last"]) == 0
+    run = memascend.resume(store, allocator="pageable")
+    assert run.steps == 9
+    memascend.close(run.model)
+    assert main.main([*words(model_dir, "on", steps=11), "--resume", "--change"]) == 0, capfd.readouterr().err
+    assert [one["step"] for one in records(room / "on", "end")[0]["evaluations"]] == [0, best]
+    expected, found = (load_file(room / out / "model.safetensors") for out in ("whole", "on"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [one["step"] for one in records(room / "on", "eval")] == [0, 2, 4, 6, 8, 9, 10, 11]
+
+
+def memascend_checkpoints(store: Path, capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    capfd.readouterr()
+    assert main.main(["inspect", str(store), "--json"]) == 0
+    return json.loads(capfd.readouterr().out)["checkpoints"]
+
+
+def test_a_fraction_to_evaluate_on(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    assert main.main(in_memory(words(model_dir, "out", eval=0.25, steps=20))) == 0, capfd.readouterr().err
+    assert "tokenising 30/30" in (told := capfd.readouterr().err) and "tokenising 10/10" in told
+    losses = [one["loss"] for one in records(room / "out", "eval")]
+    assert losses[-1] < 0.8 * losses[0]
+    # The data is another one then.
+    assert main.main([*words(model_dir, "kept", eval=0.25, steps=1), "--keep-store"]) == 0
+    assert main.main([*words(model_dir, "on", eval=0.5, steps=1), "--resume"]) == main.BAD_INPUT
+    assert "--eval is 0.5, but the run in the store has 0.25" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--eval-steps", "2"], "--eval-steps is of the evaluations of --eval"),
+        (["--eval", "1.5"], "1.5 is no fraction between 0 and 1"),
+        (["--eval", "0.1", "text.txt"], "--eval takes one fraction or files"),
+        (["--eval", "nowhere"], "nowhere"),
+        (["--eval", "0.99"], "leaves none to train on"),
+        (["--report-to", "wandb"], "--report-to wandb is not installed: pip install wandb"),
+    ],
+)
+def test_what_cannot_be_evaluated(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    room = model_dir.parent
+    chosen = in_memory(words_of(model_dir, room / "out", room / "store", data=room / "documents"))
+    assert main.main([*chosen, *flags]) == main.BAD_INPUT
+    assert told in capfd.readouterr().err
+    assert not (room / "out").exists()
