@@ -50,8 +50,8 @@ def add_adapters(model: nn.Module, rank: int, model_dir: Path) -> Any:
         lora_alpha=ALPHA_PER_RANK * rank,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(model_dir.resolve()),
     )
+    model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
     return peft.get_peft_model(model, config)
 
 
