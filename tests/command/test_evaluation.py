@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
+import lab
 import pytest
 import tiny
 import torch
-from commands import in_memory, words_of
+from commands import command, in_memory, words_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -144,3 +147,47 @@ def test_what_cannot_be_evaluated(
     assert main.main([*chosen, *flags]) == main.BAD_INPUT
     assert told in capfd.readouterr().err
     assert not (room / "out").exists()
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
+def test_a_signal_ends_an_evaluation_which_is_taken_again(model_dir: Path, adapters: bool) -> None:
+    room = model_dir.parent
+    changed = {"lora_rank": 2} if adapters else {}
+    whole = words(model_dir, "whole", steps=3, **changed)
+    assert main.main(whole) == 0
+    out = words(model_dir, "out", steps=3, **changed)
+    with lab.Child(room, interrupted_in_evaluation, out, 2) as child:
+        ended = child.wait()
+    assert ended.code == 130, ended.err
+    assert [one["step"] for one in records(room / "out", "eval")] == [0]
+    again = words(model_dir, "again", steps=3, **changed)
+    with lab.Child(room, command, [*again, "--resume"]) as child:
+        assert (ended := child.wait()).code == 0, ended.err
+    for kind in ("step", "eval"):
+        found, expected = (
+            [(record["step"], record["loss"]) for record in records(room / name, kind)] for name in ("again", "whole")
+        )
+        assert found == expected and len(found) == 3
+
+
+def test_a_signal_in_the_first_evaluation_abandons_the_run(model_dir: Path) -> None:
+    room = model_dir.parent
+    with lab.Child(room, interrupted_in_evaluation, words(model_dir, "out"), 0) as child:
+        ended = child.wait()
+    assert ended.code == 130, ended.err
+    assert not (room / "out").exists()
+
+
+def interrupted_in_evaluation(pipe: Any, words: list[str], step: int) -> None:
+    """Run a command that gets Ctrl-C while it evaluates after `step`."""
+    from memascend.command.loop import Loop
+
+    predict = Loop.prediction_step
+
+    def interrupted(self: Any, *others: Any, **named: Any) -> Any:
+        if self.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return predict(self, *others, **named)
+
+    Loop.prediction_step = interrupted  # type: ignore[method-assign]
+    command(pipe, words)

@@ -42,6 +42,8 @@ class Run(Protocol):
     #: Options that are others than before, of a run that goes on; entries of its metrics file.
     changes: Changes
     entries: int
+    #: Whether the evaluation after the last step is still to be taken, of a run without durable steps.
+    evaluation_is_due: bool
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress."""
@@ -55,14 +57,21 @@ class Run(Protocol):
     def opened(self) -> None:
         """Note that all is ready for the first step."""
 
-    def stepped(self, step: int) -> bool:
-        """Note that a step was taken, and return whether it is the last one for now."""
+    def is_ending(self) -> bool:
+        """Whether the run is to end after this step."""
+
+    def stepped(self, step: int) -> None:
+        """Note that a step was taken."""
 
     def skipped(self, text: str) -> None:
         """Note that the step is left out."""
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note an evaluation."""
+
+
+class EvaluationEnded(Exception):
+    """The run was to end while it evaluated."""
 
 
 class Course(Dataset):
@@ -106,7 +115,7 @@ class Loop(Trainer):
         self._reason: str | None = None
         super().__init__(model, args, **named)
         self.remove_callback(PrinterCallback)
-        self.add_callback(Events(run))
+        self.add_callback(Events(run, self))
 
     @property
     def _keeps_log(self) -> bool:
@@ -158,6 +167,24 @@ class Loop(Trainer):
         self.lr_scheduler.last_epoch -= 1  # The schedule counts the steps that were taken.
         return norm
 
+    def prediction_step(self, *others: Any, **named: Any) -> Any:
+        """Evaluate a batch as `Trainer.prediction_step` does. Raises EvaluationEnded in a run that is to end."""
+        if self._run.is_ending():
+            raise EvaluationEnded
+        return super().prediction_step(*others, **named)
+
+    def leave(self) -> None:
+        """End a run within an evaluation. It is taken when the run goes on."""
+        if self.args.save_strategy == "steps":
+            self._run.evaluation_is_due = True
+            self._save_checkpoint(self.model, None)
+
+    def evaluate_as_due(self) -> None:
+        """Take the evaluation that an interrupted run has left, if there is one."""
+        if self._run.evaluation_is_due:
+            self._run.evaluation_is_due = False
+            self._evaluate(None, None)
+
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """Log as `Trainer.log` does, with the epochs of the data. The log is in the metrics file alone."""
         if "loss" in logs and self._reason is not None:
@@ -196,12 +223,17 @@ class Loop(Trainer):
 class Events(TrainerCallback):
     """Ends the run where it was asked for, and evaluates and saves at its end."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, loop: Loop) -> None:
+        self._run, self._loop = run, loop
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Do what is left of the step before."""
+        self._loop.evaluate_as_due()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note a step."""
-        asked = self._run.stepped(state.global_step)
+        self._run.stepped(state.global_step)
+        asked = self._run.is_ending()
         control.should_training_stop |= asked
         control.should_save |= asked and args.save_strategy == "steps"
         last = args.eval_strategy == "steps" and state.global_step >= state.max_steps

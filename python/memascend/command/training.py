@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from memascend.command import adapters
 from memascend.command.changes import Changes, Position, effects, find_changes
 from memascend.command.exits import note
-from memascend.command.loop import Course, Loop, LoopArguments
+from memascend.command.loop import Course, EvaluationEnded, Loop, LoopArguments
 from memascend.command.metrics import hidden_records
 from memascend.command.tables import step_text
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
-from memascend.errors import DataError, NonFiniteError
+from memascend.errors import Abandoned, DataError, NonFiniteError
 from memascend.report.figures import SSD_COUNTERS, stats_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Training:
         self.steps = self._position.length(settings, len(blocks))
         # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
+        self.evaluation_is_due = False
         #: Entries of the metrics file that the run has from before.
         self.entries = 0
         self._resumed = False
@@ -81,6 +82,7 @@ class Training:
             "data": self._data,
             "tokens_max": self.blocks.tokens_max,
             "position": [self._position.steps, self._position.sequences],
+            "evaluation_is_due": self.evaluation_is_due,
             "records": str(self.settings.metrics_file.absolute()),
         }
 
@@ -99,6 +101,7 @@ class Training:
         for name in ("steps", "steps_skipped", "losses", "evaluations", "seconds"):
             setattr(result, name, state[name])
         result.steps_before = result.steps
+        self.evaluation_is_due = state["evaluation_is_due"]
         self._position = Position(*state["position"])
         if self.changes:
             per_step = state["settings"]["batch_size"] * state["settings"]["grad_accum"]
@@ -142,6 +145,10 @@ class Training:
         )
         try:
             loop.train(str(checkpoint) if checkpoint is not None else self._resumed or None)
+        except EvaluationEnded:
+            if not result.steps:
+                raise Abandoned(self.interrupts.asked or 0) from None
+            loop.leave()
         finally:
             if self._bar is not None:
                 self._bar.close()
@@ -239,10 +246,13 @@ class Training:
 
     # ---- what the loop tells -------------------------------------------------------------------------------
 
-    def stepped(self, step: int) -> bool:
-        """Note that a step was taken, and return whether it is the last one for now."""
-        self.result.steps = step
+    def is_ending(self) -> bool:
+        """Whether the run is to end after this step."""
         return self.interrupts.asked is not None
+
+    def stepped(self, step: int) -> None:
+        """Note that a step was taken."""
+        self.result.steps = step
 
     def skipped(self, text: str) -> None:
         """Note that the step is left out."""
