@@ -124,6 +124,22 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     memascend.close(trainer.model)
 
 
+def test_the_last_batch_of_an_iterable_data_set_counts_as_in_memory(model_folder: str, tmp_path: Path) -> None:
+    """10 samples in batches of 4: accelerate has to know that the last batch has two."""
+
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(trainer_runs.data(10))
+
+    losses = []
+    for offload in (False, True):
+        model = model_folder if offload else load(model_folder)
+        trainer = make(model, tmp_path / str(offload), offload=offload, per_device_eval_batch_size=4)
+        losses.append(trainer.evaluate(Stream())["eval_loss"])
+    assert losses[1] == losses[0]
+    memascend.close(trainer.model)
+
+
 def test_a_run_that_is_there_is_not_trained_as_a_new_one(model_folder: str, tmp_path: Path) -> None:
     interrupted(make(model_folder, tmp_path / "out", offload=True, callbacks=[InterruptAt(5, "on_step_begin")]))
     trainer = make(model_folder, tmp_path / "out", offload=True)

@@ -135,6 +135,22 @@ def test_fine_tuning(data: Any, options: dict[str, Any], sizes: dict[str, Any], 
     memascend.close(trainer.model)
 
 
+def test_the_dtype_of_model_init_kwargs_counts_and_the_rest_is_refused(tmp_path: Path) -> None:
+    from memascend.integrations.trl import SFTConfig, SFTTrainer
+
+    source = folder_of(tmp_path / "model")
+
+    def opened(name: str, **kwargs: Any) -> Any:
+        args = SFTConfig(str(tmp_path / name), **ARGUMENTS, host_memory="64MiB", model_init_kwargs=kwargs)
+        return SFTTrainer(source, args, train_dataset=chats(), eval_dataset=chats(), processing_class=tokenizer())
+
+    with pytest.raises(ValueError, match="model_init_kwargs has attn_implementation, and only dtype is taken"):
+        opened("refused", dtype="float32", attn_implementation="eager")
+    model = opened("out", dtype=torch.float32).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    memascend.close(model)
+
+
 def test_preferences_with_an_adapter(tmp_path: Path) -> None:
     from memascend.integrations.trl import DPOConfig, DPOTrainer
 

@@ -92,7 +92,19 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     if in_memory is not None:
         return memascend.offload(in_memory, store=paths, **options), []
     directory = model if os.path.isdir(model) else download(str(model))
-    return memascend.from_pretrained(directory, store=paths, dtype=args.weights_dtype, **options), []
+    return memascend.from_pretrained(directory, store=paths, dtype=_dtype_of(args), **options), []
+
+
+def _dtype_of(args: Any) -> Any:
+    """Return the dtype that a model which is given by name is opened in. Raises ValueError for TRL's other options."""
+    given = dict(getattr(args, "model_init_kwargs", None) or {})
+    dtype = given.pop("dtype", args.weights_dtype)
+    if given:
+        raise ValueError(
+            f"model_init_kwargs has {', '.join(given)}, and only dtype is taken for a model that is opened on SSD: "
+            "open it with memascend.from_pretrained, change it, and give the model"
+        )
+    return dtype
 
 
 # ---- the optimizer ----------------------------------------------------------------------------------------------

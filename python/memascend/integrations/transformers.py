@@ -42,7 +42,7 @@ from memascend.optim import OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from memascend.offloading.session import Session
 
@@ -107,8 +107,9 @@ class TrainerMixin:
         self._position = Position(self)
         self.add_callback(self._position)
         if session is not None:
-            # The model and the states of its optimizer stay where they are.
+            # The model and the states of its optimizer stay where they are. Batches are placed as always.
             self.accelerator.device_placement = False
+            self.accelerator.prepare_data_loader = _placing(self.accelerator.prepare_data_loader)
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler = GradScaler(self.args.device.type)
             if self._run_found and self.optimizer is None:
@@ -353,6 +354,15 @@ def _signature_of(trainer_class: type) -> inspect.Signature:
     classes = trainer_class.__mro__[trainer_class.__mro__.index(TrainerMixin) + 1 :]
     signatures = (inspect.signature(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls))
     return next(signature for signature in signatures if "model" in signature.parameters)
+
+
+def _placing(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Have accelerate's `prepare_data_loader` place batches: only then it counts an iterable data set's last batch."""
+
+    def prepare_data_loader(loader: Any, device_placement: bool | None = None, *others: Any, **named: Any) -> Any:
+        return prepare(loader, True if device_placement is None else device_placement, *others, **named)
+
+    return prepare_data_loader
 
 
 def _only(optimizers: list[Any]) -> OffloadedOptimizer:
