@@ -281,10 +281,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
         memascend.fuse_loss(model)  # as the offloaded model computes it
         model = model if device is None else model.to(device.torch_device)
     elif settings.lora_rank:
-        try:
-            model = _load_into_store(settings, interrupts, cleanup, frozen="files")
-        except CheckpointError:  # The files do not hold the weights as they are computed with.
-            model = _load_into_store(settings, interrupts, cleanup, frozen="store")
+        model = _load_frozen(settings, config, interrupts, cleanup)
     else:
         model = _load_into_store(settings, interrupts, cleanup)
     if settings.lora_rank:
@@ -293,6 +290,18 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
     if settings.in_memory and settings.gradients == "bfloat16":
         round_gradients(model)
     return model
+
+
+def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
+    """The model for adapters: where it is, in its files, if these hold what is computed with, else in the store.
+
+    A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
+    """
+    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]))
+    if not any(unit.is_table for unit in units):
+        with suppress(CheckpointError):
+            return _load_into_store(settings, interrupts, cleanup, frozen="files")
+    return _load_into_store(settings, interrupts, cleanup, frozen="store")
 
 
 def _load_into_store(
