@@ -132,6 +132,7 @@ def test_fine_tuning(data: Any, options: dict[str, Any], sizes: dict[str, Any], 
     trainer = run(SFTTrainer, SFTConfig, source, tmp_path / "out", data(), options | offload)
     assert logged(trainer) == logged(expected)
     assert not differing(weights(trainer.model), weights(expected.model))
+    assert (tmp_path / "out" / "checkpoint-2" / "chat_template.jinja").read_text() == TURNS
     memascend.close(trainer.model)
 
 

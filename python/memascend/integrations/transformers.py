@@ -57,7 +57,7 @@ class TrainerMixin:
     - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
       (`OffloadArguments`); then it may be given by its directory. A run in the store is taken up.
     - `args.optim` names the optimizer, see `OPTIMIZERS`; `optim_args` may have `states`, `master` and `seed`.
-    - A checkpoint is a named checkpoint of the store, and a directory of kilobytes.
+    - A checkpoint is a named checkpoint of the store, and a directory that names it and holds the tokenizer.
     - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
       checkpoint; with a directory, from that checkpoint. Both give the bits of a run that was not interrupted.
     - What cannot be done is refused here with a ValueError, before anything starts.
@@ -313,7 +313,7 @@ class TrainerMixin:
             return super()._finalize_training(trial, *others)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, tensor by tensor; for a checkpoint of the store, where it is."""
+        """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer."""
         if not _internal_call or self.args.save_only_model or self._stored is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -321,6 +321,9 @@ class TrainerMixin:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_names(folder, {0: (self._stored, folder.name)})
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
