@@ -16,7 +16,8 @@ import memascend
 from memascend.formats.json_files import read_json
 from memascend.integrations import transformers as ours_for_transformers
 from memascend.integrations import trl as ours_for_trl
-from memascend.integrations.transformers import CHECKPOINT_NAME, TrainerMixin
+from memascend.integrations.named_checkpoints import MANIFEST
+from memascend.integrations.transformers import TrainerMixin
 from memascend.offloading.api import find_offload
 
 HOST_MEMORY = "64MiB"
@@ -53,8 +54,8 @@ def _close(model: nn.Module) -> None:
 
 def _store_of_checkpoints(folder: str | None) -> Path | None:
     """Return the store that checkpoints in a Trainer's folder are in."""
-    for file in Path(folder or "").glob(f"checkpoint-*/{CHECKPOINT_NAME}") if folder else ():
-        return Path(read_json(file)["store"][0])
+    for file in Path(folder or "").glob(f"checkpoint-*/{MANIFEST}") if folder else ():
+        return Path(read_json(file)["models"][0]["store"][0])
     return None
 
 
