@@ -36,6 +36,7 @@ SUITES = {
         refused={
             "keeps states in memory and reads whole weights": "an optimizer of PyTorch over offloaded weights",
             "cannot be streamed: choose one of": "an optimizer that we do not have",
+            "holds a run after step": "a second run over the store of the first",
             "model_init makes models anew": "model_init",
             "auto_find_batch_size begins anew": "auto_find_batch_size",
         },
