@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lab
 import peft
@@ -17,10 +19,7 @@ from commands import command, in_memory, words_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from memascend.command import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from memascend.command import adapters, main
 
 RUN: dict[str, Any] = {"lora_rank": 4, "steps": 6, "save_every": 2, "lr": 1e-2}
 
@@ -85,7 +84,7 @@ def test_a_run_that_goes_on_ends_as_the_whole_one(
     model_dir: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     room = model_dir.parent
-    checkpoints = room / "store" / "checkpoints"
+    checkpoints = room / "store" / adapters.FOLDER
     with lab.Child(room, command, words(model_dir, "out", steps=60)) as child:
         while not (checkpoints / "checkpoint-4" / "progress.json").exists():
             assert child.alive(), child.wait().err
@@ -104,6 +103,61 @@ def test_a_run_that_goes_on_ends_as_the_whole_one(
     assert losses(room / "again") == losses(room / "whole") and len(losses(room / "whole")) == 60
     assert same(room / "again", room / "whole")
     assert not (room / "store").exists() or list((room / "store").iterdir()) == []
+
+
+def test_other_checkpoints_beside_the_store_stay(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # transformers' Trainer names its own in the same way.
+    theirs = model_dir.parent / "store" / "checkpoints" / "checkpoint-99"
+    theirs.mkdir(parents=True)
+    (theirs / "model.safetensors").write_text("another run's")
+    assert main.main(words(model_dir, "out")) == 0, capfd.readouterr().err
+    assert (theirs / "model.safetensors").read_text() == "another run's"
+
+
+def test_the_best_adapters_go_to_another_filesystem(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = model_dir.parent
+    rename = os.rename
+
+    def across(source: Any, target: Any) -> None:
+        if (room / "store" in Path(source).parents) != (room / "store" in Path(target).parents):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", across)
+    assert main.main(words(model_dir, "out", eval=room / "text.txt")) == 0, capfd.readouterr().err
+    assert weights(room / "out")
+
+
+def test_the_best_adapters_are_those_of_the_checkpoint_that_is_gone_on_from(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    room = model_dir.parent
+    changed = {"steps": 6, "save_every": 3, "eval": room / "text.txt", "schedule": "constant"}
+    with lab.Child(room, killed_with_the_best, words(model_dir, "out", **changed, eval_steps=2), 4) as child:
+        assert (ended := child.wait()).code == -signal.SIGKILL, ended.err
+    # Step 4 was better than step 2, but the run goes on from step 3 with a rate that makes all later steps worse.
+    other = [*words(model_dir, "on", **changed | {"lr": 100.0}, eval_steps=6), "--resume", "--change"]
+    assert main.main(other) == 0, capfd.readouterr().err
+    assert "the best after step 2" in capfd.readouterr().out
+    assert main.main(words(model_dir, "two", **changed | {"steps": 2}, eval_steps=2)) == 0
+    assert same(room / "on", room / "two")
+
+
+def killed_with_the_best(pipe: Any, words: list[str], step: int) -> None:
+    """Run a command that is killed as soon as the best model is that of `step`."""
+    from memascend.command.best import Best
+
+    keep = Best.keep
+
+    def killed(self: Best, best_step: int) -> None:
+        keep(self, best_step)
+        if best_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Best.keep = killed  # type: ignore[method-assign]
+    command(pipe, words)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,71 @@ def test_a_signal_ends_an_evaluation_which_is_taken_again(model_dir: Path, adapt
         assert found == expected and len(found) == 3
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
+def test_a_signal_in_a_step_leaves_its_evaluation_to_the_run_that_goes_on(model_dir: Path, adapters: bool) -> None:
+    room = model_dir.parent
+    changed = {"lora_rank": 2} if adapters else {}
+    with lab.Child(room, interrupted_in_step, words(model_dir, "out", steps=3, **changed), 2) as child:
+        ended = child.wait()
+    assert ended.code == 130, ended.err
+    with lab.Child(room, command, [*words(model_dir, "again", steps=3, **changed), "--resume"]) as child:
+        assert (ended := child.wait()).code == 0, ended.err
+    assert [one["step"] for one in records(room / "again", "eval")] == [0, 2, 3]
+
+
+def interrupted_in_step(pipe: Any, words: list[str], step: int) -> None:
+    """Run a command that gets Ctrl-C while it takes step `step`."""
+    from memascend.command.loop import Loop
+
+    take = Loop.training_step
+
+    def interrupted(self: Any, *others: Any, **named: Any) -> Any:
+        if self.state.global_step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *others, **named)
+
+    Loop.training_step = interrupted  # type: ignore[method-assign]
+    command(pipe, words)
+
+
+@pytest.mark.parametrize("flag", ["--keep-store", "--save-every"])
+def test_a_store_that_has_gone_back_goes_on_from_there(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], flag: str
+) -> None:
+    room = model_dir.parent
+    kept = [flag] if flag == "--keep-store" else [flag, "100"]
+    assert main.main([*words(model_dir, "out"), *kept]) == 0
+    best = records(room / "out", "end")[0]["evaluations"][1]["step"]
+    assert best < 8, best
+    assert {tag["tag"]: tag["steps"] for tag in memascend_checkpoints(room / "store", capfd)}["last"] == 9
+    assert main.main([*words(model_dir, "on", eval_steps=3), *kept, "--resume"]) == 0, capfd.readouterr().err
+    # Each step and evaluation has one record, the latter at the steps that are given now.
+    before = list(range(0, best + 1, 2))
+    assert [one["step"] for one in records(room / "on", "eval")] == before + [
+        step for step in range(0, 10, 3) if step > best
+    ]
+    assert [one["step"] for one in records(room / "on", "step")] == list(range(1, 10))
+
+
+def test_a_loss_that_is_not_finite_is_not_the_best(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memascend.command.loop import Loop
+
+    predict = Loop.prediction_step
+
+    def overflowed(self: Any, *others: Any, **named: Any) -> Any:
+        loss, *rest = predict(self, *others, **named)
+        return (loss * float("inf"), *rest)
+
+    monkeypatch.setattr(Loop, "prediction_step", overflowed)
+    assert main.main(words(model_dir, "out", steps=2)) == 0
+    assert "the least so far" not in capfd.readouterr().err
+    text = (model_dir.parent / "out" / "metrics.jsonl").read_text()
+    assert "Infinity" not in text and "NaN" not in text
+    assert [one["loss"] for one in records(model_dir.parent / "out", "eval")] == [None, None]
+
+
 def test_a_signal_in_the_first_evaluation_abandons_the_run(model_dir: Path) -> None:
     room = model_dir.parent
     with lab.Child(room, interrupted_in_evaluation, words(model_dir, "out"), 0) as child:

@@ -6,7 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+import tiny
+from commands import words_of
 
+from memascend.command import main
 from memascend.command.run_log import RunLog, recorded_bytes
 from memascend.errors import OutputError
 
@@ -57,6 +60,16 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> N
     # One that memascend itself has found beside --out is only left aside.
     log.keep(63, RUN, before=None, named=False)
     assert file.read_text() == ""
+
+
+def test_a_run_that_begins_anew_leaves_another_file_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model_dir = tiny.llama_directory(tmp_path, hidden=64, layers=1)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("what was bought\n")
+    chosen = words_of(model_dir, tmp_path / "out", tmp_path / "store", metrics=notes)
+    assert main.main([*chosen, "--resume"]) == main.BAD_INPUT
+    assert f"--metrics {notes} holds no records of the run" in capfd.readouterr().err
+    assert notes.read_text() == "what was bought\n"
 
 
 def test_records_that_lie_elsewhere_are_copied(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from memascend.command.settings import Settings
 
+#: The folder of checkpoints in the store's directory. It is deleted with all that it holds: no other has this name.
+FOLDER = "memascend-adapters"
 #: Steps between checkpoints, without --save-every.
 STEPS = 50
 #: Checkpoints that are kept at least: a killed process may have left the last one unfinished.
@@ -86,7 +88,7 @@ def has_checkpoints(settings: Settings) -> bool:
 
 def checkpoints_of(settings: Settings) -> Path:
     """The folder of the run's checkpoints."""
-    return settings.store[0] / "checkpoints"
+    return settings.store[0] / FOLDER
 
 
 def finish_checkpoint(folder: Path, progress: dict[str, Any], entries: int) -> None:

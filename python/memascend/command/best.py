@@ -25,49 +25,61 @@ class Best:
     def __init__(self, model: Any, folder: Path, write: Callable[[Path], None]) -> None:
         """Keep models in the store where it has durable steps, else in `folder`, by `write`."""
         self._model, self._folder, self._write = model, folder, write
+        self._restored: memascend.Resumed | None = None
+        #: The step whose model a run that is killed now goes on with as the best one, of a run with checkpoints.
+        self.recorded: int | None = None
 
     def keep(self, step: int) -> None:
         """Keep the model as it is after step `step` instead of the one before."""
         if not self._in_store():
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._write(self._folder)
+            shutil.rmtree(self._of(step), ignore_errors=True)
+            self._write(self._of(step))
+            for other in self._folder.parent.glob(f"{self._folder.name}-*"):
+                if other not in (self._of(step), self._of(self.recorded)):
+                    shutil.rmtree(other)
             return
         try:
             self._name(self.TAG)
         except StoreError as error:
             note(f"step {step} is the best so far and cannot be kept: {error}")
 
-    def take(self, step: int, steps: int, finished: Path, *, keep_last: bool) -> bool:
+    def take(self, best_step: int, steps: int, finished: Path, *, keep_last: bool) -> bool:
         """Have the model be the best one, or move that to `finished`, and return whether it is there.
 
         Args:
-            step: that after which the best model was kept.
+            best_step: that after which the best model was kept.
             steps: that which was taken last.
             finished: a directory for the model.
             keep_last: whether the store stays: then the last step becomes a checkpoint.
         """
         if not self._in_store():
-            if not self._folder.is_dir():
+            if not self._of(best_step).is_dir():
+                note(f"the best model, of step {best_step}, is not there: the last one is written")
                 return False
-            for file in self._folder.iterdir():
-                file.rename(finished / file.name)
+            for file in list(self._of(best_step).iterdir()):
+                shutil.move(file, finished / file.name)  # The store may be on another filesystem.
             return True
-        if step == steps:
+        if best_step == steps:
             return False
         if self.TAG not in self._tags():
-            note(f"the best model, of step {step}, could not be kept: the last one is written")
+            note(f"the best model, of step {best_step}, could not be kept: the last one is written")
             return False
         if keep_last:
             self._name(self.LAST)
-            note(f"the store goes back to step {step}; its last step is the checkpoint {self.LAST!r}")
+            note(f"the store goes back to step {best_step}; its last step is the checkpoint {self.LAST!r}")
         with without_plans():
-            memascend.restore_checkpoint(self._model, self.TAG)
+            # The store records the optimizers that there are: without this one, no run could go on from it.
+            self._restored = memascend.restore_checkpoint(self._model, self.TAG)
         return False
 
     def forget(self) -> None:
         """Delete the best model from a store that is not kept."""
         if self._in_store() and self.TAG in self._tags():
             memascend.delete_checkpoint(self._model, self.TAG)
+
+    def _of(self, step: int | None) -> Path:
+        """The directory of the model of a step: an earlier checkpoint may still be gone on from, with its own best."""
+        return self._folder.with_name(f"{self._folder.name}-{step}")
 
     def _in_store(self) -> bool:
         session = find_offload(self._model)

@@ -112,13 +112,15 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     training.forecast = forecast
     if progress:
         training.resume(progress, entries)
+    elif settings.resume and settings.metrics is not None:
+        training.begin_anew()
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
     result.signal_number = interrupts.asked
     written = False
     if result.evaluations[1:] and interrupts.asked is None:
         best_step = result.evaluations[1]["step"]
-        written = best.take(best_step, result.steps, finished, keep_last=settings.keep_store)
+        written = best.take(best_step, result.steps, finished, keep_last=settings.leaves_store)
     if watch is not None and interrupts.asked is None:
         watch("after", model, tokenizer)
 
@@ -132,7 +134,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
             shutil.copyfile(records, finished / METRICS_NAME)
         put_in_place(finished, settings.out)
     hidden_records(settings.out).unlink(missing_ok=True)
-    if interrupts.asked is None and not (settings.keep_store or settings.save_every):
+    if interrupts.asked is None and not settings.leaves_store:
         best.forget()
     if interrupts.asked is None and keeps_checkpoints:
         shutil.rmtree(best_folder)

@@ -69,6 +69,9 @@ class Run(Protocol):
     def evaluated(self, step: int, loss: float) -> None:
         """Note an evaluation."""
 
+    def saved(self) -> None:
+        """Note that a checkpoint holds the progress."""
+
 
 class EvaluationEnded(Exception):
     """The run was to end while it evaluated."""
@@ -130,6 +133,11 @@ class Loop(Trainer):
         make, _, options = NAMED[settings.optimizer]
         storage = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
         return make, {"lr": settings.lr, "nonfinite": "skip", **options, **storage}
+
+    def _init_training_state(self, max_steps: int, *others: Any, **named: Any) -> Any:
+        begun = super()._init_training_state(max_steps, *others, **named)
+        self.state.compute_steps(self.args, max_steps)  # A run that goes on may evaluate and save at other steps.
+        return begun
 
     def _prepare_for_training(self, *others: Any, **named: Any) -> Any:
         prepared = super()._prepare_for_training(*others, **named)
@@ -198,6 +206,7 @@ class Loop(Trainer):
 
     def _evaluate(self, *others: Any, **named: Any) -> Any:
         metrics = super()._evaluate(*others, **named)
+        self._position.finish()  # A run that goes on from the best model does not evaluate it again.
         self._run.evaluated(self.state.global_step, metrics["eval_loss"])
         return metrics
 
@@ -212,6 +221,7 @@ class Loop(Trainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         adapters.finish_checkpoint(folder, self._run.state_dict(), self._run.log.count)
+        self._run.saved()
 
     def flush(self) -> None:
         """Wait until all updates are complete."""
@@ -237,4 +247,6 @@ class Events(TrainerCallback):
         control.should_training_stop |= asked
         control.should_save |= asked and args.save_strategy == "steps"
         last = args.eval_strategy == "steps" and state.global_step >= state.max_steps
-        control.should_evaluate = (control.should_evaluate or last) and not asked
+        due = control.should_evaluate or last
+        self._run.evaluation_is_due = due and asked  # In a checkpoint: a store's run takes its last step again.
+        control.should_evaluate = due and not asked

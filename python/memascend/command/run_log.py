@@ -55,7 +55,7 @@ class RunLog(TrainerLog):
     def write(self, *records: dict[str, Any]) -> None:
         """Append records, at once visible to a reader. Raises OutputError where they cannot be written."""
         with writing(self.path):
-            super().write(*records)
+            super().write(*map(_as_json, records))
 
     def append(self, entry: dict[str, Any], figures: dict[str, Any]) -> None:
         """Add the record of a step or an evaluation."""
@@ -76,11 +76,16 @@ class RunLog(TrainerLog):
         del record["logged"]
         if record["record"] == "step":
             record["skipped"] = self.skipped
-        # JSON has no number for what is not finite.
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        return _as_json(record)
+
+
+def _as_json(value: Any) -> Any:
+    """Return what a record holds with None for numbers that are not finite, for which JSON has nothing."""
+    if isinstance(value, dict):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def recorded_bytes(path: Path, entries: int, run: dict[str, Any]) -> int | None:

@@ -71,6 +71,11 @@ class Settings:
         return self.temporary is None or not any(path.is_relative_to(self.temporary) for path in self.store)
 
     @property
+    def leaves_store(self) -> bool:
+        """Whether the store of a run that has finished stays, with its steps. Adapters leave nothing there."""
+        return (self.keep_store or self.save_every is not None) and not self.lora_rank
+
+    @property
     def keeps_out(self) -> bool:
         """Whether the model that is written outlives the command."""
         return self.temporary is None or not self.out.is_relative_to(self.temporary)

@@ -60,7 +60,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
 
     result = finetune(settings)
     print(_summary(settings, result))
-    if settings.store and (settings.keep_store or settings.save_every) and not settings.lora_rank:
+    if settings.store and settings.leaves_store:
         print(f"kept the store in {', '.join(map(str, settings.store))}")
     if result.signal_number is not None:
         tell(f"interrupted: {settings.out} holds the model after step {result.steps}")

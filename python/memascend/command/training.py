@@ -101,6 +101,7 @@ class Training:
         for name in ("steps", "steps_skipped", "losses", "evaluations", "seconds"):
             setattr(result, name, state[name])
         result.steps_before = result.steps
+        self.saved()
         self.evaluation_is_due = state["evaluation_is_due"]
         self._position = Position(*state["position"])
         if self.changes:
@@ -115,6 +116,13 @@ class Training:
         self.log.keep(entries, self._identity(), before=before, named=self.settings.metrics is not None)
         self.entries = entries
         self._resumed = True
+
+    def begin_anew(self) -> None:
+        """Begin, where a run was to go on that has recorded nothing of itself yet.
+
+        Raises OutputError where the metrics file that the user has named is not of a run of this model and data.
+        """
+        self.log.keep(0, self._identity(), before=None, named=True)
 
     def epoch(self, steps: int) -> float:
         """Return how many times the run has gone through its data after so many steps."""
@@ -265,12 +273,17 @@ class Training:
         assert self._bar is not None, "the run has begun"
         found = {"step": step, "loss": loss}
         first, *best = self.result.evaluations or [found]
-        is_best = step > 0 and not (best and best[0]["loss"] <= loss) and not math.isnan(loss)
+        is_best = step > 0 and not (best and best[0]["loss"] <= loss) and math.isfinite(loss)
         self.result.evaluations = [first, *([found] if is_best else best)]
         text = f"step {step}: loss {loss:.4f} on held-out data" + (", the least so far" if is_best else "")
         self._bar.note(text)
         if is_best:
             self.best.keep(step)
+
+    def saved(self) -> None:
+        """Note that a run which goes on has the present progress, and with it the best model so far."""
+        for best in self.result.evaluations[1:]:
+            self.best.recorded = best["step"]
 
     def _show(self, record: dict[str, Any]) -> None:
         """Take the figures of a step that was recorded."""
