@@ -468,6 +468,20 @@ def test_a_killed_run_that_goes_on_has_the_metrics_of_every_step_once(room, wher
     assert "store" in listing(room) and not [name for name in listing(room) if name.startswith(".")]
 
 
+def test_a_killed_run_that_goes_on_in_another_folder_has_its_metrics_and_leaves_none(room):
+    (room / "elsewhere").mkdir()
+    process = start_process(room, steps=60, metrics=None)
+    try:
+        wait_for_records(room, process, 5, ".out.partial-*/kept/metrics.jsonl")
+    finally:
+        process.kill()
+        process.communicate()
+    assert main.main(command(room, "--resume", steps=60, out=room / "elsewhere" / "out")) == 0
+    steps = steps_of(room / "elsewhere" / "out" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, 61))
+    assert not [name for name in listing(room) if name.startswith(".")]
+
+
 def test_what_killed_runs_leave_goes_with_the_next_run_in_the_folder(room, capfd):
     process = start_process(room, metrics=None)
     living = start_process(room, metrics=None, out=room / "other", store=room / "store2")

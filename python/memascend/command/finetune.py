@@ -133,7 +133,9 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         if records.parent == kept:
             shutil.copyfile(records, finished / METRICS_NAME)
         put_in_place(finished, settings.out)
-    hidden_records(settings.out).unlink(missing_ok=True)
+    for left in {hidden_records(settings.out), training.left or hidden_records(settings.out)}:
+        with suppress(OSError):  # The run is complete.
+            left.unlink(missing_ok=True)
     if interrupts.asked is None and not settings.leaves_store:
         best.forget()
     if interrupts.asked is None and keeps_checkpoints:

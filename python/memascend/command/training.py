@@ -12,6 +12,7 @@ from memascend.command.exits import note
 from memascend.command.loop import Course, EvaluationEnded, Loop, LoopArguments
 from memascend.command.metrics import hidden_records
 from memascend.command.tables import step_text
+from memascend.common.outputs import clear_away
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import Abandoned, DataError, NonFiniteError
@@ -58,6 +59,8 @@ class Training:
         # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
         self.evaluation_is_due = False
+        #: A hidden file with the records of the run before, which another --out has copied; not needed at the end.
+        self.left: Path | None = None
         #: Entries of the metrics file that the run has from before.
         self.entries = 0
         self._resumed = False
@@ -112,7 +115,9 @@ class Training:
             note(line)
         # Where an interrupted run has put its metrics, or a killed one.
         before = Path(state["records"])
-        before = before if before.is_file() else hidden_records(before.parent)
+        if not before.is_file():
+            clear_away(before.parent.parent)
+            self.left = before = hidden_records(before.parent)
         self.log.keep(entries, self._identity(), before=before, named=self.settings.metrics is not None)
         self.entries = entries
         self._resumed = True

@@ -31,7 +31,7 @@ def workspace(out: Path) -> Iterator[Path]:
     """
     if os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
-    _clear_away(out.parent)
+    clear_away(out.parent)
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-{os.getpid()}-", dir=out.parent))
     except OSError as error:
@@ -62,7 +62,7 @@ def beside(out: Path, name: str) -> Path:
     return out.with_name(f".{out.name}.{name}")
 
 
-def _clear_away(folder: Path) -> None:
+def clear_away(folder: Path) -> None:
     """Remove the workspaces in `folder` whose processes were killed, and put what they keep beside their output."""
     with suppress(OSError):
         for path in folder.iterdir():
