@@ -41,7 +41,8 @@ def in_memory(words: list[str]) -> list[str]:
 
 def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
     """The command line, in its process; `before` changes the process first."""
-    from memascend.command import main
+    # All is imported first: a process that has become another user may not read where Python's own modules lie.
+    from memascend.command import finetune, main  # noqa: F401
 
     if before is not None:
         before()

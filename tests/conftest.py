@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
+import sys
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,23 @@ AMPLE = "256MiB"
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals() -> None:
+    # Under `nohup` it is ignored, and commands leave it so.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate() -> Iterator[None]:
+    """Have no test find the process-wide state that accelerate, and with it the Trainer, keeps of another one."""
+    yield
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")

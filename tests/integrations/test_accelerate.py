@@ -22,7 +22,7 @@ from memascend.integrations.accelerate import Accelerator  # noqa: E402
 from memascend.integrations.named_checkpoints import MANIFEST  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
@@ -36,13 +36,6 @@ def _reset() -> None:
     """Forget what accelerate remembers for the process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _new_process() -> Iterator[None]:
-    _reset()
-    yield
-    _reset()
 
 
 def loader() -> Any:
