@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,7 +72,7 @@ def loop_device(size: int, sector: int = 512, backing: str | Path = "shm") -> It
     """A device of `size` bytes on memory ("shm") or on a file in the directory `backing`."""
     with contextlib.ExitStack() as cleanup:
         if backing == "shm":
-            file = os.memfd_create("device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            file = os.memfd_create(f"device-{uuid.uuid4().hex}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             cleanup.callback(os.close, file)
         else:
             file = cleanup.enter_context(tempfile.TemporaryFile(dir=backing)).fileno()
@@ -89,8 +90,10 @@ def _attach(file: int, sector: int) -> tuple[int, Path]:
         unavailable(f"no loop devices here: {error}")
     try:
         # The kernel detaches the device when its last file is closed, also if this process is killed.
+        # mkfs.btrfs takes two devices over files of the same name for one.
+        name = f"memascend test {uuid.uuid4().hex}".encode()
         flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
-        info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, b"memascend test", b"", b"", 0, 0)
+        info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, name, b"", b"", 0, 0)
         for _ in range(100):
             number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
             path = Path(f"/dev/loop{number}")
