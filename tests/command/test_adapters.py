@@ -151,10 +151,11 @@ def killed_with_the_best(pipe: Any, words: list[str], step: int) -> None:
 
     keep = Best.keep
 
-    def killed(self: Best, best_step: int) -> None:
-        keep(self, best_step)
+    def killed(self: Best, best_step: int) -> bool:
+        kept = keep(self, best_step)
         if best_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
+        return kept
 
     Best.keep = killed  # type: ignore[method-assign]
     command(pipe, words)

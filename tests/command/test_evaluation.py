@@ -20,6 +20,7 @@ from memascend.command import main
 from memascend.command.data import ByteTokenizer
 from memascend.command.reader import Reader
 from memascend.command.settings import Settings
+from memascend.errors import StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -256,3 +257,27 @@ def interrupted_in_evaluation(pipe: Any, words: list[str], step: int) -> None:
 
     Loop.prediction_step = interrupted  # type: ignore[method-assign]
     command(pipe, words)
+
+
+def test_a_best_model_without_room_is_not_claimed(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_model: object, _tag: str) -> None:
+        raise StoreError(28, "the drive is full")
+
+    monkeypatch.setattr(memascend, "save_checkpoint", full)
+    assert main.main(words(model_dir, "out")) == 0, capfd.readouterr().err
+    told = capfd.readouterr()
+    assert "step 2 is the best so far, and cannot be kept: the drive is full" in told.err
+    assert "the best after" not in told.out
+    assert [one["step"] for one in records(model_dir.parent / "out", "end")[0]["evaluations"]] == [0]
+
+
+def test_other_data_to_evaluate_on_is_told(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    assert main.main([*words(model_dir, "out", steps=2), "--keep-store"]) == 0
+    (room / "another.txt").write_text("".join(chr(161 + number % 30) for number in range(200)))
+    again = words(model_dir, "on", steps=4, eval=room / "another.txt")
+    assert main.main([*again, "--resume", "--change"]) == 0, capfd.readouterr().err
+    assert "--eval is on other data than before" in capfd.readouterr().err
+    assert [one["step"] for one in records(room / "on", "end")[0]["evaluations"]] == [4, 4]

@@ -9,11 +9,15 @@ import pytest
 import tiny
 
 from memascend.command import main
+from memascend.command.arguments import flags_of, parser
 from memascend.command.options import with_options
 from memascend.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+FLAGS = flags_of(parser(), "finetune")
 
 
 @pytest.mark.parametrize(
@@ -31,17 +35,22 @@ def test_words_of_a_file(tmp_path: Path, text: str, given: list[str], expected: 
     file = tmp_path / "options.yaml"
     file.write_text(text)
     words = ["finetune", "model", *given, "--options", str(file)]
-    assert with_options(words) == words + expected
+    assert with_options(words, FLAGS) == words + expected
     words[-2:] = [f"--options={file}"]
-    assert with_options(words) == words + expected
+    assert with_options(words, FLAGS) == words + expected
 
 
 def test_the_model_is_one_of_them(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("model: path/to/model")
-    assert with_options(["finetune", "--options", str(file)]) == ["finetune", "path/to/model", "--options", str(file)]
+    assert with_options(["finetune", "--options", str(file)], FLAGS) == [
+        "finetune",
+        "path/to/model",
+        "--options",
+        str(file),
+    ]
     words = ["finetune", "other", "--options", str(file)]
-    assert with_options(words) == words
+    assert with_options(words, FLAGS) == words
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,7 @@ def test_the_model_is_one_of_them(tmp_path: Path) -> None:
         ("just words", "holds no options"),
         ("lr: {max: 1}", "lr holds options of its own"),
         ("options: other.yaml", "another file of options"),
+        ("recompute: false", "there is no option 'recompute'"),
     ],
 )
 def test_files_that_hold_no_options(tmp_path: Path, text: str | None, told: str) -> None:
@@ -59,7 +69,7 @@ def test_files_that_hold_no_options(tmp_path: Path, text: str | None, told: str)
     if text is not None:
         file.write_text(text)
     with pytest.raises(DataError, match=told):
-        with_options(["finetune", "model", "--options", str(file)])
+        with_options(["finetune", "model", "--options", str(file)], FLAGS)
 
 
 def test_a_run_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,4 +91,4 @@ def test_a_run_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert list((tmp_path / "out.tensorboard").glob("events.out.tfevents.*"))
     file.write_text(json.dumps(options | {"stepz": 3}))
     assert main.main(["finetune", "--options", str(file)]) == main.BAD_INPUT
-    assert "--stepz" in capfd.readouterr().err
+    assert "there is no option 'stepz'" in capfd.readouterr().err

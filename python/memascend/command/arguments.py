@@ -63,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def flags_of(whole: argparse.ArgumentParser, command: str) -> set[str]:
+    """Return the flags of a subcommand, with their dashes."""
+    found = (action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+    return {flag for choices in found for flag in choices[command]._option_string_actions}
+
+
 def _subcommand(subcommands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
     return subcommands.add_parser(name, formatter_class=_Formatter, allow_abbrev=False, **texts)
 

@@ -29,19 +29,16 @@ class Best:
         #: The step whose model a run that is killed now goes on with as the best one, of a run with checkpoints.
         self.recorded: int | None = None
 
-    def keep(self, step: int) -> None:
-        """Keep the model as it is after step `step` instead of the one before."""
+    def keep(self, step: int) -> bool:
+        """Keep the model as it is after step `step` instead of the one before, and return whether there was room."""
         if not self._in_store():
             shutil.rmtree(self._of(step), ignore_errors=True)
             self._write(self._of(step))
             for other in self._folder.parent.glob(f"{self._folder.name}-*"):
                 if other not in (self._of(step), self._of(self.recorded)):
                     shutil.rmtree(other)
-            return
-        try:
-            self._name(self.TAG)
-        except StoreError as error:
-            note(f"step {step} is the best so far and cannot be kept: {error}")
+            return True
+        return self._name(self.TAG, f"step {step} is the best so far")
 
     def take(self, best_step: int, steps: int, finished: Path, *, keep_last: bool) -> bool:
         """Have the model be the best one, or move that to `finished`, and return whether it is there.
@@ -65,8 +62,9 @@ class Best:
             note(f"the best model, of step {best_step}, could not be kept: the last one is written")
             return False
         if keep_last:
-            self._name(self.LAST)
-            note(f"the store goes back to step {best_step}; its last step is the checkpoint {self.LAST!r}")
+            has_last = self._name(self.LAST, f"step {steps} is the last one")
+            last = f"its last step is the checkpoint {self.LAST!r}" if has_last else "its last step is given up"
+            note(f"the store goes back to step {best_step}; {last}")
         with without_plans():
             # The store records the optimizers that there are: without this one, no run could go on from it.
             self._restored = memascend.restore_checkpoint(self._model, self.TAG)
@@ -85,11 +83,16 @@ class Best:
         session = find_offload(self._model)
         return session is not None and not session.trained_outside() and session.generations.period != 0
 
-    def _name(self, tag: str) -> None:
-        """Keep the present state under `tag`, and no longer an earlier one."""
-        if tag in self._tags():
-            memascend.delete_checkpoint(self._model, tag)
-        memascend.save_checkpoint(self._model, tag)
+    def _name(self, tag: str, what: str) -> bool:
+        """Keep the present state under `tag`, and no longer an earlier one; return whether there was room for it."""
+        try:
+            if tag in self._tags():
+                memascend.delete_checkpoint(self._model, tag)
+            memascend.save_checkpoint(self._model, tag)
+        except StoreError as error:
+            note(f"{what}, and cannot be kept: {error}")
+            return False
+        return True
 
     def _tags(self) -> set[str]:
         return {tag for tag, _, _ in memascend.checkpoints(self._model)}

@@ -117,6 +117,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
     result.signal_number = interrupts.asked
+    interrupts.graceful = False  # What follows is no step: a signal abandons it, and the store keeps the run.
     written = False
     if result.evaluations[1:] and interrupts.asked is None:
         best_step = result.evaluations[1]["step"]

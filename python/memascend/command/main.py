@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memascend.command.arguments import parser
+from memascend.command.arguments import flags_of, parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
 from memascend.command.subcommands import SUBCOMMANDS
@@ -21,7 +21,9 @@ __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. An error is one line, never a traceback."""
     try:
-        chosen = parser().parse_args(with_options(sys.argv[1:] if arguments is None else arguments))
+        words = sys.argv[1:] if arguments is None else arguments
+        whole = parser()
+        chosen = whole.parse_args(with_options(words, flags_of(whole, "finetune")))
     except SystemExit as leave:  # --help, --version, or a usage error that was printed
         return leave.code if isinstance(leave.code, int) else FAILED
     except DataError as error:

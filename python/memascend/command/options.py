@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ _FLAG = "--options"
 _EXCLUSIVE = {"--steps", "--epochs"}
 
 
-def with_options(words: Sequence[str]) -> list[str]:
+def with_options(words: Sequence[str], flags: Container[str]) -> list[str]:
     """Return the words of a command with those of its options file, of which the command has none itself.
 
-    Raises DataError for a file that cannot be read, or holds something else.
+    `flags` are those that the command has. Raises DataError for a file that cannot be read, or holds something else.
     """
     words = list(words)
     path = _named(words)
@@ -27,6 +27,8 @@ def with_options(words: Sequence[str]) -> list[str]:
         given |= _EXCLUSIVE
     for name, value in _read(path).items():
         flag = "--" + str(name).replace("_", "-")
+        if flag not in flags and flag != "--model":
+            raise DataError(f"--options {path}: there is no option {name!r}")
         if flag == _FLAG:
             raise DataError(f"{path} names another file of options: one is read")
         if flag == "--model" and words[1].startswith("-"):

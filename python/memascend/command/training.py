@@ -57,7 +57,8 @@ class Training:
         self._position = Position()
         self.steps = self._position.length(settings, len(blocks))
         # Identifies the data: its size, and how it begins.
-        self._data = [blocks.tokens, len(blocks), blocks.batch(0, 1)["input_ids"].flatten().tolist()]
+        self._data = [blocks.tokens, len(blocks), _beginning(blocks)]
+        self._held_out = None if held_out is None else [held_out.tokens, len(held_out), _beginning(held_out)]
         self.evaluation_is_due = False
         #: A hidden file with the records of the run before, which another --out has copied; not needed at the end.
         self.left: Path | None = None
@@ -85,6 +86,7 @@ class Training:
             "data": self._data,
             "tokens_max": self.blocks.tokens_max,
             "position": [self._position.steps, self._position.sequences],
+            "held_out": self._held_out,
             "evaluation_is_due": self.evaluation_is_due,
             "records": str(self.settings.metrics_file.absolute()),
         }
@@ -103,6 +105,10 @@ class Training:
         result = self.result
         for name in ("steps", "steps_skipped", "losses", "evaluations", "seconds"):
             setattr(result, name, state[name])
+        if state["held_out"] != self._held_out:
+            if result.evaluations:
+                note("--eval is on other data than before: the best model is chosen among what follows")
+            result.evaluations = []
         result.steps_before = result.steps
         self.saved()
         self.evaluation_is_due = state["evaluation_is_due"]
@@ -279,11 +285,11 @@ class Training:
         found = {"step": step, "loss": loss}
         first, *best = self.result.evaluations or [found]
         is_best = step > 0 and not (best and best[0]["loss"] <= loss) and math.isfinite(loss)
-        self.result.evaluations = [first, *([found] if is_best else best)]
         text = f"step {step}: loss {loss:.4f} on held-out data" + (", the least so far" if is_best else "")
         self._bar.note(text)
         if is_best:
-            self.best.keep(step)
+            best = [found] if self.best.keep(step) else []
+        self.result.evaluations = [first, *best]
 
     def saved(self) -> None:
         """Note that a run which goes on has the present progress, and with it the best model so far."""
@@ -300,3 +306,8 @@ class Training:
         if not record["skipped"]:
             self.result.losses[1:] = [loss]
         self._bar.update(record["step"], step_text({**record, "loss": loss}))
+
+
+def _beginning(blocks: Blocks) -> list[int]:
+    """Return the ids of the sequence that comes first."""
+    return blocks.batch(0, 1)["input_ids"].flatten().tolist()
