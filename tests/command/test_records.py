@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from memascend.command import main
 from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, parse_held_out, split
+from memascend.command.data import blocks as blocks_module
 from memascend.errors import DataError
 
 #: The turns of ChatML; what stands for BEGIN and END is around what the assistant says.
@@ -58,7 +59,8 @@ def write_tokenizer(folder: Path, template: str | None, *, bos: bool = False) ->
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Path:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(blocks_module, "PADDED_TO", 1)  # so that what is compared has no padding
     for name in ("scratch", "tokenizer"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -189,6 +191,20 @@ def test_without_packing_each_document_is_a_sequence(room: Path) -> None:
     assert sorted((batch["labels"] >= 0).sum(1).tolist()) == [4, 10, 16, 16]
     alone = [blocks.batch(number, 1)["input_ids"].shape[1] for number in range(4)]
     assert sorted(alone) == [4, 10, 16, 16], "a batch is as long as its longest"
+    blocks.close()
+
+
+def test_few_lengths_of_batches_occur(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "PADDED_TO", 8)
+    records = [{"text": "x" * length} for length in (3, 7, 8, 15, 17, 18, 19, 40)]
+    blocks = blocks_of(room, lines(room, *records), seq_len=20, packing=False)
+    for number in range(len(blocks)):
+        row, batch = blocks.row(number), blocks.padded([blocks.row(number)])
+        length = len(row["labels"])
+        assert batch["labels"].shape == batch["input_ids"].shape
+        assert batch["labels"].shape[1] in (8, 16, 20) and batch["labels"].shape[1] < length + 8
+        assert torch.equal(batch["input_ids"][0, :length], row["input_ids"])
+        assert batch["labels"][0, length:].eq(-100).all()
     blocks.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from memascend.command.data.chat import ChatError
 from memascend.command.data.documents import Documents
@@ -16,6 +16,9 @@ from memascend.command.data.order import shuffled
 from memascend.command.data.sequences import Sequences
 from memascend.command.data.tokens import Tokenizer
 from memascend.errors import CheckpointError, DataError
+
+#: Sequences are padded to multiples of so many tokens: oneDNN compiles products for each length, and keeps them all.
+PADDED_TO = 64
 
 
 class Blocks:
@@ -109,12 +112,17 @@ class Blocks:
         return {"input_ids": ids, "labels": labels}
 
     def padded(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return rows as a batch, of shape (count, length of the longest); -100 labels what is not trained on."""
-        padding = {"input_ids": self._padding, "labels": IGNORED}
-        return {
-            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
-            for name, value in padding.items()
-        }
+        """Return rows as a batch, of shape (count, length); -100 labels what is not trained on.
+
+        The length is that of the longest row, rounded up to a multiple of `PADDED_TO`, and at most `seq_len`.
+        """
+        longest = max(len(row["input_ids"]) for row in rows)
+        length = min(self.seq_len, -(-longest // PADDED_TO) * PADDED_TO)
+        batch = {}
+        for name, value in (("input_ids", self._padding), ("labels", IGNORED)):
+            padded = [pad(row[name], (0, length - len(row[name])), value=value) for row in rows]
+            batch[name] = torch.stack(padded)
+        return batch
 
     def _nothing(self) -> str:
         if self._sequences.untrained:
