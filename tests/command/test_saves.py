@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
+import lab
 import pytest
 import tiny
 import torch
-from commands import in_memory, words_of
+from commands import command, in_memory, words_of
 from safetensors.torch import load_file
 
 import memascend
@@ -85,3 +88,29 @@ def test_what_does_not_go_together(
     assert main.main([*words, *flags]) == main.BAD_INPUT
     assert says in capfd.readouterr().err
     assert main.main([*in_memory(words), "--save-every", "1"]) == main.BAD_INPUT
+
+
+def test_a_signal_while_the_model_is_written_abandons_that_and_keeps_the_run(model_dir: Path) -> None:
+    room = model_dir.parent
+    with lab.Child(room, interrupted_in_writing, words_of(model_dir, room / "out", room / "store")) as child:
+        ended = child.wait()
+    assert ended.code == 130, ended.err
+    assert "holds the run after step 2: --resume goes on with it" in ended.err
+    assert not (room / "out").exists()
+    assert main.main([*words_of(model_dir, room / "again", room / "store"), "--resume"]) == 0
+    assert main.main(words_of(model_dir, room / "whole", room / "other")) == 0
+    expected, found = (load_file(room / name / "model.safetensors") for name in ("whole", "again"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list((room / "store").iterdir()) == []
+
+
+def interrupted_in_writing(pipe: Any, words: list[str]) -> None:
+    """Run a command that gets Ctrl-C while it writes the model."""
+    save = memascend.save_pretrained
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*given, **named)
+
+    memascend.save_pretrained = interrupted
+    command(pipe, words)
