@@ -49,7 +49,7 @@ run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked --workspac
 test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 	$(call run-cargo)
 	$(if $(NEXTEST),cargo test --profile checked --workspace --quiet --doc)
-	RUSTFLAGS='--cfg loom' cargo test --profile checked --quiet --package memascend-mem --test loom --target-dir target/loom
+	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
 	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,15 @@ def finish(results: dict[str, object], written: Path | None, faults: list[str]) 
     if faults:
         print("\n" + "\n".join(faults))
     return 1 if faults else 0
+
+
+def in_workdir(workdir: Path | None, benchmark: Callable[[Path], int]) -> int:
+    """Run a benchmark in `workdir`, which keeps its models, or in a temporary directory here."""
+    if workdir is not None:
+        workdir.mkdir(parents=True, exist_ok=True)
+        return benchmark(workdir.resolve())
+    with tempfile.TemporaryDirectory(dir=".") as temporary:
+        return benchmark(Path(temporary).resolve())
 
 
 def run(main: Callable[[], int]) -> NoReturn:

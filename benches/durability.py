@@ -42,7 +42,7 @@ class Variant:
         import memascend
 
         torch.manual_seed(SEED)
-        self.model = LlamaForCausalLM(llama_config(shape)).to(torch.bfloat16)
+        self.model = LlamaForCausalLM(llama_config(shape, VOCABULARY)).to(torch.bfloat16)
         memascend.offload(
             self.model, store=store, host_memory=budget, durability=durability, checksums=checksums, engine="auto"
         )

@@ -255,7 +255,8 @@ class Bench:
     def host_memory(self) -> int | str:
         if self.args.host_memory is not None:
             return self.args.host_memory
-        return (256 << 20) if self.args.smoke else min(32 << 30, mem_available() // 2)
+        # So little in a smoke run that something goes to the store.
+        return (16 << 20) if self.args.smoke else min(32 << 30, mem_available() // 2)
 
     # ---- rates ------------------------------------------------------------------------------------------
 

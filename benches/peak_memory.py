@@ -25,11 +25,11 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from _common import GB, ChildFailed, block_io, fio, machine, markdown, mem_available, rss, run, versions
+from _common import GB, ChildFailed, block_io, fio, in_workdir, machine, markdown, mem_available, rss, run, versions
 from _common import start as start_child
 from _llama import SEED, llama_config, parameter_count, write_model
 
@@ -39,6 +39,7 @@ SHAPES = {
     "tiny": (256, 704, 4, 4, 2),  # for trying the script out
     "0.51b": (1536, 4096, 16, 24, 12),
     "1.6b": (2560, 6784, 20, 40, 20),
+    "3b": (3072, 8192, 28, 24, 8),
     **{f"depth-{depth}": (1536, 4096, depth, 24, 12) for depth in (8, 16, 32, 64)},
     # With 64 tokens most activations have less than the 128 KiB from which malloc maps a block by itself.
     **{f"narrow-{depth}": (768, 1024, depth, 12, 12) for depth in (4, 12, 24, 48)},
@@ -50,7 +51,7 @@ SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 # Bytes a parameter takes, to refuse a run that cannot fit: weight 2, fp32 master, gradient, two moments.
 IN_MEMORY_BYTES = 18
 # On disk: memascend weight 2, low half 2, moments 8, gradient 2; ZeRO-Infinity weight 2, fp32 for the rest 16.
-DISK_BYTES = {"memascend": 14, "zero-infinity": 18}
+DISK_BYTES = {"memascend": 14, "zero-infinity": 18, "zero-offload": 0}
 # Limits that --check holds the results against
 PEAK_LIMIT_GB = {"0.51b": 0.85, "1.6b": 1.35}
 STEP_RATIO_LIMIT, SSD_BYTES_LIMIT, FLAT_LIMIT = 0.7, 30.0, 0.03
@@ -67,11 +68,17 @@ class MemascendRun:
     def __init__(self, model_dir: str, scratch: str, options: dict):
         import memascend
 
-        def load(host_memory):
-            return memascend.from_pretrained(model_dir, store=f"{scratch}/store", host_memory=host_memory)
-
         self.memascend = memascend
-        self.model = load(options["host_memory"])
+        self.model = memascend.from_pretrained(
+            model_dir,
+            store=f"{scratch}/store",
+            host_memory=options["host_memory"],
+            dtype=options.get("dtype", "bfloat16"),
+            durability=options.get("durability", "auto"),
+            recompute=options.get("recompute", True),
+            update=options.get("update", "forward"),
+        )
+        self.clips = options.get("clips", True)
         self.model.train()
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
@@ -79,13 +86,17 @@ class MemascendRun:
         loss.backward()
 
     def step(self):
-        self.optimizer.clip_grad_norm_(MAX_NORM)
+        if self.clips:
+            self.optimizer.clip_grad_norm_(MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def ssd_bytes(self):
         stats = self.memascend.stats(self.model)
         return stats["ssd_bytes_read"], stats["ssd_bytes_written"]
+
+    def ssd_busy(self):
+        return max(volume["busy_seconds"] for volume in self.memascend.stats(self.model)["volumes"])
 
     def close(self):
         self.optimizer.flush()
@@ -104,11 +115,11 @@ def words(model: str) -> int:
     return WORDS.get(model, VOCABULARY)
 
 
-def budgets(model_dir: str, tokens: int) -> dict[str, int]:
+def budgets(model_dir: str, tokens: int, update: str = "forward", dtype: str = "bfloat16") -> dict[str, int]:
     """The least that works, and the least with which the next layer is read while one computes."""
     from memascend.forecast.forecast import forecast
 
-    host = forecast(Path(model_dir), seq_len=tokens, batch_size=1)["host_memory"]
+    host = forecast(Path(model_dir), seq_len=tokens, batch_size=1, update=update, dtype=dtype)["host_memory"]
     return {"smallest": host["smallest_bytes"], "overlapping": host["overlap_bytes"]}
 
 
@@ -151,12 +162,11 @@ class ExactRun(TorchRun):
     """In memory under memascend.AdamW without a store: the offloaded losses must equal these bit for bit."""
 
     def __init__(self, model_dir: str, scratch: str, options: dict):
-        import torch
         from transformers import LlamaForCausalLM
 
         import memascend
 
-        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
+        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=options.get("dtype", "bfloat16")).train()
         memascend.fuse_loss(self.model)
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
@@ -170,6 +180,7 @@ class ZeroInfinityRun:
     """DeepSpeed ZeRO-3, parameters and optimizer states on NVMe, nothing cached in host memory."""
 
     label = "forward"
+    offload = "nvme"
 
     def __init__(self, model_dir: str, scratch: str, options: dict):
         with socket.socket() as probe:
@@ -184,7 +195,7 @@ class ZeroInfinityRun:
 
         shape = options["shape"]
         Path(scratch, "nvme").mkdir()
-        nvme = {"device": "nvme", "nvme_path": f"{scratch}/nvme"}
+        nvme = {"device": self.offload, "nvme_path": f"{scratch}/nvme"}
         largest = words(options["model"]) * shape[0]  # elements of the embedding
         zero = {
             "stage": 3,
@@ -240,11 +251,18 @@ class ZeroInfinityRun:
         return {"deepspeed_config": config, "versions": versions("deepspeed", "torch", "transformers")}
 
 
+class ZeroOffloadRun(ZeroInfinityRun):
+    """DeepSpeed ZeRO-3, parameters and optimizer states in host memory."""
+
+    offload = "cpu"
+
+
 RUNS = {
     "memascend": MemascendRun,
     "in-memory": TorchRun,
     "in-memory-exact": ExactRun,
     "zero-infinity": ZeroInfinityRun,
+    "zero-offload": ZeroOffloadRun,
 }
 
 
@@ -257,7 +275,8 @@ def child(job: dict) -> dict:
     if job["task"] == "import":
         return {"baseline_bytes": baseline}
     if job["task"] == "budget":
-        return budgets(job["model_dir"], job["tokens"])
+        chosen = job.get("update", "forward"), job.get("dtype", "bfloat16")
+        return budgets(job["model_dir"], job["tokens"], *chosen)
     if job["task"] == "write":
         write_model(llama_config(job["shape"], words(job["model"])), Path(job["model_dir"]))
         return {}
@@ -267,14 +286,15 @@ def child(job: dict) -> dict:
     setup_s, setup = time.perf_counter() - started, rss()
     ids = torch.randint(0, words(job["model"]), (1, job["tokens"]), generator=torch.Generator().manual_seed(SEED))
     steps = []
-    boundary, ssd, disk = time.perf_counter(), run.ssd_bytes(), block_io()
+    ssd_busy = getattr(run, "ssd_busy", lambda: 0.0)
+    boundary, ssd, disk, busy = time.perf_counter(), run.ssd_bytes(), block_io(), ssd_busy()
     for number in range(job["warmup"] + job["steps"]):
         loss = run.model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter()
         run.backward(loss)
         backward = time.perf_counter()
         run.step()
-        end, ssd_now, disk_now = time.perf_counter(), run.ssd_bytes(), block_io()
+        end, ssd_now, disk_now, busy_now = time.perf_counter(), run.ssd_bytes(), block_io(), ssd_busy()
         steps.append(
             {
                 "measured": number >= job["warmup"],
@@ -284,6 +304,7 @@ def child(job: dict) -> dict:
                 "backward_s": backward - forward,
                 "optimizer_s": end - backward,
                 "ssd": [b - a for a, b in zip(ssd, ssd_now, strict=True)] if ssd else None,
+                "ssd_busy_s": busy_now - busy,
                 "disk": [b - a for a, b in zip(disk, disk_now, strict=True)],
                 **rss(),
             }
@@ -291,7 +312,7 @@ def child(job: dict) -> dict:
         # As in `memascend finetune`: a loss kept into the next step would hold its whole graph beside the next one.
         del loss
         print(f"step {number}: {steps[-1]}", flush=True)
-        boundary, ssd, disk = time.perf_counter(), ssd_now, disk_now
+        boundary, ssd, disk, busy = time.perf_counter(), ssd_now, disk_now, busy_now
     details = run.close()
     return {
         "baseline_bytes": baseline,
@@ -310,7 +331,7 @@ def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
     """Run one child to its end and return its result."""
     name = "-".join(str(job[key]) for key in ("task", "system", "model") if job.get(key))
     environment = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    if job.get("system") == "zero-infinity":
+    if job.get("system", "").startswith("zero"):
         environment["DS_ACCELERATOR"] = "cpu"
     return start_child([python, __file__, "--child"], job, name, workdir, limit_s, environment)
 
@@ -318,7 +339,7 @@ def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
 def refusal(system: str, model: str, args, workdir: Path) -> str | None:
     """Why a configuration cannot run here, or None."""
     count = parameter_count(SHAPES[model], words(model))
-    if system == "zero-infinity":
+    if system.startswith("zero"):
         try:
             probe = subprocess.run([args.deepspeed_python, "-c", "import deepspeed"], capture_output=True)
             missing = probe.returncode != 0
@@ -640,11 +661,7 @@ def main() -> int:
         Path(job["result"]).write_text(json.dumps(child(job)))
         sys.stdout.flush()
         os._exit(0)  # DeepSpeed's threads and process group must not hold the exit up
-    if args.workdir:
-        args.workdir.mkdir(parents=True, exist_ok=True)
-        return benchmark(args, args.workdir.resolve())
-    with tempfile.TemporaryDirectory(prefix="peak_memory-", dir=".") as temporary:
-        return benchmark(args, Path(temporary).resolve())
+    return in_workdir(args.workdir, partial(benchmark, args))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import tiny
 import torch
 from torch import nn
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
 
 LEAST: dict[str, Any] = {"allocator": "pageable"}
 STEPS = 4
+#: Optimizers' options, by what they are called in a test's name.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "8 bits": {"states": "8bit"},
+    "bf16 states, no master": {"states": "bfloat16", "master": False},
+    "lion": {"make": memascend.Lion},
+    "amsgrad": {"amsgrad": True},
+}
+DURABILITIES = ("step", "every:2", "none")
+#: What of the states a budget keeps in memory.
+KEEPS = ("nothing", "some", "all")
+#: Optimizer, durability and what stays. All of them for AdamW; `make soak` runs the other optimizers with all too.
+COMBINATIONS = [
+    pytest.param(
+        *(name, durability, keeps), marks=() if name == "adamw" or (of + at + kept) % 3 == 0 else pytest.mark.soak
+    )
+    for of, name in enumerate(OPTIMIZERS)
+    for at, durability in enumerate(DURABILITIES)
+    for kept, keeps in enumerate(KEEPS)
+]
 
 
 class Normed(nn.Module):
@@ -56,9 +77,13 @@ class Run:
         optimizer: memascend.AdamW | None = None,
         make: Callable[..., Any] = memascend.AdamW,
         at: Callable[[int, str], None] | None = None,
+        *,
+        plain: bool = False,
         **options: Any,
     ) -> None:
         self.model, self.architecture, self.at = model, architecture, at or (lambda _step, _moment: None)
+        #: One backward pass a step, whose gradients nothing but the step uses.
+        self.plain = plain
         self.optimizer = optimizer or make([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.losses: dict[int, float] = {}
@@ -68,13 +93,14 @@ class Run:
 
     def go(self, steps: int, first: int = 0) -> Run:
         for step in range(first, steps):
-            for micro in range(2):
+            for micro in range(1 if self.plain else 2):
                 loss = self.model(**tiny.batch(self.architecture, 2 * step + micro)).loss
                 self.at(step, f"forward {micro}")
                 loss.backward()
                 self.losses[2 * step + micro] = loss.item()
                 self.at(step, f"backward {micro}")
-            self.optimizer.clip_grad_norm_(1.0)
+            if not self.plain:
+                self.optimizer.clip_grad_norm_(1.0)
             self.optimizer.step()
             self.at(step, "step")
             self.optimizer.zero_grad()
@@ -93,6 +119,21 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
+
+
+def moved(model: nn.Module) -> tuple[int, int]:
+    """Bytes that the drives have read and written once everything under way is there."""
+    memascend.flush(model)
+    stats = memascend.stats(model)
+    return stats["ssd_bytes_read"], stats["ssd_bytes_written"]
+
+
+def traffic(model: nn.Module, go: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that the drives read and write in the course of `go`."""
+    before = moved(model)
+    go()
+    read, written = (now - then for now, then in zip(moved(model), before, strict=True))
+    return read, written
 
 
 def given(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module | None:

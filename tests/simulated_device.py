@@ -8,6 +8,7 @@ first in this run. The process's `MEMASCEND_CUDART` has to name the fake before 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +46,41 @@ class SimulatedDevice(ComputeDevice):
         self.total = total
         #: What PyTorch's allocator was limited to.
         self.limited: int | None = None
+        #: Bytes that were reserved and are in use, those that PyTorch would keep after their use until its cache is
+        #: emptied, and those of other processes.
+        self.live = self.cached = self.others = 0
 
     def stream(self) -> int:
         """Return the handle of the stream that is computed on."""
         return COMPUTE_STREAM
 
     def memory(self) -> tuple[int, int]:
-        """Return (free, total) bytes."""
-        return self.total, self.total
+        """Return (free, total) bytes; what is cached counts as free."""
+        return self.total - self.others - self.live, self.total
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Count the bytes as long as the tensor lives; refuse more than there is, or than PyTorch is limited to."""
+        limit = self.total if self.limited is None else self.limited
+        if nbytes > min(self.memory()[0], limit - self.live):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
+        memory = super().reserve(nbytes)
+        self.live += nbytes
+        self.cached -= min(self.cached, nbytes)
+        weakref.finalize(memory, self._freed, nbytes).atexit = False
+        return memory
+
+    def _freed(self, nbytes: int) -> None:
+        self.live -= nbytes
+        self.cached += nbytes
+
+    def empty_cache(self) -> None:
+        """Forget what is cached."""
+        self.cached = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that other processes could not have: live or cached."""
+        return self.live + self.cached
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""

@@ -1,4 +1,4 @@
-"""The benchmark of the CUDA path runs without a GPU, and its sums are right."""
+"""The benchmark of the CUDA path runs without a GPU; its sums, and those of the timeline, are right."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
 import gpu  # noqa: E402
+import timeline  # noqa: E402
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -112,3 +113,53 @@ def test_what_is_beyond_a_limit_fails(section: str, number: int, worse: dict, nu
     rows = {name: [dict(row) for row in there] for name, there in ROWS.items()}
     rows[section][number] |= worse
     assert verdicts(rows).count(False) == number_failed
+
+
+MS = 1_000_000
+
+
+def test_a_step_is_divided_by_what_was_in_flight_and_its_gaps_are_named() -> None:
+    """Forward 10 ms, turn 10, backward 20, end 10; the caller waits in the forward pass and puts a gradient aside."""
+    raw = {
+        "spans": [
+            ["read", 0, 4096, -5 * MS, 4 * MS],
+            ["write", 0, 4096, 2 * MS, 6 * MS],
+            ["kernel", 0, 0, 3 * MS, 5 * MS],
+            ["flush", 0, 0, 12 * MS, 13 * MS],
+            ["write", 0, 4096, 30 * MS, 99 * MS],
+        ]
+    }
+    calls = timeline.innermost(
+        [
+            ("wait for CPU update", 1 * MS, 8 * MS, 7),
+            ("recompute", 20 * MS, 25 * MS, 7),
+            ("wait for SSD read", 21 * MS, 22 * MS, 7),
+            ("gradient of x.weight", 26 * MS, 28 * MS, 7),
+            ("fetch of another thread", 0, 50 * MS, 8),
+        ],
+        7,
+    )
+    step = {"marks": [0, 10 * MS, 40 * MS, 50 * MS], "loss": 1.0, "moved": [4096, 8192]}
+    told = timeline.analysed(step, raw, calls, [20 * MS])
+    # 0-2 reads, 2-4 both, 4-6 writes, 12-13 flush, 30-50 writes.
+    expected = {"idle": 0.46, "reads": 0.04, "writes": 0.44, "both": 0.04, "flush": 0.02, "kernels": 0.04}
+    assert told["shares"] == pytest.approx(expected)
+    # All but the waits without kernels: 1-3, 5-8 and 21-22.
+    assert told["works"] == pytest.approx(44 / 50) and told["drive_binds"] is False
+    gaps = {(gap["phase"], gap["caller"]): gap["seconds"] for gap in told["gaps"]}
+    assert gaps == pytest.approx(
+        {
+            ("forward", "wait for CPU update"): 0.002,
+            ("forward", "computes"): 0.002,
+            ("turn", "computes"): 0.009,
+            ("backward", "recompute"): 0.004,
+            ("backward", "recompute: wait for SSD read"): 0.001,
+            ("backward", "computes"): 0.003,
+            ("backward", "gradient of"): 0.002,
+        }
+    )
+    assert [told["phases"][phase]["seconds"] for phase in timeline.PHASES] == pytest.approx([0.01, 0.01, 0.02, 0.01])
+    drawn = timeline.drawn(step, raw, calls, told["phases"])
+    assert sum(drawn["lanes"]["flush"]) == pytest.approx(timeline.BINS / 50, rel=0.01)
+    picture = timeline.drawing([{"budget": "<least>", **told, "plot": drawn}])
+    assert picture.startswith("<svg") and "&lt;least&gt;" in picture

@@ -63,7 +63,7 @@ def make(
     """A Trainer in `folder`; with `offload`, one that offloads the model itself."""
     arguments = ARGUMENTS | arguments
     if offload:
-        args: Any = MemascendArguments(str(folder), host_memory="64MiB", **arguments)
+        args: Any = MemascendArguments(str(folder), **{"host_memory": "64MiB"} | arguments)
     else:
         args = TrainingArguments(str(folder), **arguments)
     return cls(model, args, train_dataset=data(), eval_dataset=data(4), callbacks=list(callbacks))

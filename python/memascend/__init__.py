@@ -23,7 +23,7 @@ from memascend.formats.distributed import load_distributed, save_distributed
 from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.machine.pinned import empty_pinned, pin_memory
-from memascend.offloading.api import find_offload, offload, offload_of
+from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
 from memascend.optim import SGD, Adam, AdamW, Lion
 from memascend.optim.scaler import GradScaler
 from memascend.runs.resume import (
@@ -80,6 +80,8 @@ __all__ = [
     "save_checkpoint",
     "save_distributed",
     "save_pretrained",
+    "set_device_memory",
+    "set_host_memory",
     "stats",
     "track",
 ]
@@ -92,8 +94,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
       `file_bytes_read`: read from the model's own files, for frozen weights.
     - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at the peak, and the
       size of the arena. `host_bytes_waste`: bytes by which leases exceed the requests. `host_bytes_planned`: the arena
-      and all other memory in the plan. `host_bytes_budget`: the ceiling. `host_bytes_outside`,
-      `host_bytes_outside_most`: buffers beside the arena, now and at most.
+      and all other memory in the plan. `host_bytes_budget`: the present ceiling. `host_memory_auto`: whether that
+      follows the machine. `host_bytes_outside`, `host_bytes_outside_most`: buffers beside the arena, now and at most.
     - `host_classes_at_peak`: for each size class of units, gradient packs, staging and update pipeline: bytes of a
       buffer, number of buffers, bytes in use at the peak.
     - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, leases served after waiting, and requests
@@ -101,8 +103,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
       number of elements. `generation`: number of the last durable generation, 0 for none.
     - `seconds`: where the time went, by what the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
       `cpu_update`, and `compute` for the remainder. Their sum is the time since the session was opened.
-    - With a device: `device_bytes_budget`, `device_bytes_planned`; `device`: `h2d_bytes`, `d2h_bytes`, `h2d_copies`,
-      `d2h_copies`, and how often Python (`waits_python`) or a native thread (`waits_worker`) waited for the device.
+    - With a device: `device_bytes_budget`, the present ceiling, and `device_bytes_planned`; `device`: `h2d_bytes`,
+      `d2h_bytes`, `h2d_copies`, `d2h_copies`, and how often Python (`waits_python`) or a native thread
+      (`waits_worker`) waited for the device.
     - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `notices`: what the user should know about them.
     - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
       of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and

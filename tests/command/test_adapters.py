@@ -29,6 +29,14 @@ def model_dir(tmp_path: Path) -> Path:
     return tiny.llama_directory(tmp_path, hidden=64, layers=2)
 
 
+@pytest.fixture
+def held_out(tmp_path: Path) -> Path:
+    """A little text to evaluate on."""
+    path = tmp_path / "held-out.txt"
+    path.write_text(tiny.TEXT[:500])
+    return path
+
+
 def words(model_dir: Path, out: str, **changed: Any) -> list[str]:
     return words_of(model_dir, model_dir.parent / out, model_dir.parent / "store", **RUN | changed)
 
@@ -54,14 +62,14 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_adapters_are_those_of_the_run_in_memory(
-    model_dir: Path, capfd: pytest.CaptureFixture[str], dtype: str
+    model_dir: Path, held_out: Path, capfd: pytest.CaptureFixture[str], dtype: str
 ) -> None:
     room = model_dir.parent
-    assert main.main(words(model_dir, "out", dtype=dtype, eval=room / "text.txt")) == 0, capfd.readouterr().err
+    assert main.main(words(model_dir, "out", dtype=dtype, eval=held_out)) == 0, capfd.readouterr().err
     told = capfd.readouterr().err
     # Weights are read from the model's own files where they hold what is computed with.
     assert ("frozen weights read where they are" in told) == (dtype == "bfloat16")
-    memory = without(in_memory(words(model_dir, "mem", dtype=dtype, eval=room / "text.txt")), "--save-every")
+    memory = without(in_memory(words(model_dir, "mem", dtype=dtype, eval=held_out)), "--save-every")
     assert main.main(memory) == 0, capfd.readouterr().err
     assert losses(room / "out") == losses(room / "mem") and len(losses(room / "out")) == 6
     assert same(room / "out", room / "mem")
@@ -115,7 +123,7 @@ def test_other_checkpoints_beside_the_store_stay(model_dir: Path, capfd: pytest.
 
 
 def test_the_best_adapters_go_to_another_filesystem(
-    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, held_out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = model_dir.parent
     rename = os.rename
@@ -126,15 +134,15 @@ def test_the_best_adapters_go_to_another_filesystem(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", across)
-    assert main.main(words(model_dir, "out", eval=room / "text.txt")) == 0, capfd.readouterr().err
+    assert main.main(words(model_dir, "out", eval=held_out)) == 0, capfd.readouterr().err
     assert weights(room / "out")
 
 
 def test_the_best_adapters_are_those_of_the_checkpoint_that_is_gone_on_from(
-    model_dir: Path, capfd: pytest.CaptureFixture[str]
+    model_dir: Path, held_out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     room = model_dir.parent
-    changed = {"steps": 6, "save_every": 3, "eval": room / "text.txt", "schedule": "constant"}
+    changed = {"steps": 6, "save_every": 3, "eval": held_out, "schedule": "constant"}
     with lab.Child(room, killed_with_the_best, words(model_dir, "out", **changed, eval_steps=2), 4) as child:
         assert (ended := child.wait()).code == -signal.SIGKILL, ended.err
     # Step 4 was better than step 2, but the run goes on from step 3 with a rate that makes all later steps worse.

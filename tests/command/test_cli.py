@@ -220,6 +220,18 @@ def test_help(words, capfd):
     assert "memascend" in capfd.readouterr().out
 
 
+def test_a_budget_that_follows_the_machine_gives_the_same_weights(room, capfd):
+    assert main.main(command(room, dtype="float32", host_memory="auto")) == 0, capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert " at least + " in told and "(auto); 3 steps" in told
+    assert main.main(command(room, "--in-memory", out=room / "mem", dtype="float32", **MEMORY)) == 0
+    ssd, memory = (steps_of(room / name / "metrics.jsonl") for name in ("out", "mem"))
+    assert [step["loss"] for step in ssd] == [step["loss"] for step in memory]
+    assert all(step["host_bytes_peak"] <= step["host_bytes_budget"] for step in ssd)
+    assert main.main(command(room, out=room / "no", host_memory="automatic")) == main.BAD_INPUT
+    assert "not a size" in capfd.readouterr().err
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):

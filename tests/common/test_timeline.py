@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memascend.common.timeline import COMPUTE, KINDS, Timeline, bound_by, describe, span
+from memascend.common.timeline import COMPUTE, KINDS, Timeline, bound_by, describe, noted, span
 
 pytestmark = pytest.mark.core
 
@@ -192,3 +192,17 @@ def test_cuda_gets_ranges_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unseen_spans_cost_nothing() -> None:
     assert span("a") is span("b"), "without a profiler all spans are one"
+
+
+def test_spans_are_noted_while_that_is_asked_for() -> None:
+    before = time.perf_counter_ns()
+    with noted() as notes:
+        with span("outer"), Timeline().waiting("ssd_read"):
+            pass
+        with pytest.raises(ValueError), span("failing"):
+            raise ValueError
+    with span("after"):
+        pass
+    assert [name for name, *_ in notes] == ["wait for SSD read", "outer", "failing"]
+    (_, waited, waited_until, thread), (_, began, ended, _), _ = notes
+    assert before <= began <= waited <= waited_until <= ended and thread == threading.get_ident()

@@ -140,6 +140,17 @@ def test_the_last_batch_of_an_iterable_data_set_counts_as_in_memory(model_folder
     memascend.close(trainer.model)
 
 
+def test_a_budget_that_follows_the_machine_needs_no_call(model_folder: str, tmp_path: Path) -> None:
+    trainer = make(model_folder, tmp_path / "auto", offload=True, host_memory="auto")
+    trainer.train()
+    assert memascend.stats(trainer.model)["host_memory_auto"]
+    fixed = make(model_folder, tmp_path / "fixed", offload=True)
+    fixed.train()
+    assert logged(trainer) == logged(fixed)
+    for one in (trainer, fixed):
+        memascend.close(one.model)
+
+
 def test_a_run_that_is_there_is_not_trained_as_a_new_one(model_folder: str, tmp_path: Path) -> None:
     interrupted(make(model_folder, tmp_path / "out", offload=True, callbacks=[InterruptAt(5, "on_step_begin")]))
     trainer = make(model_folder, tmp_path / "out", offload=True)

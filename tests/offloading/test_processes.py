@@ -328,3 +328,23 @@ def test_a_store_in_use_by_another_process(store: Path) -> None:
         other.stdin.close()
         other.stdout.close()
         other.wait()
+
+
+def test_a_program_whose_backward_pass_has_failed_ends_without_a_crash(tmp_path: Path) -> None:
+    done = python(f"""
+        import memascend, torch
+        from torch import nn
+
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        memascend.offload(model, store={str(tmp_path)!r}, host_memory="64MiB", allocator="pageable")
+
+        def fail(_):
+            raise RuntimeError("stop")
+
+        model[3].weight.register_post_accumulate_grad_hook(fail)
+        try:
+            model(torch.ones(2, 64)).sum().backward()
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert (done.returncode, done.stdout) == (0, "stop\n"), done.stderr

@@ -319,6 +319,20 @@ def exchange_gradients(model: Net, optimizer: memascend.AdamW) -> None:
 
 
 @same
+def zero_gradients_of_others(model: Net, optimizer: memascend.AdamW) -> Any:
+    loss_of(model).backward()
+    first, second, third = (layer[0].weight for layer in model.layers)
+    first.grad, second.grad = second.grad, first.grad
+    third.grad = own = torch.ones_like(third)
+    optimizer.zero_grad(set_to_none=False)
+    gradients = [own, *(parameter.grad.clone() for parameter in model.parameters())]
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return gradients
+
+
+@same
 def combine_weights(model: Net, _: Any) -> None:
     first, second, third = (layer[0].weight for layer in model.layers)
     with torch.no_grad():

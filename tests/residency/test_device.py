@@ -227,7 +227,7 @@ def test_the_host_does_not_wait_in_mid_pass(on_device: Callable[..., nn.Module],
     """With buffers for everything, only the step asks the device for something: the norm."""
     model = on_device(tiny.build("llama"))
     # Otherwise the host waits where the thread that copies gradients has fallen behind, as on a busy machine.
-    memascend.offload_of(model).gradients._in_flight_bytes = 1 << 30
+    memascend.offload_of(model).gradients.in_flight_bytes = 1 << 30
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
     before = {}
     for step in range(3):
@@ -408,3 +408,20 @@ def test_adapters_over_weights_in_their_files(
     del model
     gc.collect()
     fake.assert_clean()
+
+
+def test_a_budget_that_changes_between_passes(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    def run(model: nn.Module, budgets: tuple[str, ...] = ()) -> list[torch.Tensor]:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+        for number in range(6):
+            if budgets:
+                memascend.set_host_memory(model, budgets[number % len(budgets)])
+            model(**tiny.batch("llama", number)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model = on_device(tiny.build("llama"), host_memory="24MiB", host_memory_max="192MiB")
+    with Accesses(fake):
+        weights = run(model, ("192MiB", "18MiB", "26MiB"))
+    assert all(map(torch.equal, weights, run(tiny.build("llama"))))

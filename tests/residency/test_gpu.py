@@ -305,6 +305,30 @@ def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:
     torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # the ceiling was lifted
 
 
+def test_the_device_has_what_a_smaller_budget_gives_back(store: Path) -> None:
+    """16 layers of 32 MiB: the driver's own count of free memory follows the budget, and so does PyTorch's limit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(16))).bfloat16()
+    memascend.offload(model, store=store, host_memory="512MiB", device="cuda", device_memory="2GiB")
+    optimizer = memascend.SGD(model.parameters(), lr=1e-3)
+
+    def free_after_a_step() -> int:
+        model(torch.ones(8, 4096, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.cuda.mem_get_info()[0]
+
+    ample = free_after_a_step()
+    memascend.set_device_memory(model, "512MiB")
+    assert torch.cuda.mem_get_info()[0] - ample > 200 * MIB
+    assert free_after_a_step() - ample > 100 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(768 * MIB, dtype=torch.uint8, device="cuda")
+    memascend.set_device_memory(model, "2GiB")
+    torch.empty(768 * MIB, dtype=torch.uint8, device="cuda")
+    memascend.close(model)
+
+
 # ---- the benchmark ------------------------------------------------------------------------------------------
 
 

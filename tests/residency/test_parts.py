@@ -102,7 +102,14 @@ def test_an_update_without_a_buffer_is_the_one_in_memory(runtime: Callable[..., 
     fresh = [True] * len(planes)
     segment = SimpleNamespace(start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None)
     update = SimpleNamespace(
-        dtype=name, numel=numel, weight_offset=0, planes=planes, gradient=captured, segments=[segment]
+        dtype=name,
+        numel=numel,
+        weight_offset=0,
+        planes=planes,
+        gradient=captured,
+        segments=[segment],
+        kept_elements=0,
+        write_through=True,
     )
     native.fetch(unit, [(tensor, 0, native.tensor_bytes(tensor))], None, [update]).wait()
     native.wait_unit(unit)

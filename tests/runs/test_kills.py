@@ -57,10 +57,27 @@ def words(model_dir: Path, room: Path, *more: str) -> list[str]:
     return [*words_of(model_dir, room / "out", room / "store", **flags), *more]
 
 
+def steps_told(room: Path) -> int:
+    """Bytes of what a run has said of its steps."""
+    metrics = room / "metrics.jsonl"
+    return metrics.stat().st_size if metrics.exists() else 0
+
+
+def wait_for_steps(child: lab.Child, room: Path, told: int) -> None:
+    """Wait until the run says something of a step, or ends."""
+    deadline = time.monotonic() + 120
+    while child.alive() and steps_told(room) <= told:
+        assert time.monotonic() < deadline, child.told()
+        time.sleep(0.001)
+
+
 VARIANTS = {
     "every step": [],
     "every third, threads": ["--durability", "every:3"],
     "8 bits": ["--states", "8bit", "--no-master"],
+    # States and weights stay in memory: written beside each step, or by every third step alone.
+    "written through": ["--host-memory", "128MiB"],
+    "in memory, every third": ["--host-memory", "128MiB", "--durability", "every:3"],
 }
 
 
@@ -73,8 +90,10 @@ def test_a_run_killed_at_any_instant_comes_to_the_same_end(tmp_path: Path, model
         child.wait()  # from here on processes begin at once
     begun = time.monotonic()
     with lab.Child(tmp_path, command, words(model_dir, alone, *more)) as child:
+        wait_for_steps(child, alone, 0)
+        working = time.monotonic()
         assert child.wait(120).code == 0, child.told()
-    seconds = time.monotonic() - begun
+    seconds, seconds_of_steps = time.monotonic() - begun, time.monotonic() - working
     expected, weights = losses(alone / "metrics.jsonl"), load_file(alone / "out" / "model.safetensors")
     assert expected.keys() == set(range(1, STEPS + 1))
     seed = int(os.environ.get("MEMASCEND_SEED", "0"))
@@ -89,7 +108,12 @@ def test_a_run_killed_at_any_instant_comes_to_the_same_end(tmp_path: Path, model
             on = (room / "store" / "memascend.json").exists()
             with lab.Child(tmp_path, command, [*words(model_dir, room, *more), "--resume"]) as child:
                 patient = kills >= wanted or attempt > 20
-                end = time.monotonic() + (120 if patient else chance.uniform(0, seconds))
+                # Most of a short run is its beginning: every second kill is among the steps.
+                among_steps = not patient and chance.random() < 0.5
+                if among_steps:
+                    wait_for_steps(child, room, steps_told(room))
+                span = seconds_of_steps if among_steps else seconds
+                end = time.monotonic() + (120 if patient else chance.uniform(0, span))
                 while child.alive() and time.monotonic() < end:
                     time.sleep(0.001)
                 assert not patient or not child.alive(), child.told()

@@ -3,6 +3,7 @@
 mod compute;
 mod coordinator;
 mod groups;
+mod kept;
 mod part;
 mod piece;
 
@@ -14,11 +15,13 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, unbounded};
 use memascend_kernels::GRADIENT_BLOCK;
 use memascend_mem::{LeaseSlice, Origin, Pool};
+use memascend_nvme::Recorder;
 use memascend_store::{Store, TensorId};
 
 use self::compute::compute;
 use self::coordinator::Coordinator;
 use self::groups::Groups;
+pub use self::kept::KeptStates;
 use self::part::PartRead;
 pub use self::part::write_part;
 use self::piece::Work;
@@ -55,9 +58,16 @@ pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
     compute_threads: usize,
-    /// Nanoseconds that kernels ran, over all threads.
-    busy: Arc<AtomicU64>,
+    busy: Arc<Busy>,
     origin: Origin,
+}
+
+/// What the kernels have done.
+#[derive(Default)]
+struct Busy {
+    /// For how long they ran, over all threads.
+    nanos: AtomicU64,
+    recorder: Recorder,
 }
 
 struct Job {
@@ -68,8 +78,16 @@ struct Job {
 }
 
 enum Order {
-    Fetch { weights: Option<UnitWeights>, updates: Vec<UpdateTensor>, groups: Option<Groups> },
+    Fetch {
+        weights: Option<UnitWeights>,
+        updates: Vec<UpdateTensor>,
+        groups: Option<Groups>,
+        /// Other jobs of the unit under way are of other tensors.
+        beside: bool,
+    },
     Part(PartRead),
+    /// Each tensor keeps no more in memory than so many bytes.
+    LetGo(Vec<(TensorId, u64)>),
 }
 
 impl Executor {
@@ -77,7 +95,8 @@ impl Executor {
     /// `slot_bytes` bytes, each for the states and the gradient of a piece of a tensor, and for its
     /// weights if the unit has no lease. A piece is
     /// a chunk of `chunk_elements` elements, as in [`Gradients`](crate::Gradients); if a slot does
-    /// not hold that, it is a half of the chunk, or a quarter, and so on.
+    /// not hold that, it is a half of the chunk, or a quarter, and so on. `kept` is memory for states
+    /// that stay there.
     ///
     /// # Panics
     /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].
@@ -87,6 +106,7 @@ impl Executor {
         slot_bytes: usize,
         chunk_elements: usize,
         compute_threads: usize,
+        kept: Option<KeptStates>,
     ) -> Self {
         assert!(
             chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
@@ -96,7 +116,7 @@ impl Executor {
         let (computed, work) = unbounded::<Work>();
         let mut threads = Vec::new();
         let compute_threads = compute_threads.max(1);
-        let busy = Arc::new(AtomicU64::new(0));
+        let busy = Arc::<Busy>::default();
         for index in 0..compute_threads {
             let (work, store, busy) = (work.clone(), Arc::clone(&store), Arc::clone(&busy));
             threads.push(spawn(format!("memascend-update-{index}"), move || {
@@ -106,7 +126,7 @@ impl Executor {
             }));
         }
         let files = OnceLock::new();
-        let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, computed, files };
+        let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, kept, computed, files };
         threads.push(spawn("memascend-executor".into(), move || {
             for job in accepted {
                 coordinator.run(job);
@@ -117,7 +137,12 @@ impl Executor {
 
     /// How long the kernels have run so far: the mean of the kernel threads.
     pub fn busy(&self) -> Duration {
-        Duration::from_nanos(self.busy.load(Ordering::Relaxed) / self.compute_threads as u64)
+        Duration::from_nanos(self.busy.nanos.load(Ordering::Relaxed) / self.compute_threads as u64)
+    }
+
+    /// What records when kernels run.
+    pub fn recorder(&self) -> &Recorder {
+        &self.busy.recorder
     }
 
     /// Starts reading `weights`, applying `updates` on the way; without a lease only what is updated
@@ -130,7 +155,18 @@ impl Executor {
         weights: Option<UnitWeights>,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
-        self.send(pending, Order::Fetch { weights, updates, groups: None })
+        self.send(pending, Order::Fetch { weights, updates, groups: None, beside: false })
+    }
+
+    /// As [`Executor::fetch`] of tensors with which no other job of the unit under way has to do: it
+    /// waits for none of them. Earlier write-back of these tensors has ended.
+    pub fn update_beside(
+        &self,
+        pending: Arc<Pending>,
+        weights: UnitWeights,
+        updates: Vec<UpdateTensor>,
+    ) -> Arc<Ticket> {
+        self.send(pending, Order::Fetch { weights: Some(weights), updates, groups: None, beside: true })
     }
 
     /// As [`Executor::fetch`] without a lease, for one tensor, whose weights can be read while the
@@ -146,7 +182,10 @@ impl Executor {
         elements: usize,
     ) -> Arc<Ticket> {
         let groups = Some(Groups::new(update.numel, elements));
-        self.send(pending, Order::Fetch { weights: Some(weights), updates: vec![update], groups })
+        self.send(
+            pending,
+            Order::Fetch { weights: Some(weights), updates: vec![update], groups, beside: false },
+        )
     }
 
     /// Starts reading bytes of a tensor's current value, from `offset` on, into `buffer`. Waits
@@ -176,6 +215,16 @@ impl Executor {
         let ticket = Arc::new(Ticket { ready: Arc::default(), groups: Vec::new() });
         PartRead { tensor, offset, buffer, reading: pending.ask_read() }.start(store, &ticket);
         ticket
+    }
+
+    /// Ends the stay of states in memory: of each tensor of a unit what reaches beyond so many bytes,
+    /// rounded up to a page. What the drives do not have is written. Waits first as
+    /// [`Executor::fetch`] does, and later jobs of the unit wait for the writes, which the ticket
+    /// counts too: when it is ready, the buffers have returned. A commit has to wait for the ticket.
+    ///
+    /// An update may keep more again, unless its [`UpdateTensor::kept_elements`] are fewer.
+    pub fn let_go_beyond(&self, pending: Arc<Pending>, tensors: Vec<(TensorId, u64)>) -> Arc<Ticket> {
+        self.send(pending, Order::LetGo(tensors))
     }
 
     fn send(&self, pending: Arc<Pending>, order: Order) -> Arc<Ticket> {

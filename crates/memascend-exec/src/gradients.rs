@@ -216,20 +216,27 @@ impl Gradients {
                 continue;
             }
             let part = part(index);
-            let ((lease, stays), add) = match &chunks[index] {
-                Chunk::Host(lease) => ((Arc::clone(lease), true), accumulate),
-                _ => (self.staging.chunk_for(true)?, false),
-            };
             let length = part.len() / dtypes.made_bytes() * dtypes.kept_bytes();
-            let target = LeaseSlice::new(Arc::clone(&lease), 0, length);
-            // SAFETY: the record's lock is held; the lease is fresh or belongs to the record.
+            let (room, stays, add) = match &chunks[index] {
+                Chunk::Host(lease) => {
+                    (LeaseSlice::new(Arc::clone(lease), 0, length), Some(Arc::clone(lease)), accumulate)
+                }
+                _ => {
+                    let (room, stays) = self.staging.room_for(length)?;
+                    (room, stays, false)
+                }
+            };
+            let target = room.narrow(0, length);
+            // SAFETY: the record's lock is held; the room is fresh or belongs to the record.
             dtypes.merge(unsafe { target.as_mut_slice() }, part, add, stats);
-            if stays {
-                chunks[index] = Chunk::Host(lease);
-            } else {
-                self.staging.write_chunk(extent, index * chunk_bytes, lease, length, pending);
-                chunks[index] = Chunk::Ssd;
-            }
+            drop(target);
+            chunks[index] = match stays {
+                Some(lease) => Chunk::Host(lease),
+                None => {
+                    self.staging.write_buffer(extent, index * chunk_bytes, room, pending);
+                    Chunk::Ssd
+                }
+            };
             index += 1;
         }
         Ok(())
@@ -420,6 +427,37 @@ impl Gradients {
             self.staging.write_chunk(extent, index * piece_bytes, chunk, length, &record.pending);
             Ok(())
         })
+    }
+
+    /// Writes gradients that are kept in staging buffers to the SSD, but for `stay` chunks, and waits
+    /// for the end: the buffers are free when this returns.
+    ///
+    /// # Errors
+    /// If a write fails.
+    pub fn spill(&self, mut stay: usize) -> Result<()> {
+        let records = self.records.locked().clone();
+        for record in &records {
+            let mut place = record.settled();
+            let Place::Chunks { extent, chunks } = &mut *place else { continue };
+            record.pending.wait()?;
+            let chunk_bytes = self.chunk_elements * record.dtypes.kept_bytes();
+            let bytes = record.numel * record.dtypes.kept_bytes();
+            for (index, chunk) in chunks.iter_mut().enumerate() {
+                if !matches!(chunk, Chunk::Host(_)) {
+                    continue;
+                }
+                if stay > 0 {
+                    stay -= 1;
+                    continue;
+                }
+                let Chunk::Host(lease) = std::mem::replace(chunk, Chunk::Ssd) else {
+                    unreachable!("matched")
+                };
+                let length = chunk_bytes.min(bytes - index * chunk_bytes);
+                self.staging.write_chunk(*extent, index * chunk_bytes, lease, length, &record.pending);
+            }
+        }
+        records.iter().try_for_each(|record| record.pending.wait())
     }
 
     /// Forgets a gradient's values; its extent on the SSD stays.

@@ -14,7 +14,7 @@ mod update;
 
 pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, Restore};
 pub use error::{ExecError, Result};
-pub use executor::{Executor, Ticket, write_part};
+pub use executor::{Executor, KeptStates, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
 pub use pending::{Pending, Reading, Underway};

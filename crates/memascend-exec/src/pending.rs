@@ -65,6 +65,11 @@ impl Pending {
         self.wait_while(|state| state.started_reads + state.asked_reads > 0)
     }
 
+    /// The first failure so far.
+    pub fn check(&self) -> Result<()> {
+        self.lock().error.clone().map_or(Ok(()), Err)
+    }
+
     fn wait_while(&self, reads: impl Fn(&State) -> bool) -> Result<()> {
         let mut state = self.lock();
         while state.count > 0 || reads(&state) {

@@ -1,10 +1,10 @@
 //! Chunks of staging memory, through which ordinary memory moves to and from the store.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::time::Duration;
 
-use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
@@ -15,6 +15,8 @@ use memascend_kernels::{GRADIENT_BLOCK, Plane};
 const PATIENCE_SECONDS: u64 = 120;
 /// Chunks that gradients and activations kept in host memory leave free for transfers.
 pub const STAGING_RESERVE: usize = 8;
+/// Update slots that are not lent, so that an update that begins meanwhile does not wait for writes.
+const SLOTS_LEFT: usize = 2;
 /// Chunks read ahead of the one being consumed.
 const READ_AHEAD: usize = 4;
 
@@ -24,6 +26,35 @@ pub struct Staging {
     store: Arc<Store>,
     pool: Pool,
     chunk_bytes: usize,
+    lent: Option<Arc<Lent>>,
+}
+
+/// Update slots that serve as chunks for a while.
+struct Lent {
+    slots: Pool,
+    slot_bytes: usize,
+    /// The slot with room left, while something in it is being written, and how far it is filled.
+    open: Mutex<(Weak<Lease>, usize)>,
+}
+
+impl Lent {
+    /// Room in a slot, if enough of them are free. Never waits.
+    fn take(&self, bytes: usize) -> Result<Option<LeaseSlice>> {
+        let mut open = self.open.locked();
+        if open.1 + bytes <= self.slot_bytes
+            && let Some(lease) = open.0.upgrade()
+        {
+            open.1 += bytes;
+            return Ok(Some(LeaseSlice::new(lease, open.1 - bytes, bytes)));
+        }
+        if bytes > self.slot_bytes {
+            return Ok(None);
+        }
+        let Some(lease) = self.slots.try_lease_spare(self.slot_bytes, SLOTS_LEFT)? else { return Ok(None) };
+        let lease = Arc::new(lease);
+        *open = (Arc::downgrade(&lease), bytes);
+        Ok(Some(LeaseSlice::new(lease, 0, bytes)))
+    }
 }
 
 impl Staging {
@@ -36,7 +67,14 @@ impl Staging {
             chunk_bytes > 0 && chunk_bytes.is_multiple_of(PAGE_BYTES),
             "chunks of {chunk_bytes} bytes are not whole pages"
         );
-        Self { store, pool, chunk_bytes }
+        Self { store, pool, chunk_bytes, lent: None }
+    }
+
+    /// Lends the update slots, of `slot_bytes` bytes each, to what is only written: gradients are
+    /// captured in a backward pass, in which few updates run.
+    #[must_use]
+    pub fn lending(self, slots: Pool, slot_bytes: usize) -> Self {
+        Self { lent: Some(Arc::new(Lent { slots, slot_bytes, open: Mutex::default() })), ..self }
     }
 
     /// Bytes of one chunk.
@@ -56,6 +94,21 @@ impl Staging {
             Some(chunk) => Ok(chunk),
             None => Ok((self.chunk()?, false)),
         }
+    }
+
+    /// Room for `bytes` bytes of a chunk, and the chunk itself if it may keep its data in host memory.
+    /// Waits for a chunk only when no update slot is free either.
+    pub(crate) fn room_for(&self, bytes: usize) -> Result<(LeaseSlice, Option<Arc<Lease>>)> {
+        let whole = round_up_to_page(bytes);
+        let found = match self.try_chunk_for(true)? {
+            Some(chunk) => chunk,
+            None => match self.lent.as_ref().map(|lent| lent.take(whole)).transpose()?.flatten() {
+                Some(room) => return Ok((room, None)),
+                None => self.chunk_for(true)?,
+            },
+        };
+        let (chunk, stays) = found;
+        Ok((LeaseSlice::new(Arc::clone(&chunk), 0, whole), stays.then_some(chunk)))
     }
 
     /// As [`Staging::chunk_for`], without waiting.
@@ -88,6 +141,17 @@ impl Staging {
         pending: &Arc<Pending>,
     ) {
         let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(bytes));
+        self.write_buffer(extent, offset, buffer, pending);
+    }
+
+    /// Starts writing `buffer`, whole pages, to `extent` at `offset`; `pending` counts the write.
+    pub(crate) fn write_buffer(
+        &self,
+        extent: Extent,
+        offset: usize,
+        buffer: LeaseSlice,
+        pending: &Arc<Pending>,
+    ) {
         let write = pending.begin();
         let done =
             Box::new(move |result: std::result::Result<(), _>| write.end(result.map_err(ExecError::from)));

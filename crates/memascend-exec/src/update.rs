@@ -28,6 +28,11 @@ pub struct UnitWeights {
     /// A buffer that holds them all. Without one only the tensors that are updated are read, each
     /// piece into the update slot, and `files` are not.
     pub lease: Option<Arc<Lease>>,
+    /// Keep the weights in the lease until [`Store::let_go`](memascend_store::Store::let_go): the next
+    /// job on the same lease finds them there, and reads nothing.
+    pub stays: bool,
+    /// Write what an update makes of weights that stay, whatever the update says of what stays.
+    pub write_through: bool,
 }
 
 /// The weights of one tensor of a unit.
@@ -81,6 +86,11 @@ pub struct UpdateTensor {
     pub weight_offset: usize,
     /// The states of all segments' rules; segments whose rules have a plane in common share it.
     pub planes: Vec<UpdatePlane>,
+    /// How many elements, counted from the first, keep their states in memory, as far as there is
+    /// room: see [`KeptStates`](crate::KeptStates).
+    pub kept_elements: usize,
+    /// Whether what stays in memory is written as well. Otherwise the next commit writes it.
+    pub write_through: bool,
     /// The gradient.
     pub gradient: GradientSource,
     /// The segments to update, in ascending order. Elements outside all segments stay as they are.

@@ -12,8 +12,8 @@ use memascend_kernels::{Algorithm, HostTensor, Moments, Rule, Weight, step_host}
 use memascend_nvme::testing::Faults;
 use proptest::prelude::*;
 use support::{
-    Bench, Kind, Model, Random, SLOT_BYTES_PER_ELEMENT, Setup, Shape, Unit, adamw, by_address, dtype_of,
-    every_rule, names_a_tensor, pool, scalars_of, within_patience,
+    Bench, Kept, Kind, Model, Random, SLOT_BYTES_PER_ELEMENT, Setup, Shape, Unit, adamw, by_address,
+    dtype_of, every_rule, names_a_tensor, pool, scalars_of, within_patience,
 };
 
 const BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
@@ -62,6 +62,12 @@ fn every_rule_gives_the_bits_of_the_one_in_memory() {
             compute_threads: 2,
             // Gradients stay in host memory, or go to the disks.
             staging_chunks: if index % 2 == 0 { 60 } else { 8 },
+            // In memory: nothing, some of it written through in the second step, everything.
+            kept: [
+                Kept::default(),
+                Kept { buffers: 5, quarters: 2, weights: false, through: 0b100, beside: 0 },
+                Kept::ALL,
+            ][index % 3],
         };
         within_patience(&format!("{rules:?}"), move || {
             let unit = Unit::new(&model, setup);
@@ -79,7 +85,8 @@ fn the_update_is_bit_for_bit_the_one_in_memory_whatever_the_setup() {
         for (volumes, chunk_blocks, slots, compute_threads, staging_chunks) in
             [(1, 1, 1, 1, 2), (2, 2, 3, 2, 12), (3, 1, 5, 3, 30)].into_iter().skip(index % 2)
         {
-            let setup = Setup { kind, volumes, chunk_blocks, slots, compute_threads, staging_chunks };
+            let kept = [Kept::default(), Kept { through: u64::MAX, ..Kept::ALL }][volumes % 2];
+            let setup = Setup { kind, volumes, chunk_blocks, slots, compute_threads, staging_chunks, kept };
             let model = Arc::clone(&model);
             let expected = expected.clone();
             within_patience(&format!("{setup:?}"), move || {
@@ -124,10 +131,12 @@ proptest! {
         engine in any::<prop::sample::Index>(),
         (volumes, chunk_blocks, slots) in (1_usize..4, 1_usize..3, 1_usize..5),
         (compute_threads, staging_chunks) in (1_usize..4, 1_usize..16),
+        (buffers, quarters, weights, through) in (0_usize..9, 0_usize..5, any::<bool>(), any::<u64>()),
     ) {
         let kinds = Kind::all(seed);
         let kind = kinds[engine.index(kinds.len())];
-        let setup = Setup { kind, volumes, chunk_blocks, slots, compute_threads, staging_chunks };
+        let kept = Kept { buffers, quarters, weights, through, beside: 0 };
+        let setup = Setup { kind, volumes, chunk_blocks, slots, compute_threads, staging_chunks, kept };
         let what = format!("seed {seed}, {setup:?}, {shapes:?}");
         within_patience(&what.clone(), move || {
             let model = Arc::new(Model::new(shapes, seed));
@@ -144,7 +153,7 @@ fn tensors_in_host_memory_are_updated_by_address() {
             let bench = Bench::new(kind, 2);
             let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
             let slots = pool(slot_bytes, 2);
-            let executor = Executor::new(Arc::clone(&bench.store), slots.clone(), slot_bytes, BLOCK, 2);
+            let executor = Executor::new(Arc::clone(&bench.store), slots.clone(), slot_bytes, BLOCK, 2, None);
             let numel = 2 * BLOCK + 77;
             let ranges = [(0, 100), (100, 1_000), (BLOCK - 3, BLOCK + 9), (2 * BLOCK + 70, 7)];
             let planes: Vec<_> = rule
@@ -208,7 +217,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
     ];
     let bench = Bench::new(Kind::Threads, 1);
     let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
-    let executor = Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 1);
+    let executor = Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 1, None);
     let (numel, part) = (BLOCK, 5_000);
     let mut planes: Vec<_> = rules.iter().flat_map(|rule| rule.planes()).collect();
     planes.sort_by_key(|plane| (plane.name, format!("{:?}", plane.format)));
@@ -265,6 +274,8 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
                 .iter()
                 .map(|&(plane, tensor)| UpdatePlane { plane, tensor, written: true })
                 .collect(),
+            kept_elements: 0,
+            write_through: true,
             gradient: GradientSource::addresses(),
             segments,
         };
@@ -424,5 +435,65 @@ fn a_panic_on_a_kernel_thread_fails_the_job_and_the_unit() {
             let lease = unit.lease();
             assert!(unit.fetch(&lease, Vec::new()).wait().is_err(), "the unit has failed for good");
         }
+    });
+}
+
+/// Bytes read and written so far.
+fn moved(unit: &Unit) -> (u64, u64) {
+    let counters = unit.bench.store.volumes()[0].counters;
+    (counters.reads.bytes, counters.writes.bytes)
+}
+
+#[test]
+fn what_stays_in_memory_is_neither_read_nor_written_until_a_commit() {
+    within_patience("everything stays", || {
+        let model = Arc::new(Model::new(mixed_shapes(), 3));
+        let setup = Setup { staging_chunks: 60, kept: Kept::ALL, ..Setup::plain(Kind::Threads) };
+        let unit = Unit::new(&model, setup);
+        let step = |step: u64| {
+            unit.capture(step).unwrap();
+            unit.fetch(&unit.lease(), unit.updates(step)).wait().unwrap();
+            unit.pending.wait().unwrap();
+        };
+        step(1);
+        let before = moved(&unit);
+        for number in 2..=4 {
+            step(number);
+        }
+        assert_eq!(moved(&unit), before, "three steps in memory");
+        // What reads the store sees the values all the same, and moves nothing.
+        unit.on_ssd().unwrap().assert_same(&model.in_memory(4), "before the commit");
+        assert_eq!(moved(&unit), before, "reads of what is in memory");
+        unit.bench.store.commit("").unwrap();
+        let state = model.in_memory(4);
+        let padded = |bytes: usize| bytes.next_multiple_of(4096) as u64;
+        let states: u64 = state.states.iter().flatten().map(|plane| padded(plane.len())).sum();
+        let trained: u64 =
+            model.shapes.iter().map(|shape| padded(shape.numel * shape.rule.weight.bytes())).sum();
+        assert_eq!(moved(&unit), (before.0, before.1 + states + trained), "the commit writes all of it once");
+        step(5);
+        unit.on_ssd().unwrap().assert_same(&model.in_memory(5), "after the commit");
+        assert_eq!(moved(&unit), (before.0, before.1 + states + trained));
+        unit.bench.store.commit("").unwrap();
+        assert_eq!(moved(&unit).1, before.1 + 2 * (states + trained));
+    });
+}
+
+#[test]
+fn states_that_are_written_through_are_not_read() {
+    within_patience("write-through", || {
+        let model = Arc::new(Model::new(mixed_shapes(), 4));
+        let kept = Kept { weights: false, through: u64::MAX, ..Kept::ALL };
+        let unit = Unit::new(&model, Setup { staging_chunks: 60, kept, ..Setup::plain(Kind::Threads) });
+        unit.train(2).unwrap();
+        let before = moved(&unit);
+        unit.capture(3).unwrap();
+        unit.fetch(&unit.lease(), unit.updates(3)).wait().unwrap();
+        unit.pending.wait().unwrap();
+        let read = moved(&unit).0 - before.0;
+        assert_eq!(read, model.start.unit.len() as u64, "the weights alone");
+        let states: usize = model.start.states.iter().flatten().map(|plane| plane.len()).sum();
+        assert!(moved(&unit).1 - before.1 > states as u64, "states are written");
+        unit.on_ssd().unwrap().assert_same(&model.in_memory(3), "after it");
     });
 }

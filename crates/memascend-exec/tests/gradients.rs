@@ -194,6 +194,52 @@ proptest! {
     }
 }
 
+/// What is spilled passes through update slots too, all but two of which may be in use by it.
+#[test]
+fn spills_pass_through_free_update_slots_and_give_them_back() {
+    let chunk_bytes = BLOCK * 4;
+    for (seed, kind) in (0..).zip(Kind::all(5)) {
+        for taken in 0..5 {
+            let bench = Bench::new(kind, 2);
+            let (chunks, slots) = (pool(chunk_bytes, 2), pool(6 * BLOCK * 2, 4));
+            let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), chunk_bytes)
+                .lending(slots.clone(), 6 * BLOCK * 2);
+            let gradients = Gradients::new(staging, BLOCK);
+            let held: Vec<_> = (0..taken).map(|_| slots.try_lease(6 * BLOCK * 2).unwrap().unwrap()).collect();
+            // As many chunks as a slot holds.
+            let numel = 5 * BLOCK + 1234;
+            let (id, pending) = create(&gradients, Dtype::Bf16, numel);
+            let mut random = Random(seed);
+            let mut sum = Vec::new();
+            for micro_batch in 0..3 {
+                let part = random.values(Dtype::Bf16, numel);
+                // With every chunk in use, all of it goes through slots.
+                let alone = taken < 2 && micro_batch == 0;
+                let in_use: Vec<_> = (0..2)
+                    .filter(|_| alone)
+                    .map(|_| chunks.try_lease(chunk_bytes).unwrap().unwrap())
+                    .collect();
+                // SAFETY: the part outlives the call, and is not written meanwhile.
+                let found =
+                    unsafe { gradients.capture(id, 0, part.as_ptr(), numel, micro_batch > 0) }.unwrap();
+                drop(in_use);
+                sum = if micro_batch == 0 { part } else { add(Dtype::Bf16, &sum, &part) };
+                assert_eq!(found, stats(Dtype::Bf16, &sum), "{kind:?}, {taken} slots in use");
+                assert!(read(&gradients, id, sum.len()) == sum, "{kind:?}, {taken} slots in use");
+                pending.wait().unwrap();
+            }
+            let counters = slots.counters();
+            assert_eq!(counters.live_bytes, taken * 6 * BLOCK * 2, "all came back");
+            assert_eq!(
+                counters.hits > taken as u64,
+                taken < 2,
+                "{kind:?}: lent while more than two are free"
+            );
+            drop(held);
+        }
+    }
+}
+
 #[test]
 fn a_pack_keeps_each_tensor_apart_and_its_buffer_for_the_run() {
     for dtype in [Dtype::Bf16, Dtype::F32] {

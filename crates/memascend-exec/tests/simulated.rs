@@ -15,7 +15,7 @@ use memascend_exec::{ExecError, Result};
 use memascend_kernels::{GRADIENT_BLOCK, Moments};
 use memascend_nvme::testing::Faults;
 use seeds::for_each_seed;
-use support::{Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a_tensor, within_patience};
+use support::{Kept, Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a_tensor, within_patience};
 
 const SEEDS: u64 = 2_000;
 const STEPS: u64 = 3;
@@ -30,6 +30,8 @@ struct Outcomes {
     read_again: AtomicU64,
     /// Dropped with everything under way.
     dropped: AtomicU64,
+    /// Steps that were taken tensor by tensor.
+    beside: AtomicU64,
 }
 
 impl Outcomes {
@@ -45,6 +47,9 @@ struct Trial {
     model: Arc<Model>,
     /// The step that is given up half-way, if one is.
     dropped_at: u64,
+    /// After each step, the quarters and the buffers of states that may stay from then on, if that
+    /// changes.
+    changes: Vec<Option<(usize, usize)>>,
     outcomes: Arc<Outcomes>,
 }
 
@@ -62,6 +67,20 @@ fn faults(random: &mut Random, seed: u64) -> Faults {
         faults.write_error_one_in = [0, 20, 80, 400][below(random, 4)];
     }
     faults
+}
+
+/// Nothing stays in memory in a third of the seeds.
+fn kept(random: &mut Random) -> Kept {
+    if random.next().is_multiple_of(3) {
+        return Kept::default();
+    }
+    Kept {
+        buffers: below(random, 4),
+        quarters: below(random, 5),
+        weights: random.next().is_multiple_of(2),
+        through: random.next(),
+        beside: random.next(),
+    }
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -91,11 +110,17 @@ impl Trial {
             compute_threads: 1 + below(&mut random, 2),
             // Up to eight, every gradient goes to the disks.
             staging_chunks: 2 + below(&mut random, 12),
+            kept: kept(&mut random),
         };
         let dropped_at = if below(&mut random, 8) == 0 { 1 + below(&mut random, STEPS) as u64 } else { 0 };
         let rounded = random.next().is_multiple_of(2);
         let model = Arc::new(Model::new(shapes, seed).with_gradients_rounded(rounded));
-        Self { seed, faults, setup, model, dropped_at, outcomes: Arc::clone(outcomes) }
+        let change = |_| {
+            let change = (below(&mut random, 5), below(&mut random, 5));
+            random.next().is_multiple_of(2).then_some(change)
+        };
+        let changes = (0..STEPS).map(change).collect();
+        Self { seed, faults, setup, model, dropped_at, changes, outcomes: Arc::clone(outcomes) }
     }
 
     fn run(&self) {
@@ -110,17 +135,28 @@ impl Trial {
 
     fn train(&self, unit: &Unit) {
         for step in 1..=STEPS {
-            if let Err(error) = unit.capture(step) {
+            let beside = unit.goes_beside(step) && step != self.dropped_at;
+            if !beside && let Err(error) = unit.capture(step) {
                 self.allowed(&error);
                 return self.given_up(unit, &error);
             }
             let lease = unit.lease();
-            let ticket = unit.fetch(&lease, unit.updates(step));
-            if step == self.dropped_at {
-                return Outcomes::count(&self.outcomes.dropped);
-            }
             let expected = self.model.in_memory(step);
-            let fetched = ticket.wait();
+            let fetched = if beside {
+                // The forward pass has brought the weights, as often as it takes.
+                while let Err(error) = unit.fetch(&lease, Vec::new()).wait() {
+                    self.allowed(&error);
+                    Outcomes::count(&self.outcomes.read_again);
+                }
+                Outcomes::count(&self.outcomes.beside);
+                unit.update_beside(&lease, step).wait()
+            } else {
+                let ticket = unit.fetch(&lease, unit.updates(step));
+                if step == self.dropped_at {
+                    return Outcomes::count(&self.outcomes.dropped);
+                }
+                ticket.wait()
+            };
             match &fetched {
                 Ok(()) => {
                     assert!(unit.weights(&lease) == expected.unit, "step {step}: weights in the buffer")
@@ -137,6 +173,11 @@ impl Trial {
             if fetched.is_err() {
                 // Weights that no update touches could not be read: the step is done all the same.
                 Outcomes::count(&self.outcomes.read_again);
+            }
+            let change = self.changes[step as usize - 1];
+            if let Some(Err(error)) = change.map(|(quarters, buffers)| unit.change_kept(quarters, buffers)) {
+                self.allowed(&error);
+                return self.given_up(unit, &error);
             }
             unit.on_ssd_at_last().unwrap().assert_same(&expected, &format!("on the disks after step {step}"));
         }
@@ -176,16 +217,16 @@ impl Trial {
     }
 
     fn nothing_is_left(&self, unit: Unit) {
-        let Unit { executor, gradients, slots, chunks, units, bench, pending, .. } = unit;
+        let Unit { executor, gradients, slots, chunks, units, kept, staying, bench, pending, .. } = unit;
         // Gradients that were captured but never taken go with their owner; jobs and transfers
         // under way end first.
         drop((executor, gradients));
         let ended = pending.wait();
-        drop(bench);
+        drop((bench, staying));
         if let Err(error) = ended {
             self.allowed(&error);
         }
-        for (name, pool) in [("slots", slots), ("staging", chunks), ("units", units)] {
+        for (name, pool) in [("slots", slots), ("staging", chunks), ("units", units), ("states", kept)] {
             assert_eq!(pool.counters().live_bytes, 0, "seed {}: buffers of {name}", self.seed);
         }
     }
@@ -205,10 +246,10 @@ fn a_unit_is_trained_bit_for_bit_or_given_up_with_an_error() {
         }
     });
     eprintln!("{outcomes:?}");
-    let Outcomes { trained, failed, read_again, dropped } = &*outcomes;
+    let Outcomes { trained, failed, read_again, dropped, beside } = &*outcomes;
     // Of all seeds or none: a few may well not do everything.
     if trained.load(Ordering::Relaxed) > 500 {
-        for (count, least) in [(failed, 300), (read_again, 20), (dropped, 100)] {
+        for (count, least) in [(failed, 300), (read_again, 20), (dropped, 100), (beside, 300)] {
             assert!(count.load(Ordering::Relaxed) > least, "{outcomes:?}");
         }
     }

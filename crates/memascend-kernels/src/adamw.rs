@@ -10,7 +10,7 @@ pub(super) struct AdamwScalars {
     /// The first moment moves from `exp_avg` (or back from the gradient, when `from_gradient`) by
     /// this much of their difference: whichever end is nearer, as `torch.lerp` does.
     lerp: f32,
-    from_gradient: bool,
+    pub(super) from_gradient: bool,
     beta2: f32,
     /// `1 - beta2`, rounded once.
     one_minus_beta2: f32,

@@ -2,6 +2,10 @@
 
 use std::sync::OnceLock;
 
+#[cfg(target_arch = "x86_64")]
+use super::format::F16c;
+use super::format::{F16, Format};
+
 /// What [`Isa::choose`] has set.
 static CHOSEN: OnceLock<Isa> = OnceLock::new();
 
@@ -169,6 +173,77 @@ macro_rules! half_kernel {
     };
 }
 pub(super) use half_kernel;
+
+/// An instruction set as a type: what code of a [`half_kernel!`] has to know of where it runs.
+pub(super) trait Level {
+    /// Its features may be used.
+    #[cfg(target_arch = "x86_64")]
+    const ISA: Isa;
+    /// How fp16 is converted.
+    type Half: Format<Element = u16>;
+    /// Does the work in a function of its own. Where many loops are in one function, LLVM moves the
+    /// constants of all in front of them, and has no registers left within.
+    fn outlined<W: Work>(work: W);
+}
+
+/// What [`Level::outlined`] does.
+pub(super) trait Work {
+    /// Always inlined, so that it is compiled for the instruction set.
+    fn run(self);
+}
+
+/// AVX-512 F, BW and VL, and F16C. Used by functions compiled for them alone.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Wide;
+
+#[cfg(target_arch = "x86_64")]
+impl Level for Wide {
+    const ISA: Isa = Isa::Avx512;
+    type Half = F16c;
+    #[inline(always)]
+    fn outlined<W: Work>(work: W) {
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
+        fn outlined<W: Work>(work: W) {
+            work.run();
+        }
+        // SAFETY: the caller is compiled for the same.
+        unsafe { outlined(work) }
+    }
+}
+
+/// AVX2, FMA and F16C. Used by functions compiled for them alone.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Narrow;
+
+#[cfg(target_arch = "x86_64")]
+impl Level for Narrow {
+    const ISA: Isa = Isa::Avx2;
+    type Half = F16c;
+    #[inline(always)]
+    fn outlined<W: Work>(work: W) {
+        #[inline(never)]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn outlined<W: Work>(work: W) {
+            work.run();
+        }
+        // SAFETY: the caller is compiled for the same.
+        unsafe { outlined(work) }
+    }
+}
+
+/// What every machine has.
+pub(super) struct Plain;
+
+impl Level for Plain {
+    #[cfg(target_arch = "x86_64")]
+    const ISA: Isa = Isa::Baseline;
+    type Half = F16;
+    #[inline(never)]
+    fn outlined<W: Work>(work: W) {
+        work.run();
+    }
+}
 
 #[cfg(test)]
 mod tests {

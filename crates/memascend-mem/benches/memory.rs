@@ -7,7 +7,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use memascend_mem::{PageableAllocator, Pool, SizeClass, allocator};
 
 fn leases(criterion: &mut Criterion) {
-    let class = |bytes, count| SizeClass { consumer: "bench".into(), bytes, count };
+    let class = |bytes, count| SizeClass::new("bench", bytes, count);
     let pool =
         Pool::new(&PageableAllocator, &[class(4096, 4), class(1 << 20, 4), class(1 << 24, 2)]).unwrap();
     let mut group = criterion.benchmark_group("lease");

@@ -1,10 +1,13 @@
 //! Host allocators: page-locked, registered with CUDA, locked, or ordinary memory.
 
+mod parts;
+
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::{io, panic, thread};
 
+use self::parts::Backing;
 use crate::{CudaError, Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
 
 /// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
@@ -20,6 +23,15 @@ pub trait HostAllocator: Send + Sync {
 
     /// Reserves a zero-filled block of at least `bytes` bytes, aligned to a page.
     fn allocate(&self, bytes: usize) -> Result<HostBlock>;
+
+    /// Reserves addresses for a block of which no part is memory before [`HostBlock::commit`].
+    ///
+    /// # Errors
+    /// [`MemError::FixedMemory`] if memory of this kind comes only as whole blocks.
+    fn reserve(&self, bytes: usize) -> Result<HostBlock> {
+        let _ = bytes;
+        Err(MemError::FixedMemory { allocator: self.name() })
+    }
 }
 
 /// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is
@@ -50,6 +62,8 @@ pub struct HostBlock {
     address: NonNull<u8>,
     bytes: usize,
     release: Release,
+    /// What is put behind the parts of a block that was only reserved.
+    backing: Option<Backing>,
     origin: Origin,
 }
 
@@ -68,9 +82,14 @@ unsafe impl Send for HostBlock {}
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
+    /// A fresh mapping that can be read and written.
+    fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
+        Self::map_for(libc::PROT_READ | libc::PROT_WRITE, bytes, huge_pages)
+    }
+
     /// A fresh mapping. With `huge_pages` the mapping begins at a multiple of a huge page, so that
     /// the kernel can use one.
-    fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
+    fn map_for(protection: libc::c_int, bytes: usize, huge_pages: bool) -> Result<Self> {
         let bytes = rounded(bytes)?;
         let refused = |source| MemError::Reserve { bytes, source };
         let slack = if huge_pages { HUGE_PAGE_BYTES - PAGE_BYTES } else { 0 };
@@ -80,7 +99,7 @@ impl HostBlock {
             libc::mmap(
                 ptr::null_mut(),
                 mapped,
-                libc::PROT_READ | libc::PROT_WRITE,
+                protection,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
@@ -90,8 +109,13 @@ impl HostBlock {
             return Err(refused(io::Error::last_os_error()));
         }
         let start = NonNull::new(start.cast::<u8>()).expect("mmap never returns null without MAP_FIXED");
-        let mut block =
-            Self { address: start, bytes: mapped, release: Release::Unmap, origin: Origin::here() };
+        let mut block = Self {
+            address: start,
+            bytes: mapped,
+            release: Release::Unmap,
+            backing: None,
+            origin: Origin::here(),
+        };
         if slack > 0 {
             block.trim(bytes).map_err(refused)?;
         }
@@ -153,10 +177,11 @@ impl HostBlock {
         self.release = Release::Never;
     }
 
-    /// Faults every page in, on `threads` threads; the mapping is fresh, so its pages are zero.
-    fn populate(&self, threads: usize) -> Result<()> {
-        self.in_parts(threads, |part| self.populate_part(part))
-            .map_err(|source| MemError::Reserve { bytes: self.bytes, source })
+    /// Faults every page of a part in, on `threads` threads; the pages are fresh, and therefore zero.
+    fn populate(&self, part: Range<usize>, threads: usize) -> Result<()> {
+        let bytes = part.len();
+        self.in_parts(part, threads, |part| self.populate_part(part))
+            .map_err(|source| MemError::Reserve { bytes, source })
     }
 
     fn populate_part(&self, part: Range<usize>) -> io::Result<()> {
@@ -182,6 +207,25 @@ impl HostBlock {
         }
     }
 
+    /// Locks each page of a part when it is faulted in; `munmap` unlocks it.
+    fn lock_on_fault(&self, part: Range<usize>) -> Result<()> {
+        // SAFETY: the part lies within the block.
+        let (address, bytes) = (unsafe { self.address.add(part.start) }.as_ptr().cast(), part.len());
+        // SAFETY: the range is a part of a mapping of our own.
+        if unsafe { libc::mlock2(address, bytes, libc::MLOCK_ONFAULT) } == 0 {
+            return Ok(());
+        }
+        let source = io::Error::last_os_error();
+        // A sandbox may lack or refuse mlock2. mlock faults every page in at once.
+        if matches!(source.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) {
+            // SAFETY: as above.
+            if unsafe { libc::mlock(address, bytes) } == 0 {
+                return Ok(());
+            }
+        }
+        Err(MemError::Lock { bytes, limit_bytes: memlock_limit_bytes(), source })
+    }
+
     fn touch_part(&self, part: Range<usize>) {
         for offset in part.step_by(PAGE_BYTES) {
             // SAFETY: the page lies within the block, which is still zero and not shared yet.
@@ -189,29 +233,31 @@ impl HostBlock {
         }
     }
 
-    /// Runs `work` on the block's parts, one to each of `threads` threads; 0 means one for each
-    /// core.
+    /// Runs `work` on pieces of a part of the block, one to each of `threads` threads; 0 means one
+    /// for each core.
     fn in_parts(
         &self,
+        whole: Range<usize>,
         threads: usize,
         work: impl Fn(Range<usize>) -> io::Result<()> + Sync,
     ) -> io::Result<()> {
         let threads =
             if threads == 0 { thread::available_parallelism().map_or(1, usize::from) } else { threads };
-        let part_bytes = self.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
-        let part = |start: usize| start..self.bytes.min(start + part_bytes);
+        let part_bytes = whole.len().div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
+        let (first, end) = (whole.start, whole.end);
+        let part = |start: usize| start..end.min(start + part_bytes);
         let work = &work;
         thread::scope(|scope| {
             let mut result = Ok(());
             let mut running = Vec::new();
-            for start in (part_bytes..self.bytes).step_by(part_bytes) {
+            for start in (first + part_bytes..end).step_by(part_bytes) {
                 match thread::Builder::new().spawn_scoped(scope, move || work(part(start))) {
                     Ok(thread) => running.push(thread),
                     // The system starts no more threads: this thread does the part.
                     Err(_) => result = result.and_then(|()| work(part(start))),
                 }
             }
-            result = result.and_then(|()| work(part(0)));
+            result = result.and_then(|()| work(part(first)));
             for thread in running {
                 result = result.and(thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload)));
             }
@@ -229,6 +275,8 @@ impl Drop for HostBlock {
         }
         // No lease into the block is left: the pool keeps the block alive as long as a lease lives.
         match &self.release {
+            // As below: what stays registered is leaked.
+            Release::Unmap if !self.parts_are_unregistered() => return,
             Release::Unmap => {}
             Release::Never => return,
             // While the range is registered, CUDA would copy from and to the old pages on behalf of
@@ -277,6 +325,10 @@ impl HostAllocator for PageableAllocator {
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         HostBlock::map(bytes, false)
     }
+
+    fn reserve(&self, bytes: usize) -> Result<HostBlock> {
+        HostBlock::reserve(bytes, false, Backing::Pageable)
+    }
 }
 
 /// Anonymous memory locked into RAM with `mlock`: never swapped, faulted in at once.
@@ -299,32 +351,15 @@ impl HostAllocator for LockedAllocator {
         // Locking first checks the limit before any page is touched, and lets several threads fault
         // the pages in. `mlock` alone faults them in on one thread, with huge pages ten times more
         // slowly.
-        lock_on_fault(&block).map_err(|source| MemError::Lock {
-            bytes: block.bytes(),
-            limit_bytes: memlock_limit_bytes(),
-            source,
-        })?;
-        block.populate(self.threads)?;
+        let whole = 0..block.bytes();
+        block.lock_on_fault(whole.clone())?;
+        block.populate(whole, self.threads)?;
         Ok(block)
     }
-}
 
-/// Locks each page of a block when it is faulted in; `munmap` unlocks it.
-fn lock_on_fault(block: &HostBlock) -> io::Result<()> {
-    let address = block.address().as_ptr().cast();
-    // SAFETY: the range is the whole mapping of the block.
-    if unsafe { libc::mlock2(address, block.bytes(), libc::MLOCK_ONFAULT) } == 0 {
-        return Ok(());
+    fn reserve(&self, bytes: usize) -> Result<HostBlock> {
+        HostBlock::reserve(bytes, self.huge_pages, Backing::Locked { threads: self.threads })
     }
-    let error = io::Error::last_os_error();
-    // A sandbox may lack or refuse mlock2. mlock faults every page in at once.
-    if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) {
-        // SAFETY: as above.
-        if unsafe { libc::mlock(address, block.bytes()) } == 0 {
-            return Ok(());
-        }
-    }
-    Err(error)
 }
 
 fn memlock_limit_bytes() -> u64 {
@@ -364,7 +399,7 @@ impl HostAllocator for CudaAllocator {
         let bytes = rounded(bytes)?;
         let address = self.cudart.host_alloc(bytes)?;
         let release = Release::CudaFree(Arc::clone(&self.cudart));
-        let block = HostBlock { address, bytes, release, origin: Origin::here() };
+        let block = HostBlock { address, bytes, release, backing: None, origin: Origin::here() };
         // CUDA does not promise that page-locked memory begins at a page, which direct I/O needs.
         let address = address.as_ptr().addr();
         if !address.is_multiple_of(PAGE_BYTES) {
@@ -372,7 +407,7 @@ impl HostAllocator for CudaAllocator {
         }
         // CUDA does not promise zeros.
         block
-            .in_parts(0, |part| {
+            .in_parts(0..bytes, 0, |part| {
                 // SAFETY: the part lies within the block, which is not shared yet.
                 unsafe { block.address().add(part.start).write_bytes(0, part.len()) };
                 Ok(())
@@ -403,11 +438,16 @@ impl HostAllocator for RegisteredAllocator {
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         let mut block = HostBlock::map(bytes, self.huge_pages)?;
         // Registration would fault the pages in on one thread.
-        block.populate(self.threads)?;
+        block.populate(0..block.bytes(), self.threads)?;
         // SAFETY: the range is the whole mapping, and the block unregisters it before it unmaps it.
         unsafe { self.cudart.host_register(block.address(), block.bytes()) }?;
         block.release = Release::UnregisterAndUnmap(Arc::clone(&self.cudart));
         Ok(block)
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<HostBlock> {
+        let backing = Backing::registered(Arc::clone(&self.cudart), self.threads);
+        HostBlock::reserve(bytes, self.huge_pages, backing)
     }
 }
 
@@ -482,7 +522,7 @@ mod tests {
             for threads in [0, 1, 2, 3, 7, 64] {
                 let parts = std::sync::Mutex::new(Vec::new());
                 block
-                    .in_parts(threads, |part| {
+                    .in_parts(0..bytes, threads, |part| {
                         parts.lock().unwrap().push(part);
                         Ok(())
                     })
@@ -504,10 +544,11 @@ mod tests {
     fn an_error_in_any_part_is_the_result() {
         let block = HostBlock::map(4 * HUGE_PAGE_BYTES, false).unwrap();
         for bad in 0..4 {
-            let result = block.in_parts(4, |part| match part.start / HUGE_PAGE_BYTES == bad {
-                true => Err(io::Error::from_raw_os_error(libc::EHWPOISON)),
-                false => Ok(()),
-            });
+            let result =
+                block.in_parts(0..block.bytes(), 4, |part| match part.start / HUGE_PAGE_BYTES == bad {
+                    true => Err(io::Error::from_raw_os_error(libc::EHWPOISON)),
+                    false => Ok(()),
+                });
             assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EHWPOISON), "part {bad}");
         }
     }
@@ -519,7 +560,7 @@ mod tests {
             let pages = bytes / PAGE_BYTES;
             let block = HostBlock::map(bytes, huge_pages).unwrap();
             assert_eq!(resident_pages(&block), 0);
-            block.populate(3).unwrap();
+            block.populate(0..bytes, 3).unwrap();
             assert_eq!(resident_pages(&block), pages);
             let block = HostBlock::map(bytes, huge_pages).unwrap();
             block.touch_part(0..bytes);

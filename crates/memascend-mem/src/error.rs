@@ -37,6 +37,33 @@ pub enum MemError {
         /// The largest class.
         largest_bytes: usize,
     },
+    /// Memory of this kind cannot grow and shrink.
+    #[error(
+        "{allocator} memory cannot grow or shrink: choose allocator=\"registered\" or \"locked\", \
+         or leave its size as it is"
+    )]
+    FixedMemory {
+        /// Name of the allocator.
+        allocator: &'static str,
+    },
+    /// A pool cannot have so many buffers of a size.
+    #[error("no pool can have {count} buffers of {bytes} bytes: at most {count_max}, as was reserved")]
+    NotReserved {
+        /// Bytes of a buffer.
+        bytes: usize,
+        /// Buffers asked for.
+        count: usize,
+        /// The most there can be; as many as there are, if that is fixed.
+        count_max: usize,
+    },
+    /// The operating system did not take memory back.
+    #[error("cannot give {bytes} bytes of host memory back: {source}")]
+    GiveBack {
+        /// Bytes that were to go.
+        bytes: usize,
+        /// What the operating system said.
+        source: io::Error,
+    },
     /// A call of CUDA failed, or its runtime library cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),

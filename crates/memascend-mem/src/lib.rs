@@ -1,7 +1,7 @@
 //! Where bytes live in RAM: host allocators, one exact arena, the pool cut from it, and leases.
 //!
-//! A pool is sized once, from a plan, and never grows. Exhaustion is a value ([`Pool::try_lease`]
-//! returns `None`), never a hidden allocation.
+//! A pool is sized by a plan and grows only by [`Pool::resize`]. Exhaustion is a value
+//! ([`Pool::try_lease`] returns `None`), never a hidden allocation.
 
 mod allocator;
 mod cuda;
@@ -21,8 +21,10 @@ pub use cuda::library::Cudart;
 pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};
 pub use fork::Origin;
-pub use malloc::{return_holes_to_system, return_large_blocks_to_system};
-pub use pool::{ClassAtPeak, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass};
+pub use malloc::{keep_large_blocks, return_holes_to_system, return_large_blocks_to_system};
+pub use pool::{
+    ClassAtPeak, ClassPlace, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass, Watcher,
+};
 pub use sync::{LockExt, WaitExt};
 
 /// The granule of every host buffer and every I/O, in bytes. Sizes are rounded up to a multiple of

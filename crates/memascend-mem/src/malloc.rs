@@ -10,6 +10,29 @@ const WORTH_GIVING_BACK_BYTES: usize = 2 << 20;
 /// the beginning of a pass if those were fewer.
 static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
 
+/// The most that glibc raises its threshold to by itself.
+#[cfg(target_env = "gnu")]
+const THRESHOLD_MAX_BYTES: i32 = 32 << 20;
+/// Free memory at the end of the heap that stays there.
+#[cfg(target_env = "gnu")]
+const HEAP_KEPT_BYTES: i32 = 256 << 20;
+
+/// Makes malloc keep freed blocks below 32 MiB for the next ones: the opposite of
+/// [`return_large_blocks_to_system`], for runs with memory to spare.
+///
+/// A block that comes from the system is zeroed, page by page, as it is first written. In a step
+/// with everything in memory that took a third of the time (0.5 million pages of gradients and
+/// temporaries with 0.51B parameters). The setting affects the whole process; it does nothing with
+/// another libc.
+pub fn keep_large_blocks() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: as in `return_large_blocks_to_system`.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, THRESHOLD_MAX_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, HEAP_KEPT_BYTES);
+    }
+}
+
 /// Makes malloc return every block of 128 KiB or more to the system as soon as the block is freed.
 ///
 /// glibc raises this threshold, up to 32 MiB, whenever a larger block is freed. From then on a

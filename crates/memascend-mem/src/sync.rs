@@ -4,10 +4,19 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+
+/// Runs `run` on a thread of its own, which nothing waits for.
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    #[cfg(feature = "loom")]
+    drop((name, loom::thread::spawn(run)));
+    #[cfg(not(feature = "loom"))]
+    drop(std::thread::Builder::new().name(name.to_owned()).spawn(run)?);
+    Ok(())
+}
 
 /// Takes a mutex whether or not a thread panicked while it held the mutex.
 ///
@@ -79,7 +88,7 @@ macro_rules! ignore_poison_of {
 }
 
 ignore_poison_of!(std::sync);
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 ignore_poison_of!(loom::sync);
 
 #[cfg(test)]

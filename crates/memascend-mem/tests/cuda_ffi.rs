@@ -13,7 +13,7 @@ use fake::Fake;
 
 use memascend_mem::{
     CudaAllocator, CudaError, CudaEvent, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError,
-    PAGE_BYTES, PageableAllocator, RegisteredAllocator, allocator,
+    PAGE_BYTES, PageableAllocator, Pool, RegisteredAllocator, SizeClass, allocator,
 };
 
 const MIB: usize = 1 << 20;
@@ -339,6 +339,53 @@ fn a_refused_registration_says_why_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn a_pool_of_registered_memory_grows_and_shrinks() {
+    if !alone("a_pool_of_registered_memory_grows_and_shrinks", &[]) {
+        return;
+    }
+    let fake = Fake::new(&[]);
+    let cudart = fake.open().unwrap();
+    let classes = [SizeClass::new("fixed", PAGE_BYTES, 2), SizeClass::new("test", MIB, 2).up_to(6)];
+    let refused = Pool::new(&CudaAllocator::with(Arc::clone(&cudart)), &classes).unwrap_err();
+    assert!(matches!(refused, MemError::FixedMemory { allocator: "cuda" }), "{refused:?}");
+    assert!(refused.to_string().contains("allocator=\"registered\""), "{refused}");
+    fake.assert_clean();
+    for huge_pages in [false, true] {
+        let backend = RegisteredAllocator { cudart: Arc::clone(&cudart), huge_pages, threads: 2 };
+        let pool = Pool::new(&backend, &classes).unwrap();
+        assert_eq!(fake.live(), 4, "each buffer is registered by itself");
+        let held = pool.try_lease(MIB).unwrap().unwrap();
+        pool.resize(MIB, 5).unwrap();
+        assert_eq!(fake.live(), 7);
+        pool.resize(MIB, 1).unwrap();
+        assert_eq!(fake.live(), 3);
+        // The third registration is refused: the two before it are undone.
+        fake.set(c"fake_set_limit", 3 * MIB + 2 * PAGE_BYTES);
+        let error = pool.resize(MIB, 6).unwrap_err();
+        assert!(matches!(error, MemError::Cuda(CudaError::OutOfMemory { bytes: MIB, .. })), "{error:?}");
+        assert_eq!((fake.live(), pool.counters().reserved_bytes), (3, MIB + 2 * PAGE_BYTES));
+        pool.resize(MIB, 3).unwrap();
+        fake.set(c"fake_set_limit", 64 * MIB);
+        // What cannot be unregistered stays a buffer.
+        fake.fail(c"cudaHostUnregister", 719);
+        assert!(pool.resize(MIB, 1).is_err());
+        fake.fail(c"cudaHostUnregister", 0);
+        assert_eq!((fake.live(), pool.free_buffers(MIB), pool.counters().leaving_bytes), (5, 2, 0));
+        pool.resize(MIB, 0).unwrap();
+        assert_eq!(pool.counters().leaving_bytes, MIB);
+        drop(held);
+        while pool.counters().leaving_bytes > 0 {
+            thread::yield_now();
+        }
+        assert_eq!(fake.live(), 2);
+        pool.resize(MIB, 4).unwrap();
+        assert_eq!(fake.get(c"fake_cold_pages"), 0, "pages were registered before they were faulted in");
+        drop(pool);
+        fake.assert_clean();
+    }
+}
+
+#[test]
 fn memory_that_somebody_registered_already_is_told_from_other_errors() {
     let fake = Fake::new(&[]);
     let backend = RegisteredAllocator { cudart: fake.open().unwrap(), huge_pages: false, threads: 1 };
@@ -537,6 +584,12 @@ fn the_real_runtime_works_or_says_what_is_missing() {
                 let mut block = backend.allocate(33 * MIB + 1).unwrap();
                 assert_eq!(block.bytes(), 33 * MIB + PAGE_BYTES);
                 assert!(bytes_of(&mut block).iter().all(|byte| *byte == 0));
+            }
+            let pool = Pool::new(&registered, &[SizeClass::new("test", 5 * MIB, 2).up_to(8)]).unwrap();
+            for count in [8, 1, 5, 0, 3] {
+                pool.resize(5 * MIB, count).unwrap();
+                let counters = pool.counters();
+                assert_eq!((counters.reserved_bytes, counters.leaving_bytes), (count * 5 * MIB, 0));
             }
             // SAFETY: the null pointer is the default stream.
             let event = unsafe { CudaEvent::record(&cudart, ptr::null_mut()) }.unwrap();

@@ -1,16 +1,17 @@
-//! The pool under every interleaving of a few threads: `make loom`.
-#![cfg(loom)]
+//! The pool under every interleaving of a few threads: `make test-rust`.
+#![cfg(feature = "loom")]
 
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use loom::sync::atomic::{AtomicBool, Ordering};
-use memascend_mem::{Fence, PageableAllocator, Pool, Result, SizeClass};
+use memascend_mem::{Fence, PageableAllocator, Pool, Result, SizeClass, Watcher};
 
 const PATIENCE: Duration = Duration::from_secs(3600); // loom's waits never time out: a lost call is a deadlock
 
 fn pool(count: usize) -> Pool {
-    Pool::new(&PageableAllocator, &[SizeClass { consumer: "test".into(), bytes: 1, count }]).unwrap()
+    Pool::new(&PageableAllocator, &[SizeClass::new("test", 1, count)]).unwrap()
 }
 
 /// Says whether two threads were ever between the entry and the exit together.
@@ -60,6 +61,64 @@ fn a_request_that_does_not_wait_is_served_or_refused() {
         let counters = pool.counters();
         assert_eq!((counters.hits, counters.refusals), (1 + u64::from(served), u64::from(!served)));
         assert!(pool.try_lease(1).unwrap().is_some());
+    });
+}
+
+/// Says that memory is none any more, as the system would.
+struct Memory(AtomicBool);
+
+impl Watcher for Memory {
+    fn committed(&self, _parts: &[Range<usize>]) {
+        assert!(!self.0.swap(true, Ordering::SeqCst), "committed twice");
+    }
+
+    fn leaving(&self, _parts: &[Range<usize>]) {
+        assert!(self.0.swap(false, Ordering::SeqCst), "given back twice");
+    }
+}
+
+fn elastic() -> (Pool, Arc<Memory>) {
+    let class = SizeClass::new("test", 1, 1).up_to(1);
+    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let memory = Arc::new(Memory(AtomicBool::new(false)));
+    pool.watch(Arc::downgrade(&memory) as Weak<dyn Watcher>);
+    (pool, memory)
+}
+
+#[test]
+fn what_is_leased_is_memory_while_the_class_shrinks_and_grows() {
+    loom::model(|| {
+        let (pool, memory) = elastic();
+        let owner = loom::thread::spawn({
+            let (pool, memory) = (pool.clone(), Arc::clone(&memory));
+            move || {
+                if let Some(lease) = pool.try_lease(1).unwrap() {
+                    assert!(memory.0.load(Ordering::SeqCst), "leased, and no memory");
+                    drop(lease);
+                }
+            }
+        });
+        pool.resize(1, 0).unwrap();
+        pool.resize(1, 1).unwrap();
+        owner.join().unwrap();
+        assert!(pool.try_lease(1).unwrap().is_some() && memory.0.load(Ordering::SeqCst));
+        assert_eq!((pool.counters().leaving_bytes, pool.counters().reserved_bytes), (0, 4096));
+    });
+}
+
+#[test]
+fn a_buffer_that_returns_while_its_class_shrinks_is_given_back() {
+    loom::model(|| {
+        let (pool, memory) = elastic();
+        let lease = pool.try_lease(1).unwrap().unwrap();
+        let owner = loom::thread::spawn(move || drop(lease));
+        pool.resize(1, 0).unwrap();
+        owner.join().unwrap();
+        while pool.counters().leaving_bytes > 0 {
+            loom::thread::yield_now();
+        }
+        assert!(!memory.0.load(Ordering::SeqCst));
+        assert!(pool.try_lease(1).unwrap().is_none());
     });
 }
 

@@ -97,11 +97,7 @@ fn run(arguments: &Arguments) {
     let filled = kept.is_some();
     let volume = kept.unwrap_or_else(|| Volume::create(&place, true).expect("a volume"));
     volume.reserve(workload.span_bytes).expect("room");
-    let class = SizeClass {
-        consumer: "bench".into(),
-        bytes: workload.request_bytes.max(1 << 20),
-        count: workload.depth,
-    };
+    let class = SizeClass::new("bench", workload.request_bytes.max(1 << 20), workload.depth);
     let pool = Pool::new(&PageableAllocator, &[class]).expect("memory");
     let opened = open_engine(volume.file(), options).expect("an engine");
     if registered {

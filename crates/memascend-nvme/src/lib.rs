@@ -8,6 +8,7 @@
 mod block_device;
 mod engine;
 mod error;
+mod recorder;
 pub mod testing;
 mod unforked;
 mod volume;
@@ -32,6 +33,7 @@ pub use engine::{
     open_engine,
 };
 pub use error::{IoError, Result};
+pub use recorder::{Activity, Recorder, Recording, Span};
 pub use uuid::Uuid;
 pub use volume::Volume;
 pub use volume::file::VolumeFile;

@@ -32,6 +32,8 @@ pub(crate) struct UpdateArgument<'py> {
     numel: usize,
     weight_offset: usize,
     planes: Vec<PlaneArgument<'py>>,
+    kept_elements: usize,
+    write_through: bool,
     gradient: Option<usize>,
     segments: Vec<SegmentArgument<'py>>,
 }
@@ -93,6 +95,8 @@ impl UpdateArgument<'_> {
             weight_offset: self.weight_offset,
             segments: segments.collect::<PyResult<_>>()?,
             planes,
+            kept_elements: self.kept_elements,
+            write_through: self.write_through,
             gradient: GradientSource::addresses(),
         })
     }

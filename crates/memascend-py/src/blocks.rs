@@ -5,7 +5,7 @@ use std::sync::Arc;
 use memascend_exec::{ExecError, Executor, Pending};
 use memascend_mem::{LeaseSlice, PAGE_BYTES, round_up_to_page};
 use memascend_nvme::Operation;
-use memascend_store::{Extent, StoreError, TensorId};
+use memascend_store::{Extent, TensorId, Transferred};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -22,12 +22,23 @@ pub(crate) fn write_tensor(
     tensor: memascend_exec::UnitTensor,
     lease: &LeaseBuffer,
 ) -> PyResult<()> {
-    let target = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?.target;
+    let rewrite = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?;
     let buffer = LeaseSlice::new(Arc::clone(&lease.lease), tensor.offset, tensor.bytes);
-    let write = unit.begin();
-    let done = Box::new(move |result: Result<(), StoreError>| write.end(result.map_err(ExecError::from)));
-    parts.store.transfer(Operation::Write, target, 0, buffer, done);
+    // What was kept is the old value, and would hold its buffer.
+    parts.store.forget_kept(rewrite.source, 0, tensor.bytes);
+    parts.store.transfer(Operation::Write, rewrite.target, 0, buffer, counted_by(unit));
     Ok(())
+}
+
+/// Keeps no weights of a tensor in memory any more; those that were not written are.
+pub(crate) fn let_go(parts: &Parts, unit: &Arc<Pending>, tensor: TensorId) {
+    parts.store.let_go(parts.store.current(tensor), 0, || counted_by(unit));
+}
+
+/// What ends a write that `unit` counts from now on.
+fn counted_by(unit: &Arc<Pending>) -> Transferred {
+    let write = unit.begin();
+    Box::new(move |result| write.end(result.map_err(ExecError::from)))
 }
 
 /// Some bytes of a tensor: where they begin, and how many.

@@ -33,10 +33,12 @@ fn raise_store(errno: Option<i32>, message: String, path: Option<&Path>, error: 
 }
 
 /// Raises `memascend.errors.HostMemoryError(message)`, its subclass PinnedMemoryError if the memory
-/// may not be locked, or ValueError for an unknown allocator.
+/// may not be locked, or ValueError for an unknown allocator and for buffers that were not reserved.
 pub(crate) fn memory_error(error: &MemError) -> PyErr {
     match error {
-        MemError::UnknownAllocator { .. } => PyValueError::new_err(error.to_string()),
+        MemError::UnknownAllocator { .. } | MemError::NotReserved { .. } => {
+            PyValueError::new_err(error.to_string())
+        }
         // From a fence: the device that copies from a buffer, or to it, has failed.
         MemError::Cuda(
             CudaError::CopyLost

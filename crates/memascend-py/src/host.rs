@@ -149,7 +149,8 @@ impl Plane {
 }
 
 /// The constants of one step of a parameter.
-#[pyclass(frozen, module = "memascend._memascend")]
+#[pyclass(frozen, eq, module = "memascend._memascend")]
+#[derive(PartialEq)]
 pub(crate) struct StepScalars(pub memascend_kernels::StepScalars);
 
 impl StepScalars {
@@ -314,6 +315,13 @@ pub(crate) fn gradient_stats(
         }
         (stats.sum_squares, stats.non_finite)
     }))
+}
+
+/// Makes malloc keep large freed blocks for the next ones, in the whole process: with memory to
+/// spare.
+#[pyfunction]
+pub(crate) fn keep_large_blocks() {
+    memascend_mem::keep_large_blocks();
 }
 
 /// Makes malloc return large freed blocks to the system, in the whole process. Called before a

@@ -48,7 +48,7 @@ mod _memascend {
     use crate::handles::{Commit, TensorId, Ticket};
     #[pymodule_export]
     use crate::host::{
-        Plane, Rule, StepScalars, gradient_stats, instruction_set, return_holes_to_system,
+        Plane, Rule, StepScalars, gradient_stats, instruction_set, keep_large_blocks, return_holes_to_system,
         return_large_blocks_to_system, step_host,
     };
     #[pymodule_export]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use memascend_exec::{DeviceLink, Executor, Gradients, Staging};
+use memascend_exec::{DeviceLink, Executor, Gradients, KeptStates, Staging};
 use memascend_mem::{Cudart, HostAllocator, OutsideMemory, Pool, SizeClass};
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -11,8 +11,24 @@ use pyo3::prelude::*;
 
 use crate::errors::{device_error, exec_error, memory_error, store_error};
 
-/// A line of the plan: consumer, bytes of a buffer, number of buffers.
-pub(crate) type PlanLine = (String, usize, usize);
+/// A line of the plan: consumer, bytes of a buffer, number of buffers; and how many there can be, if
+/// that number may change.
+#[derive(FromPyObject)]
+pub(crate) enum PlanLine {
+    Fixed(String, usize, usize),
+    Elastic(String, usize, usize, usize),
+}
+
+impl PlanLine {
+    fn class(&self) -> SizeClass {
+        match self {
+            Self::Fixed(consumer, bytes, count) => SizeClass::new(consumer, *bytes, *count),
+            Self::Elastic(consumer, bytes, count, most) => {
+                SizeClass::new(consumer, *bytes, *count).up_to(*most)
+            }
+        }
+    }
+}
 
 /// The arguments of a runtime's constructor.
 pub(crate) struct RuntimeOptions {
@@ -38,23 +54,29 @@ pub(crate) struct MemoryPlan {
     pub packs: Vec<PlanLine>,
     pub chunk_bytes: usize,
     pub chunk_count: usize,
+    pub chunk_count_max: Option<usize>,
     pub chunk_elements: usize,
     pub slot_bytes: usize,
     pub slot_count: usize,
+    pub states_bytes: usize,
+    pub states_count: usize,
+    pub states_count_max: Option<usize>,
 }
 
 impl MemoryPlan {
-    /// The size classes of the pools: units, packs, staging chunks, update slots.
-    fn groups(&self) -> [Vec<SizeClass>; 4] {
-        let class = |consumer: &str, bytes, count| SizeClass { consumer: consumer.to_owned(), bytes, count };
-        let classes = |lines: &[PlanLine]| {
-            lines.iter().map(|(consumer, bytes, count)| class(consumer, *bytes, *count)).collect()
+    /// The size classes of the pools: units, packs, staging chunks, update slots, states.
+    fn groups(&self) -> [Vec<SizeClass>; 5] {
+        let classes = |lines: &[PlanLine]| lines.iter().map(PlanLine::class).collect();
+        let class = |consumer: &str, bytes, count, count_max: Option<usize>| {
+            let class = SizeClass::new(consumer, bytes, count);
+            vec![if let Some(most) = count_max { class.up_to(most) } else { class }]
         };
         [
             classes(&self.units),
             classes(&self.packs),
-            vec![class("staging", self.chunk_bytes, self.chunk_count)],
-            vec![class("update slots", self.slot_bytes, self.slot_count)],
+            class("staging", self.chunk_bytes, self.chunk_count, self.chunk_count_max),
+            class("update slots", self.slot_bytes, self.slot_count, None),
+            class("states", self.states_bytes, self.states_count, self.states_count_max),
         ]
     }
 }
@@ -66,13 +88,15 @@ pub(crate) struct AllocatorChoice {
 }
 
 impl AllocatorChoice {
-    /// The allocators to try, the preferred one first.
-    fn allocators(&self, device: Option<i32>) -> PyResult<Vec<Box<dyn HostAllocator>>> {
+    /// The allocators to try, the preferred one first, for memory that grows and shrinks if `elastic`.
+    fn allocators(&self, device: Option<i32>, elastic: bool) -> PyResult<Vec<Box<dyn HostAllocator>>> {
         let names: &[&str] = match (self.name.as_str(), device) {
             // Without a device, pages locked by the system do what CUDA's do, and cost less.
             ("auto", None) => &["locked", "pageable"],
             // A device copies from other memory through a buffer of its own, and the caller waits
             // for that copy.
+            // CUDA gives no part of what it allocated back.
+            ("auto", Some(_)) if elastic => &["registered"],
             ("auto", Some(_)) => &["cuda", "registered"],
             (name, _) => &[name],
         };
@@ -90,7 +114,10 @@ pub(crate) struct Parts {
     pub store: Arc<Store>,
     pub units: Pool,
     pub packs: Pool,
-    pub pools: Vec<Pool>,
+    /// Units, packs, staging chunks, update slots, states.
+    pub pools: [Pool; 5],
+    pub chunk_bytes: usize,
+    pub states_bytes: usize,
     pub outside: Arc<OutsideMemory>,
 }
 
@@ -112,23 +139,57 @@ impl Parts {
             )));
         }
         let link = device.map(open_link).transpose()?.map(Arc::new);
-        let allocators = allocator.allocators(device)?;
+        let groups = memory.groups();
+        let elastic = groups.iter().flatten().any(|class| class.count_max.is_some());
+        let allocators = allocator.allocators(device, elastic)?;
         let opened = if resume { Store::open(&paths, &options) } else { Store::create(&paths, &options) };
         let store = Arc::new(opened.map_err(|error| store_error(&error))?);
         let mut notices = store.notices().to_vec();
-        let pools =
-            carve(&allocators, &memory.groups(), &mut notices).map_err(|error| memory_error(&error))?;
+        let pools = carve(&allocators, &groups, &mut notices).map_err(|error| memory_error(&error))?;
+        let pools = <[Pool; 5]>::try_from(pools).expect("five groups, five pools");
         // The pools are parts of one arena.
         store.register(&pools[0]);
-        let [units, packs, chunks, slots] =
-            <[Pool; 4]>::try_from(pools.clone()).expect("four groups, four pools");
-        let MemoryPlan { chunk_bytes, chunk_elements, slot_bytes, .. } = memory;
-        let staging = Staging::new(Arc::clone(&store), chunks, chunk_bytes);
-        let executor = Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads);
+        let [units, packs, chunks, slots, states] = pools.clone();
+        let MemoryPlan { chunk_bytes, chunk_elements, slot_bytes, states_bytes, .. } = memory;
+        let staging =
+            Staging::new(Arc::clone(&store), chunks, chunk_bytes).lending(slots.clone(), slot_bytes);
+        let keeps = memory.states_count.max(memory.states_count_max.unwrap_or(0)) > 0;
+        let kept = keeps.then(|| KeptStates::new(states, states_bytes));
+        let executor =
+            Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept);
         let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements));
         let (staging, outside) = (Arc::new(staging), Arc::default());
-        let parts = Self { link, executor, gradients, staging, store, units, packs, pools, outside };
+        let parts = Self {
+            link,
+            executor,
+            gradients,
+            staging,
+            store,
+            units,
+            packs,
+            pools,
+            chunk_bytes,
+            states_bytes,
+            outside,
+        };
         Ok((parts, notices))
+    }
+
+    /// Makes the numbers of buffers those given, for each size of unit buffers that is named. What
+    /// shrinks does so before anything grows.
+    pub(crate) fn resize(
+        &self,
+        units: Vec<(usize, usize)>,
+        chunk_count: Option<usize>,
+        states_count: Option<usize>,
+    ) -> memascend_mem::Result<()> {
+        let [unit_buffers, _, chunks, _, states] = &self.pools;
+        let changes = units.into_iter().map(|(bytes, count)| (unit_buffers, bytes, count));
+        let chunk_count = chunk_count.map(|count| (chunks, self.chunk_bytes, count));
+        let states_count = states_count.map(|count| (states, self.states_bytes, count));
+        let mut changes: Vec<_> = changes.chain(chunk_count).chain(states_count).collect();
+        changes.sort_by_key(|(pool, bytes, count)| *count > pool.count(*bytes));
+        changes.into_iter().try_for_each(|(pool, bytes, count)| pool.resize(bytes, count))
     }
 
     /// The link to the device.

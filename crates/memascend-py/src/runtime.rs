@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use memascend_exec::{DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
 use memascend_mem::LockExt;
@@ -23,6 +24,9 @@ use crate::lease::LeaseBuffer;
 use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions, StorePlan};
 use crate::statistics::statistics;
 use crate::volume::engine_options;
+
+/// Activity, volume, bytes, and nanoseconds since its begin and its end.
+type RecordedSpan = (&'static str, usize, usize, u64, u64);
 
 /// One training run's native side: store, arena, gradients and step executor.
 #[pyclass(frozen, module = "memascend._memascend")]
@@ -53,12 +57,17 @@ impl Runtime {
     /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients
     /// and activations is `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are
     /// cut into `chunk_elements` elements. There are `slot_count` update slots of `slot_bytes`
-    /// bytes. With `device`, the number of a CUDA device, the arena is memory that the device
-    /// copies from and to directly, unless another `allocator` is named.
+    /// bytes, and `states_count` buffers of `states_bytes` bytes in which states stay. With
+    /// `device`, the number of a CUDA device, the arena is memory that the device copies from and
+    /// to directly, unless another `allocator` is named.
+    ///
+    /// Numbers that `resize` may change have a maximum, for which addresses are reserved: a fourth
+    /// value in a line of `units`, `chunk_count_max` and `states_count_max`. If there is one, the
+    /// allocator is not `cuda`.
     #[new]
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
-        resume = false, in_place = false,
+        states_bytes = 0, states_count = 0, chunk_count_max = None, states_count_max = None, resume = false, in_place = false,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
         checksums = true, allocator = "auto", huge_pages = false, compute_threads = 1,
         device = None
@@ -74,6 +83,10 @@ impl Runtime {
         chunk_elements: usize,
         slot_bytes: usize,
         slot_count: usize,
+        states_bytes: usize,
+        states_count: usize,
+        chunk_count_max: Option<usize>,
+        states_count_max: Option<usize>,
         resume: bool,
         in_place: bool,
         engine: &str,
@@ -88,8 +101,19 @@ impl Runtime {
         compute_threads: usize,
         device: Option<i32>,
     ) -> PyResult<Self> {
-        let memory =
-            MemoryPlan { units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count };
+        let memory = MemoryPlan {
+            units,
+            packs,
+            chunk_bytes,
+            chunk_count,
+            chunk_count_max,
+            chunk_elements,
+            slot_bytes,
+            slot_count,
+            states_bytes,
+            states_count,
+            states_count_max,
+        };
         let engine = engine_options(engine, depth, io_poll, sq_poll)?;
         let store = StorePlan {
             paths: store,
@@ -105,6 +129,65 @@ impl Runtime {
             files: Mutex::default(),
             notices: Mutex::new(notices),
         })
+    }
+
+    /// Changes the numbers of buffers: for each size of unit buffers that is named, `(bytes, count)`,
+    /// and of staging chunks and buffers for states if given. Lines of `units` of the same size, in
+    /// whole pages, have one number together.
+    ///
+    /// What shrinks goes first. Free buffers are given back to the system when this returns; those in
+    /// use are when they are free, and `stats()["host_bytes_leaving"]` counts them until then. Raises
+    /// HostMemoryError, or PinnedMemoryError, if the system refuses memory for one of the numbers:
+    /// that one is as it was, and those before it are changed. ValueError if it was not reserved.
+    #[pyo3(signature = (units = Vec::new(), chunk_count = None, states_count = None))]
+    fn resize(
+        &self,
+        py: Python<'_>,
+        units: Vec<(usize, usize)>,
+        chunk_count: Option<usize>,
+        states_count: Option<usize>,
+    ) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.resize(units, chunk_count, states_count)).map_err(|error| memory_error(&error))
+    }
+
+    /// Ends the stay of a unit's states in memory: for each `(tensor, bytes)` what reaches beyond so
+    /// many bytes of a plane, rounded up to a page. What the drives do not have is written. It
+    /// happens after the fetches that were started before; when the ticket is ready, the buffers are
+    /// free. A commit has to be given the ticket, or to be started after it is ready.
+    fn let_go_states(&self, unit: usize, planes: Vec<(Bound<'_, TensorId>, u64)>) -> PyResult<Ticket> {
+        let planes = planes.iter().map(|(tensor, bytes)| (tensor.get().0, *bytes)).collect();
+        Ok(Ticket(self.parts()?.executor.let_go_beyond(self.unit(unit), planes)))
+    }
+
+    /// Records from now on what the volumes and the update kernels do: the next `most` spans of each
+    /// volume and of the kernels.
+    fn begin_recording(&self, most: usize) -> PyResult<()> {
+        let parts = self.parts()?;
+        let volumes = parts.store.recorders().map(|(_, recorder)| recorder);
+        volumes.chain([parts.executor.recorder()]).for_each(|recorder| recorder.begin(most));
+        Ok(())
+    }
+
+    /// Ends the recording. Returns `(activity, volume, bytes, began, ended)` of each span, the times in
+    /// nanoseconds before this call, and how many spans were too many. Activities are `read`, `write`,
+    /// `flush`, `manifest` and `kernel`, of which the last is of no volume: 0.
+    fn end_recording(&self) -> PyResult<(Vec<RecordedSpan>, usize)> {
+        let (parts, now) = (self.parts()?, Instant::now());
+        let ago =
+            |instant| u64::try_from(now.saturating_duration_since(instant).as_nanos()).unwrap_or(u64::MAX);
+        let (mut spans, mut missed) = (Vec::new(), 0);
+        for (volume, recorder) in parts.store.recorders().chain([(0, parts.executor.recorder())]) {
+            let recording = recorder.end();
+            missed += recording.missed;
+            spans.extend(
+                recording
+                    .spans
+                    .iter()
+                    .map(|span| (span.activity.name(), volume, span.bytes, ago(span.began), ago(span.ended))),
+            );
+        }
+        Ok((spans, missed))
     }
 
     /// A number for a new unit, under which its transfers are ordered.
@@ -234,7 +317,12 @@ impl Runtime {
     ///
     /// With `group_elements`, for the update of one tensor without `lease`, the ticket tells for each
     /// group of so many elements when its weights can be read.
-    #[pyo3(signature = (unit, tensors, lease, updates, group_elements = 0))]
+    ///
+    /// With `stays` the weights stay in `lease` until `let_go`, and the next fetch into it reads
+    /// nothing. What stays is written by the updates that say `write_through`, else by the next commit;
+    /// with `write_through` updated weights are written in any case.
+    #[pyo3(signature = (unit, tensors, lease, updates, group_elements = 0, stays = false, write_through = false))]
+    #[allow(clippy::too_many_arguments)]
     fn fetch(
         &self,
         unit: usize,
@@ -242,6 +330,8 @@ impl Runtime {
         lease: Option<&Bound<'_, LeaseBuffer>>,
         updates: Vec<UpdateArgument<'_>>,
         group_elements: usize,
+        stays: bool,
+        write_through: bool,
     ) -> PyResult<Ticket> {
         let parts = self.parts()?;
         if group_elements > 0 && (lease.is_some() || updates.len() != 1 || tensors.len() != 1) {
@@ -255,8 +345,8 @@ impl Runtime {
         let mut updates = update_tensors(&parts, updates)?;
         let files = files.unwrap_or_default();
         let lease = lease.map(|lease| Arc::clone(&lease.get().lease));
-        let weights =
-            (lease.is_some() || !tensors.is_empty()).then_some(UnitWeights { tensors, files, lease });
+        let named = lease.is_some() || !tensors.is_empty();
+        let weights = named.then_some(UnitWeights { tensors, files, lease, stays, write_through });
         Ok(Ticket(match (group_elements, weights) {
             (1.., Some(weights)) => {
                 let update = updates.pop().expect("one update was checked for");
@@ -264,6 +354,38 @@ impl Runtime {
             }
             (_, weights) => parts.executor.fetch(unit, weights, updates),
         }))
+    }
+
+    /// Starts an update of one tensor of a unit, `(tensor, offset, bytes)`, whose weights stay in
+    /// `lease`, and whose gradient the segments' addresses name. `write_through` is as in `fetch`.
+    /// With `beside` the update does not wait for those of the unit's other tensors: earlier
+    /// write-back of this tensor has ended.
+    #[pyo3(signature = (unit, tensor, lease, update, *, write_through, beside))]
+    fn update_in_place(
+        &self,
+        unit: usize,
+        tensor: (Bound<'_, TensorId>, usize, usize),
+        lease: &Bound<'_, LeaseBuffer>,
+        update: UpdateArgument<'_>,
+        write_through: bool,
+        beside: bool,
+    ) -> PyResult<Ticket> {
+        let (parts, unit) = (self.parts()?, self.unit(unit));
+        let updates = update_tensors(&parts, vec![update])?;
+        let (tensors, lease) = (unit_tensors(&[tensor]), Some(Arc::clone(&lease.get().lease)));
+        let weights = UnitWeights { tensors, files: Arc::default(), lease, stays: true, write_through };
+        Ok(Ticket(if beside {
+            parts.executor.update_beside(unit, weights, updates)
+        } else {
+            parts.executor.fetch(unit, Some(weights), updates)
+        }))
+    }
+
+    /// Ends the stay of a unit's weights in their buffer; those that the drives do not have are written.
+    fn let_go(&self, unit: usize, tensors: Vec<(Bound<'_, TensorId>, usize, usize)>) -> PyResult<()> {
+        let (parts, unit) = (self.parts()?, self.unit(unit));
+        unit_tensors(&tensors).into_iter().for_each(|tensor| blocks::let_go(&parts, &unit, tensor.tensor));
+        Ok(())
     }
 
     /// Starts writing a unit's weights, `(tensor, offset, bytes)` of each, from `lease`.
@@ -423,6 +545,27 @@ impl Runtime {
         py.detach(|| unsafe { link.capture(gradients, id, source) })
             .map(Capture)
             .map_err(|error| exec_error(&error))
+    }
+
+    /// Writes gradients that are kept in staging buffers to the SSD, but for `stay` chunks, and waits
+    /// for the end.
+    fn spill_gradients(&self, py: Python<'_>, stay: usize) -> PyResult<()> {
+        let parts = self.parts()?;
+        py.detach(|| parts.gradients.spill(stay)).map_err(|error| exec_error(&error))
+    }
+
+    /// Staging chunks in use.
+    #[getter]
+    fn chunks_in_use(&self) -> PyResult<usize> {
+        let parts = self.parts()?;
+        let chunks = &parts.pools[2];
+        Ok(chunks.counters().leased_bytes / parts.chunk_bytes.next_multiple_of(memascend_mem::PAGE_BYTES))
+    }
+
+    /// Bytes of buffers that are given back to the system as soon as they are free.
+    #[getter]
+    fn leaving_bytes(&self) -> PyResult<usize> {
+        Ok(self.parts()?.pools.iter().map(|pool| pool.counters().leaving_bytes).sum())
     }
 
     /// Forgets a gradient.

@@ -25,6 +25,7 @@ pub(crate) fn statistics<'py>(py: Python<'py>, parts: &Parts) -> PyResult<Bound<
     let classes = classes.iter().map(|class| (class.bytes, class.count, class.live_bytes_at_peak));
     stats.set_item("host_classes_at_peak", classes.collect::<Vec<_>>())?;
     stats.set_item("host_bytes_reserved", pools.iter().map(|pool| pool.reserved_bytes).sum::<usize>())?;
+    stats.set_item("host_bytes_leaving", pools.iter().map(|pool| pool.leaving_bytes).sum::<usize>())?;
     stats.set_item("host_bytes_waste", pools.iter().map(|pool| pool.waste_bytes()).sum::<usize>())?;
     stats.set_item("host_bytes_outside", parts.outside.bytes())?;
     stats.set_item("host_bytes_outside_most", parts.outside.bytes_most())?;

@@ -108,7 +108,7 @@ impl Volume {
         register: bool,
     ) -> PyResult<Self> {
         let options = engine_options(engine, depth, io_poll, sq_poll)?;
-        let class = SizeClass { consumer: "volume".into(), bytes: buffer_bytes, count: buffer_count };
+        let class = SizeClass::new("volume", buffer_bytes, buffer_count);
         py.detach(|| {
             let volume = memascend_nvme::Volume::create(&path, direct).map_err(|e| io_error(&e))?;
             let opened = open_engine(volume.file(), options).map_err(|e| io_error(&e))?;
@@ -389,7 +389,7 @@ impl KeptStore {
             const CHUNK: usize = 8 << 20;
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let target = unsafe { host::elements_mut(target, bytes) };
-            let class = SizeClass { consumer: "reading a kept store".into(), bytes: CHUNK, count: 1 };
+            let class = SizeClass::new("reading a kept store", CHUNK, 1);
             let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| memory_error(&error))?;
             for (index, part) in target.chunks_mut(CHUNK).enumerate() {
                 let lease = pool.try_lease(CHUNK).map_err(|error| memory_error(&error))?;

@@ -143,8 +143,9 @@ impl Store {
             };
             table.set_current(id, key);
             let target = table.current(id);
-            // Its checksums are those of an older value.
+            // Its checksums are those of an older value, and so is what is kept of it in memory.
             target.sums().clear();
+            target.kept().clear();
             return Ok(Rewrite { source, target: target.extent() });
         }
     }

@@ -39,22 +39,23 @@ pub struct TensorReport {
     pub extent_bytes: u64,
 }
 
-/// Why a manifest was not written, and how many volumes may hold it.
+/// Why a manifest was not written, and whether any volume may hold it.
 struct NotWritten {
     error: StoreError,
-    begun: usize,
+    begun: bool,
 }
 
 impl Store {
     /// Makes the current values of all tensors the durable generation, and returns its number: 1
-    /// for the first. `state` is the caller's, and [`Store::state`] returns it. Every write that
-    /// belongs to the generation must have ended.
+    /// for the first. What is kept in memory alone is written before. `state` is the caller's, and
+    /// [`Store::state`] returns it. Every write that belongs to the generation must have ended.
     ///
     /// When this returns, the generation is on all volumes. A commit that fails leaves the
     /// generation before it durable; nothing of either generation is overwritten, and the commit
     /// may be tried again.
     pub fn commit(&self, state: &str) -> Result<u64> {
         let _alone = self.writer();
+        self.write_kept()?;
         let generation = {
             let mut table = self.table();
             let generation = table.generation(table.last_number + 1, now(), state.into());
@@ -90,9 +91,8 @@ impl Store {
             Err(NotWritten { error, begun }) => {
                 // The first manifest has to be on all volumes or on none: part of a store cannot be
                 // opened, and blocks a new one.
-                let cleared = table.is_clean()
-                    && self.members[..begun].iter().all(|member| member.clear_note().is_ok());
-                if cleared || begun == 0 {
+                let cleared = table.is_clean() && self.on_all(|_, member| member.clear_note()).is_ok();
+                if cleared || !begun {
                     table.release(generation, !self.in_place);
                 } else {
                     table.doubt(generation);
@@ -102,23 +102,19 @@ impl Store {
         }
     }
 
-    /// Writes a manifest to every volume, one after another.
+    /// Writes a manifest to every volume.
     fn write_manifest(
         &self,
         current: Option<&Generation>,
         snapshots: &[Tagged],
     ) -> std::result::Result<(), NotWritten> {
-        let refused = |error| NotWritten { error, begun: 0 };
+        let refused = |error| NotWritten { error, begun: false };
         self.members.iter().try_for_each(Member::check_flushes).map_err(refused)?;
         let body = self.body(current, snapshots);
         let common = Common::of(&body);
         self.check_length(&body, &common).map_err(refused)?;
-        for (index, member) in self.members.iter().enumerate() {
-            if let Err(error) = member.write_note(&common.note(index)) {
-                return Err(NotWritten { error, begun: index + 1 });
-            }
-        }
-        Ok(())
+        self.on_all(|index, member| member.write_note(&common.note(index)))
+            .map_err(|error| NotWritten { error, begun: true })
     }
 
     /// Refuses a manifest that one of the volumes could not hold, before any has it.

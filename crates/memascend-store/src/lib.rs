@@ -6,10 +6,13 @@
 //!
 //! A tensor that belongs to generations ([`TensorId`]) is not overwritten: [`Store::rewrite`] gives
 //! its next value another extent, and [`Store::commit`] makes the current values of all tensors the
-//! durable generation. A commit flushes every volume, then writes the manifest to one volume after
-//! another. The manifest names the extents of each generation and their checksums. The newest whole
+//! durable generation. A commit flushes all volumes at once, then writes the manifest to all of them.
+//! The manifest names the extents of each generation and their checksums. The newest whole
 //! manifest counts, so a crash leaves the last generation or the new one, never a mixture. The
 //! extents of the superseded generation hold the next one. A snapshot is a generation that stays.
+//!
+//! Parts of a tensor's value may be kept in host memory ([`Store::keep`]): they are read from there, and
+//! written with the next commit, if they were not before.
 //!
 //! A checksum of each MiB is computed before the MiB is written, and compared when it is read:
 //! [`StoreError::Damaged`] names the bytes that differ. A store that was never committed leaves
@@ -23,6 +26,7 @@ mod error;
 mod extents;
 mod external;
 mod id;
+mod kept;
 mod layout;
 mod manifest;
 mod map;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use memascend_nvme::{Engine, FoundNote, IoError, NoteKeeper, OpenedEngine, Volume, VolumeFile};
+use memascend_nvme::{Activity, Engine, FoundNote, IoError, NoteKeeper, OpenedEngine, Volume, VolumeFile};
 
 use crate::Result;
 
@@ -58,7 +58,11 @@ impl Member {
 
     pub(crate) fn write_note(&self, note: &[u8]) -> Result<()> {
         self.note_bytes.fetch_add(note.len() as u64, Ordering::Relaxed);
-        self.remembering(self.notes().write_note(note))
+        let write = || self.notes().write_note(note);
+        self.remembering(match self.engine.recorder() {
+            Some(recorder) => recorder.timed(Activity::Manifest, write),
+            None => write(),
+        })
     }
 
     pub(crate) fn clear_note(&self) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memascend_mem::{LockExt, Pool};
-use memascend_nvme::{CountersSnapshot, EngineOptions, IoError, Volume, open_engine};
+use memascend_nvme::{CountersSnapshot, EngineOptions, IoError, Recorder, Volume, open_engine};
 
 use crate::id::StoreId;
 use crate::map::Map;
@@ -163,7 +163,25 @@ impl Store {
     /// Flushes every volume: every write that has ended is durable when this returns. Once a flush
     /// of a volume has failed, all later ones fail too.
     pub fn sync(&self) -> Result<()> {
-        self.members.iter().try_for_each(Member::flush)
+        self.on_all(|_, member| member.flush())
+    }
+
+    /// Runs `work` for every volume at once, with its index; returns the first error.
+    pub(crate) fn on_all(&self, work: impl Fn(usize, &Member) -> Result<()> + Sync) -> Result<()> {
+        let [first, others @ ..] = &self.members[..] else { return Ok(()) };
+        std::thread::scope(|scope| {
+            let work = &work;
+            let others: Vec<_> = others
+                .iter()
+                .enumerate()
+                .map(|(index, member)| scope.spawn(move || work(index + 1, member)))
+                .collect();
+            let outcome = work(0, first);
+            // All end before this returns, whatever fails.
+            others.into_iter().fold(outcome, |outcome, other| {
+                outcome.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            })
+        })
     }
 
     /// Names and extents of the current values of all tensors and of all other allocations, in the
@@ -192,6 +210,12 @@ impl Store {
             reserved_bytes: member.volume.reserved_bytes(),
         };
         self.members.iter().zip(self.map.layout.counts()).map(report).collect()
+    }
+
+    /// What records the requests and flushes of each volume that has one.
+    pub fn recorders(&self) -> impl Iterator<Item = (usize, &Recorder)> {
+        let members = self.members.iter().enumerate();
+        members.filter_map(|(index, member)| member.engine.recorder().map(|recorder| (index, recorder)))
     }
 
     /// Bytes in use by tensors.

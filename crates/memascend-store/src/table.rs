@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::checksums::Checksums;
+use crate::kept::Kept;
 use crate::{Extent, ExtentAllocator};
 use memascend_mem::LockExt;
 
@@ -21,19 +22,20 @@ pub struct Rewrite {
     pub target: Extent,
 }
 
-/// The bytes of one extent: their ranges, in order, and their checksums.
+/// The bytes of one extent: their ranges, in order, their checksums, and what of them is in memory.
 #[derive(Debug)]
 pub(crate) struct Bytes {
     pub name: Arc<str>,
     pub ranges: Arc<[Extent]>,
     sums: Mutex<Checksums>,
+    kept: Mutex<Kept>,
 }
 
 impl Bytes {
     pub(crate) fn new(name: Arc<str>, ranges: Vec<Extent>, sums: Option<Checksums>) -> Self {
         let bytes = ranges.iter().map(|range| range.bytes).sum();
         let sums = Mutex::new(sums.unwrap_or_else(|| Checksums::new(bytes)));
-        Self { name, ranges: ranges.into(), sums }
+        Self { name, ranges: ranges.into(), sums, kept: Mutex::default() }
     }
 
     /// The handle: the offset of the first range, and the length of all of them.
@@ -43,6 +45,10 @@ impl Bytes {
 
     pub(crate) fn sums(&self) -> MutexGuard<'_, Checksums> {
         self.sums.locked()
+    }
+
+    pub(crate) fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.locked()
     }
 }
 
@@ -163,6 +169,11 @@ impl Table {
         &self.entries[&self.tensor(id).current].bytes
     }
 
+    /// The bytes of the current values of all tensors.
+    pub(crate) fn all_current(&self) -> Vec<Arc<Bytes>> {
+        self.tensors.values().map(|tensor| Arc::clone(&self.entries[&tensor.current].bytes)).collect()
+    }
+
     /// Removes a tensor, and frees those of its extents that no generation holds.
     pub(crate) fn remove_tensor(&mut self, id: TensorId) {
         let tensor = self.tensors.remove(&id).expect("a tensor is removed once");
@@ -189,6 +200,8 @@ impl Table {
     }
 
     pub(crate) fn add_spare(&mut self, id: TensorId, key: u64) {
+        // What is in memory of a value that is gone makes room there.
+        self.entries[&key].bytes.kept().clear();
         self.tensors.get_mut(&id).expect("the tensor was not removed").spares.push(key);
     }
 

@@ -45,6 +45,99 @@ impl Store {
         self.submit_in(Operation::Read, extent, offset, buffer, false, done);
     }
 
+    /// Keeps `buffer` in memory as the bytes from `offset` on of an extent's value: reads are served
+    /// from there. `written` says that a transfer that was submitted writes them; otherwise the next
+    /// commit does. Until it is kept no longer, the buffer changes only while nothing reads the
+    /// extent.
+    ///
+    /// What is kept ends where a transfer writes the same bytes, when the tensor gets a new value
+    /// in another extent, and with [`Store::take_kept`] and [`Store::let_go`].
+    ///
+    /// # Panics
+    /// As [`Store::transfer`].
+    pub fn keep(&self, extent: Extent, offset: u64, buffer: LeaseSlice, written: bool) {
+        let of = self.part_of(extent, offset, buffer.bytes() as u64);
+        if !written {
+            of.sums().forget(offset, buffer.bytes() as u64);
+        }
+        of.kept().insert(offset, buffer, written);
+    }
+
+    /// Takes the buffer in which exactly `bytes` bytes from `offset` on are kept, to change them. The
+    /// caller gives it back by [`Store::keep`], for the extent that has the new value.
+    ///
+    /// # Panics
+    /// As [`Store::transfer`].
+    pub fn take_kept(&self, extent: Extent, offset: u64, bytes: usize) -> Option<LeaseSlice> {
+        self.part_of(extent, offset, bytes as u64).kept().take(offset, bytes as u64)
+    }
+
+    /// Forgets what is kept of `bytes` bytes from `offset` on, which are about to change.
+    ///
+    /// # Panics
+    /// As [`Store::transfer`].
+    pub fn forget_kept(&self, extent: Extent, offset: u64, bytes: usize) {
+        self.part_of(extent, offset, bytes as u64).kept().cut(offset, bytes as u64);
+    }
+
+    /// Whether `buffer` itself is what is kept as the bytes from `offset` on.
+    ///
+    /// # Panics
+    /// As [`Store::transfer`].
+    pub fn is_kept(&self, extent: Extent, offset: u64, buffer: &LeaseSlice) -> bool {
+        self.part_of(extent, offset, buffer.bytes() as u64).kept().is(offset, buffer)
+    }
+
+    /// Keeps nothing in memory any more that reaches beyond the first `from` bytes of an extent. What
+    /// the drives do not have of it is written; `done` is called once for each write.
+    ///
+    /// # Panics
+    /// If the tensor was freed.
+    pub fn let_go(&self, extent: Extent, from: u64, mut done: impl FnMut() -> Transferred) {
+        let of = self.part_of(extent, 0, extent.bytes);
+        let unwritten = of.kept().let_go(from);
+        for (offset, buffer) in unwritten {
+            self.submit(Operation::Write, Arc::clone(&of), offset, buffer, self.checksums, done());
+        }
+    }
+
+    /// Writes what is kept of current values and was not written, and waits for the end.
+    pub(crate) fn write_kept(&self) -> Result<()> {
+        let all = self.table().all_current();
+        let (sender, receiver) = mpsc::channel();
+        for of in all {
+            let unwritten = of.kept().unwritten();
+            for (offset, buffer) in unwritten {
+                let (sender, written, kept) = (sender.clone(), Arc::clone(&of), buffer.clone());
+                let done = Box::new(move |result: Result<()>| {
+                    if result.is_ok() {
+                        written.kept().mark_written(offset, &kept);
+                    }
+                    drop(sender.send(result));
+                });
+                self.submit(Operation::Write, Arc::clone(&of), offset, buffer, self.checksums, done);
+            }
+        }
+        drop(sender);
+        // All of them end before an error is returned: a buffer that is being written must not change.
+        let outcomes: Vec<Result<()>> = receiver.iter().collect();
+        outcomes.into_iter().collect()
+    }
+
+    /// The bytes of an extent.
+    ///
+    /// # Panics
+    /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
+    fn part_of(&self, extent: Extent, offset: u64, bytes: u64) -> Arc<Bytes> {
+        assert!(offset + bytes <= extent.bytes, "{bytes} bytes at {offset} leave {extent:?}");
+        assert!(
+            (offset | bytes).is_multiple_of(BLOCK_BYTES as u64),
+            "{bytes} bytes at {offset} are not aligned"
+        );
+        let of = self.table().bytes(extent.offset).cloned();
+        of.expect("the extent was not freed")
+    }
+
     fn submit_in(
         &self,
         operation: Operation,
@@ -55,17 +148,61 @@ impl Store {
         done: Transferred,
     ) {
         let bytes = buffer.bytes() as u64;
-        assert!(offset + bytes <= extent.bytes, "{bytes} bytes at {offset} leave {extent:?}");
-        assert!(
-            (offset | bytes).is_multiple_of(BLOCK_BYTES as u64),
-            "{bytes} bytes at {offset} are not aligned"
-        );
         if bytes == 0 {
             return done(Ok(()));
         }
-        let of = self.table().bytes(extent.offset).cloned();
-        let of = of.expect("the extent was not freed");
+        let of = self.part_of(extent, offset, bytes);
+        match operation {
+            Operation::Write => of.kept().cut(offset, bytes),
+            Operation::Read => {
+                let kept = of.kept().within(offset, bytes);
+                if !kept.is_empty() {
+                    return self.read_around(&of, offset, buffer, kept, compare, done);
+                }
+            }
+        }
         self.submit(operation, of, offset, buffer, compare, done);
+    }
+
+    /// Reads bytes of which some are kept in memory: those are copied, the others come from the
+    /// drives.
+    fn read_around(
+        &self,
+        of: &Arc<Bytes>,
+        offset: u64,
+        buffer: LeaseSlice,
+        kept: Vec<(u64, LeaseSlice)>,
+        compare: bool,
+        done: Transferred,
+    ) {
+        let (mut gaps, mut at) = (Vec::new(), 0);
+        for (start, part) in kept {
+            let start = (start - offset) as usize;
+            let target = buffer.narrow(start, part.bytes());
+            if target.address() != part.address() {
+                // SAFETY: no other code uses the buffer before `done` is called, and what is kept
+                // does not change while it is read; see `keep`.
+                unsafe { target.as_mut_slice().copy_from_slice(part.as_slice()) };
+            }
+            gaps.push(at..start);
+            at = start + part.bytes();
+        }
+        gaps.push(at..buffer.bytes());
+        gaps.retain(|gap| !gap.is_empty());
+        let parts: Vec<_> =
+            gaps.into_iter().map(|gap| (gap.start as u64, buffer.narrow(gap.start, gap.len()))).collect();
+        // From here on only the reads hold the buffer.
+        drop(buffer);
+        if parts.is_empty() {
+            return done(Ok(()));
+        }
+        let join =
+            Arc::new(Gaps { left: AtomicUsize::new(parts.len()), end: Mutex::new((Ok(()), Some(done))) });
+        for (start, part) in parts {
+            let join = Arc::clone(&join);
+            let done = Box::new(move |result| join.finish(result));
+            self.submit(Operation::Read, Arc::clone(of), offset + start, part, compare, done);
+        }
     }
 
     /// As [`Store::transfer`]; compares checksums only if `compare`.
@@ -131,6 +268,28 @@ impl Store {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.transfer(operation, extent, offset, buffer, Box::new(move |result| drop(sender.send(result))));
         receiver.recv().unwrap_or(Err(StoreError::Volume(IoError::Closed)))
+    }
+}
+
+/// Counts the reads of one transfer around what is kept in memory.
+struct Gaps {
+    left: AtomicUsize,
+    end: Mutex<(Result<()>, Option<Transferred>)>,
+}
+
+impl Gaps {
+    fn finish(&self, result: Result<()>) {
+        let mut end = self.end.locked();
+        if end.0.is_ok() {
+            end.0 = result;
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return;
+        }
+        let outcome = std::mem::replace(&mut end.0, Ok(()));
+        let done = end.1.take().expect("the last part finishes once");
+        drop(end);
+        done(outcome);
     }
 }
 

@@ -50,7 +50,7 @@ impl Store {
         all: &[Arc<Bytes>],
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Vec<Damage>> {
-        let class = SizeClass { consumer: "verify".into(), bytes: SUM_BYTES as usize, count: DEPTH };
+        let class = SizeClass::new("verify", SUM_BYTES as usize, DEPTH);
         let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| IoError::Directory {
             action: "get memory to verify",
             path: self.members[0].volume.path().to_owned(),

@@ -15,7 +15,7 @@ use memascend_store::{Extent, Store, StoreError, StoreOptions};
 const FLIPS: usize = 1_000;
 
 fn buffer(bytes: u64) -> LeaseSlice {
-    let class = SizeClass { consumer: "test".into(), bytes: bytes as usize, count: 1 };
+    let class = SizeClass::new("test", bytes as usize, 1);
     let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
     LeaseSlice::new(Arc::new(pool.try_lease(bytes as usize).unwrap().unwrap()), 0, bytes as usize)
 }

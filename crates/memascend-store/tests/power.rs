@@ -72,7 +72,7 @@ impl Lab {
         let power = Power::new();
         let disk =
             |index| SimDisk::with_power(Faults { seed: seed * 2 + index, ..kind.faults }, Arc::clone(&power));
-        let class = SizeClass { consumer: "test".into(), bytes: CHUNK as usize, count: BUFFERS };
+        let class = SizeClass::new("test", CHUNK as usize, BUFFERS);
         Self {
             kind,
             directories: (0..kind.volumes).map(|index| root.join(index.to_string())).collect(),

@@ -175,7 +175,7 @@ impl<'a> Trial<'a> {
         let unequal = random.one_in(2);
         let rate = |_| 1.0 + random.below(4) as f64;
         let rates = if unequal { (0..volumes).map(rate).collect() } else { Vec::new() };
-        let class = SizeClass { consumer: "test".into(), bytes: BUFFER_BYTES, count: BUFFERS };
+        let class = SizeClass::new("test", BUFFER_BYTES, BUFFERS);
         let mut trial = Self {
             random,
             faults,

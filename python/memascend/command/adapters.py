@@ -72,13 +72,11 @@ def begin(settings: Settings) -> None:
         )
 
 
-def memory_bytes(model: nn.Module, settings: Settings) -> int:
-    """Freeze a model without values, and return the bytes that its adapters take with their gradients and states."""
-    assert settings.lora_rank is not None, "the run has adapters"
+def memory_bytes(model: nn.Module, rank: int) -> int:
+    """Return the bytes that adapters of a model, which may be without values, take with gradients and states."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    model.requires_grad_(False)
-    return sum(settings.lora_rank * sum(module.weight.shape) for module in linear) * _BYTES_PER_PARAMETER
+    return sum(rank * sum(module.weight.shape) for module in linear) * _BYTES_PER_PARAMETER
 
 
 def has_checkpoints(settings: Settings) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 import memascend
 from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
-from memascend.common.sizes import parse_size
+from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.generations import parse_durability
 from memascend.offloading.activations import POLICIES
 from memascend.offloading.computing import GRADIENTS
+from memascend.plan.host import UPDATES
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -102,7 +103,11 @@ def _add_finetune(subcommands: Any) -> None:
     add("--text-field", text, default="text", metavar="NAME")
     text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
     add("--store", text, type=Path, action="append", default=[], metavar="LOCATION")
-    add("--host-memory", "the most host memory to use, such as 8GiB or 500MB", type=_size, metavar="SIZE")
+    text = (
+        "the most host memory to use, such as 8GiB or 500MB; auto follows what the machine and its memory cgroups "
+        "leave, from step to step"
+    )
+    add("--host-memory", text, type=_size_or_auto, metavar="SIZE")
     add("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
     add("--keep-store", "leave the store's files when done", action="store_true")
     text = "continue the run in the store from its last durable step; start a new run where there is none"
@@ -226,7 +231,17 @@ def _add_plan(subcommands: Any) -> None:
     text = f"{_DTYPE} (default: %(default)s)"
     add("--dtype", choices=DTYPES, default="auto", help=text)
     _add_optimizer(parser)
+    text = (
+        "when weights are updated: on the way into the next forward pass, or in the backward pass, where nothing but "
+        "the step uses gradients; see memascend.offload (default: %(default)s)"
+    )
+    add("--update", choices=UPDATES, default="forward", help=text)
     _add_durability(add)
+    text = "show what more host memory would save, from the least budget to one that keeps everything"
+    add("--curve", action="store_true", help=text)
+    text = "where the store will be, measured by `memascend bench`; several times for several drives"
+    add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
+    add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
     gpu = parser.add_argument_group(
         "computing on a GPU",
@@ -239,12 +254,9 @@ def _add_plan(subcommands: Any) -> None:
     add("--activations", choices=("recompute", "host", "ssd"), default="recompute", help=text)
     text = "the loss makes the logits in pieces (Liger-Kernel's fused linear cross entropy)"
     add("--fused-loss", action="store_true", help=text)
-    text = "where the store will be, measured by `memascend bench`; several times for several drives"
-    add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
     add("--flops", type=_positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")
     add("--pcie", type=_positive_rate, metavar="X", help="bytes per second in each direction, such as 25e9")
     add("--dram", type=_positive_rate, metavar="X", help="bytes per second of host memory, read and written together")
-    add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
 
 
 def _add_stores(parser: argparse.ArgumentParser) -> None:
@@ -438,6 +450,10 @@ def _durability(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def _size_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else _size(text)
 
 
 def _size(text: str) -> int:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import memascend
 from memascend.command.exits import note
+from memascend.command.saves import keep_as, tags_of
 from memascend.command.screen import without_plans
-from memascend.errors import StoreError
 from memascend.offloading.api import find_offload
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Best:
                 if other not in (self._of(step), self._of(self.recorded)):
                     shutil.rmtree(other)
             return True
-        return self._name(self.TAG, f"step {step} is the best so far")
+        return keep_as(self._model, self.TAG, f"step {step} is the best so far, and cannot be kept")
 
     def take(self, best_step: int, steps: int, finished: Path, *, keep_last: bool) -> bool:
         """Have the model be the best one, or move that to `finished`, and return whether it is there.
@@ -58,11 +58,11 @@ class Best:
             return True
         if best_step == steps:
             return False
-        if self.TAG not in self._tags():
+        if self.TAG not in tags_of(self._model):
             note(f"the best model, of step {best_step}, could not be kept: the last one is written")
             return False
         if keep_last:
-            has_last = self._name(self.LAST, f"step {steps} is the last one")
+            has_last = keep_as(self._model, self.LAST, f"step {steps} is the last one, and cannot be kept")
             last = f"its last step is the checkpoint {self.LAST!r}" if has_last else "its last step is given up"
             note(f"the store goes back to step {best_step}; {last}")
         with without_plans():
@@ -72,7 +72,7 @@ class Best:
 
     def forget(self) -> None:
         """Delete the best model from a store that is not kept."""
-        if self._in_store() and self.TAG in self._tags():
+        if self._in_store() and self.TAG in tags_of(self._model):
             memascend.delete_checkpoint(self._model, self.TAG)
 
     def _of(self, step: int | None) -> Path:
@@ -82,17 +82,3 @@ class Best:
     def _in_store(self) -> bool:
         session = find_offload(self._model)
         return session is not None and not session.trained_outside() and session.generations.period != 0
-
-    def _name(self, tag: str, what: str) -> bool:
-        """Keep the present state under `tag`, and no longer an earlier one; return whether there was room for it."""
-        try:
-            if tag in self._tags():
-                memascend.delete_checkpoint(self._model, tag)
-            memascend.save_checkpoint(self._model, tag)
-        except StoreError as error:
-            note(f"{what}, and cannot be kept: {error}")
-            return False
-        return True
-
-    def _tags(self) -> set[str]:
-        return {tag for tag, _, _ in memascend.checkpoints(self._model)}

@@ -198,7 +198,7 @@ def _print_comparison(settings: Settings, result: Result, look: _Look, in_memory
     _say(f"step time         {result.seconds / result.steps:.2f} s for {settings.seq_len} tokens")
     _say(f"SSD traffic       {read:.1f} bytes read and {written:.1f} written per parameter and step")
     _say("peak host memory, above what importing torch and transformers takes:")
-    budget = format_size(settings.host_memory or 0)
+    budget = format_size(int(settings.host_memory or 0))
     _say(f"  memascend       {format_size(result.peak_above_baseline_bytes)} (budget {budget})")
     if in_memory is not None and "error" in in_memory:
         _say(f"  in memory       did not run: {in_memory['error']}")

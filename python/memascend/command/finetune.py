@@ -35,7 +35,7 @@ from memascend.command.training import Training
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
-from memascend.common.sizes import format_size
+from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work, traffic
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
@@ -47,6 +47,7 @@ from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.offloading.api import offload_of
+from memascend.plan.automatic import least_of
 from memascend.plan.host import make_plan
 from memascend.report.figures import peak_rss_bytes, reset_peak_rss, stats_of
 from memascend.runs.resume import read_record
@@ -73,7 +74,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     prepare_reporters(settings.report_to, settings.out)
     config = load_config(settings.model_dir)  # imports transformers and with it the model's class
-    settings = _with_dtype(settings, config)
+    progress, entries = _progress_before(settings)
+    settings = _with_dtype(settings, config, progress)
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
@@ -96,7 +98,6 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
         cleanup.push(partial(_keep_records, settings, records))
-    progress, entries = _progress_before(settings)
     tokens_max = progress.get("tokens_max", _tokens_for(settings))
     resumed = _resume(settings, interrupts, cleanup, records) if settings.resume and not settings.lora_rank else None
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
@@ -144,11 +145,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     return result
 
 
-def _with_dtype(settings: Settings, config: Any) -> Settings:
+def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Settings:
     """Replace a dtype "auto" by that of the run in the store, or else by the one that suits checkpoint and machine."""
     if settings.dtype != "auto":
         return settings
-    progress, _ = _progress_before(settings)
     if "settings" in progress:
         return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
     device = open_device(settings.device)
@@ -179,14 +179,19 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     model = empty_model(config, settings.model_dir, dtype)
     trained = 0  # bytes of adapters with their gradients and states, which are in memory
     if settings.lora_rank:
-        trained = adapters.memory_bytes(model, settings)
+        trained = adapters.memory_bytes(model, settings.lora_rank)
+        model.requires_grad_(False)
     units = partition(model, gradients=settings.gradients)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
     expected: dict[str, Any] = {}
-    if settings.host_memory is not None:
-        plan = make_plan(units, settings.host_memory)
+    name = "model" if settings.in_memory else "planned"
+    if settings.host_memory == AUTO:
+        # It takes what is left, and nothing is refused unless the least is too much.
+        held, name = least_of(units).total, "at least"
+    elif settings.host_memory is not None:
+        plan = make_plan(units, int(settings.host_memory))
         held = plan.total
         if settings.device is None and not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             moved = traffic(model, units, plan, config, work)
@@ -197,7 +202,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.device is None:
         estimates = pytorch_memory(config, settings.model_dir, dtype, work, in_memory=settings.in_memory)
         beside = None if estimates is None else estimates["estimated_bytes"]
-    whole = Whole.of(held + trained, beside, interpreter, "model" if settings.in_memory else "planned")
+    whole = Whole.of(held + trained, beside, interpreter, name)
     note(f"host memory {whole.text()}")
     expected["host_memory"] = whole.as_dict()
     if whole.fits:

@@ -18,7 +18,7 @@ class Settings:
     data: Sequence[Path]
     out: Path
     store: Sequence[Path] = ()
-    host_memory: int | None = None  # bytes
+    host_memory: int | str | None = None  # bytes, or "auto"
     device: str | None = None  # that of CUDA to compute on; None is the CPU
     device_memory: int | None = None  # bytes
     in_memory: bool = False

@@ -153,8 +153,11 @@ def _plan(chosen: argparse.Namespace) -> int:
             states=chosen.states,
             master=not chosen.no_master,
             gradients=chosen.gradients,
+            update=chosen.update,
             durability=chosen.durability,
             gpu=_gpu(chosen, choice.dtype),
+            with_curve=chosen.curve,
+            ssd=_ssd(chosen),
         )
     except Exception as error:
         if not chosen.json:
@@ -175,13 +178,20 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
     Raises UnmeasuredError, naming the command to run, where a rate is unknown.
     """
     if chosen.gpu is None:
-        flags = [name for name in ("flops", "pcie", "dram", "ssd") if getattr(chosen, name) is not None]
+        flags = [name for name in ("flops", "pcie", "dram") if getattr(chosen, name) is not None]
         if flags or chosen.fused_loss:
             raise DataError(f"--{flags[0] if flags else 'fused-loss'} is about a GPU: give --gpu too")
         return None
     given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
     rates = gpu.rates_for(dtype, given, chosen.store)
     return Gpu(chosen.gpu, rates, activations=chosen.activations, fused_loss=chosen.fused_loss)
+
+
+def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
+    """The rate of the drives for --curve, given or measured before, or None."""
+    if chosen.ssd is not None and not chosen.curve and chosen.gpu is None:
+        raise DataError("--ssd is for the time of a step: give --curve or --gpu too")
+    return gpu.rate_of_drives(chosen.ssd, chosen.store)
 
 
 def _inspect(chosen: argparse.Namespace) -> int:

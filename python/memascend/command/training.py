@@ -253,7 +253,8 @@ class Training:
         if stats:
             direct = "direct I/O" if stats["direct_io"] else "buffered I/O"
             parts.append(f"{stats['engine']}, {direct}")
-            parts.append(f"host memory {format_size(stats['host_bytes_budget'])}")
+            auto = " (auto)" if stats["host_memory_auto"] else ""
+            parts.append(f"host memory {format_size(stats['host_bytes_budget'])}{auto}")
             if "device_bytes_budget" in stats:
                 parts.append(f"{self.settings.device} {format_size(stats['device_bytes_budget'])}")
         parts.append(f"{self.steps} steps of {self.tokens_per_step:,} tokens")

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves as they are."""
+"""PyTorch's graphs: functions that torch.compile leaves as they are, and whether a backward pass is running."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def outside_of_graphs(function: Callable) -> Callable:
     # Dynamo looks for this before it traces a call.
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
     return outside
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass, which computes layers again."""
+    return torch._C._current_graph_task_id() != -1

@@ -17,6 +17,7 @@ So nothing is measured on the device, and no wait is added.
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,11 @@ COMPUTE = "compute"
 
 _WAITS = {kind: f"wait for {shown}" for kind, shown in KINDS.items()}
 _NOTHING = nullcontext()
+
+#: (name, nanoseconds of `time.perf_counter_ns` at its begin and its end, number of the thread) of one span.
+Noted = tuple[str, int, int, int]
+#: Where spans are noted, while `noted` is in use.
+_notes: list[Noted] | None = None
 
 
 class Timeline:
@@ -153,8 +159,31 @@ def span(name: str) -> AbstractContextManager[Any]:
 
     Profilers show "memascend: " and the name. Without a profiler the cost is two function calls.
     """
+    if _notes is not None:
+        return _noted(name, _notes)
     nvtx, profiled = torch.cuda.is_initialized(), torch._C._autograd._profiler_enabled()
     return _named(f"memascend: {name}", nvtx, profiled) if nvtx or profiled else _NOTHING
+
+
+@contextmanager
+def noted() -> Iterator[list[Noted]]:
+    """Note every span of this process that ends until the end of the `with`, in the list that is returned."""
+    global _notes
+    notes: list[Noted] = []
+    _notes = notes
+    try:
+        yield notes
+    finally:
+        _notes = None
+
+
+@contextmanager
+def _noted(name: str, notes: list[Noted]) -> Iterator[None]:
+    began = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        notes.append((name, began, time.perf_counter_ns(), threading.get_ident()))
 
 
 @contextmanager

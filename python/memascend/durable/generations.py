@@ -174,6 +174,20 @@ class Generations:
 
     # ---- the course of a step -----------------------------------------------------------------------------
 
+    def writes_through(self, early: bool = False) -> bool:
+        """Whether a durable step is due, so that updates write at once what could stay in memory.
+
+        With `early` the step is yet to follow its updates.
+        """
+        if early:
+            return self._wanted(ahead=1)
+        return bool(self.period) and (self._moment is not None or self._due is not None)
+
+    def allows_early(self, optimizer: Optimizer) -> bool:
+        """Whether updates may begin in the middle of a pass: `settle` would have none of the last step to apply."""
+        stepped_since = self._counted is not None and self._counted() is optimizer
+        return not stepped_since and (self._due is None or self._commit is not None)
+
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
         self._resumed = None
@@ -306,8 +320,9 @@ class Generations:
         self._resumed = {"random": record["random"], "optimizers": record["optimizers"]}
         self._buffers.take_up(record["buffers"])
 
-    def _wanted(self) -> bool:
-        return bool(self.period) and self.steps - self._committed_steps >= (self.period or 1)
+    def _wanted(self, ahead: int = 0) -> bool:
+        """Whether a generation is due after so many steps more."""
+        return bool(self.period) and self.steps + ahead - self._committed_steps >= (self.period or 1)
 
     # ---- the record ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, Unit
     from memascend.residency.host import Streamer
+    from memascend.residency.updates import Segment
 
 
 class Session(Protocol):
@@ -42,6 +43,15 @@ class Optimizer(Protocol):
 
     def trains_only(self, session: Session, /) -> bool:
         """Whether every parameter of the optimizer is one of the session's model."""
+
+    def early_segment(self, parameter: nn.Parameter, addresses: tuple[int, int], /) -> Segment | None:
+        """Return the parameter's next update, of weights and a gradient at `addresses`; None if it is to wait.
+
+        See `memascend.optim.early.EarlySteps`.
+        """
+
+    def took_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
+        """Note that the update was taken."""
 
     def describe(self, session: Session, /) -> dict[str, Any]:
         """Return the record of the optimizer, without tensors.

@@ -17,6 +17,7 @@ from memascend.common.sizes import format_size
 from memascend.durable.generations import parse_durability
 from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
+from memascend.forecast.curve import curve
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
@@ -70,17 +71,21 @@ def forecast(
     states: str = "float32",
     master: bool = True,
     gradients: str = "auto",
+    update: str = "forward",
     durability: str = "auto",
     gpu: Gpu | None = None,
+    with_curve: bool = False,
+    ssd: Rate | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
-    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user.
+    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
+    other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
 
     Raises:
         CheckpointError: the configuration cannot be used.
-        DataError: a sequence has more tokens than the model has positions, or a GPU's gradients are to be rounded.
+        DataError: a sequence has more tokens than the model has positions, or an option is not one of a GPU's.
         BudgetError: the budget, or the GPU, is too small for a run.
     """
     config = load_bare_config(path)
@@ -89,18 +94,21 @@ def forecast(
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
+    if gpu is not None and update != "forward":
+        raise DataError(f"--update {update} is of a run on the CPU: leave it out with --gpu")
     model = empty_model(config, _directory(path), getattr(torch, dtype))
     units = partition(model, fused_loss="auto" if gpu is None else None, gradients=gradients)
-    smallest = smallest_plan(units)
-    plan = smallest if budget is None else make_plan(units, budget)
-    two_slots = parse_durability(durability) != 0
-    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, two_slots)
+    smallest = smallest_plan(units, update=update)
+    plan = smallest if budget is None else make_plan(units, budget, update=update)
+    period = parse_durability(durability)
+    # By itself a run chooses durable steps, where the drives have the room.
+    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, 1 if period is None else period)
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations
         device_plan = _plan_device(units, config, work, gpu)
     space = ssd_space(units, config, work)
-    if two_slots:
+    if work.period:
         space["buffers"] = buffers_bytes(model)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
@@ -115,6 +123,15 @@ def forecast(
         beside = None if estimates is None else estimates["estimated_bytes"]
     else:
         prediction["gpu"] = _gpu_part(gpu, device_plan, model, units, config, work, planned)
+    if with_curve:
+        seconds = None if ssd is None else lambda moved: moved.total / ssd.per_second
+        if gpu is not None:
+
+            def seconds(moved: Traffic) -> float:
+                passes = amounts(model, units, config, work, moved)
+                return float(step_time(passes, gpu.rates, tokens=work.tokens * work.grad_accum)["floor_seconds"])
+
+        prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     prediction["whole"] = Whole.of(plan.total, beside, resident_memory()).as_dict()
     prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, grad_accum)
     return prediction

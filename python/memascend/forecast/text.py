@@ -31,6 +31,8 @@ def as_text(prediction: Mapping[str, Any]) -> str:
         tables.append(_step_table(gpu["step"]))
     else:
         tables.append(_pytorch_table(prediction["pytorch"]))
+    if "curve" in prediction:
+        tables.append(_curve_table(prediction["curve"]))
     tables.append(_zero_infinity_table(prediction))
     tables.append(_whole_line(prediction["whole"]))
     return "\n\n".join(tables)
@@ -98,6 +100,27 @@ def _traffic_table(moved: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     return (
         f"{table}\n  what the budget keeps in memory beyond the least saves {format_size(moved['saved_bytes'])} a step"
     )
+
+
+def _curve_table(points: Sequence[Mapping[str, Any]]) -> str:
+    timed = "seconds_at_least" in points[0]
+    rows = [
+        [
+            format_size(point["budget_bytes"]),
+            format_size(point["read_bytes"]),
+            format_size(point["written_bytes"]),
+            f"{point['bytes_per_parameter']:.2f}",
+            *([f"{point['seconds_at_least']:.2f}"] if timed else []),
+        ]
+        for point in points
+    ]
+    header = ["host memory", "read", "written", "bytes per parameter", *(["seconds at least"] if timed else [])]
+    how = (
+        ""
+        if timed
+        else "\n  `memascend bench DIR` measures the drives: --store DIR then adds the seconds that they take"
+    )
+    return _table("More host memory: SSD traffic of an optimizer step, by the budget", header, rows) + how
 
 
 def _step_table(step: Mapping[str, Any]) -> str:

@@ -17,11 +17,14 @@ from memascend.layout.units import round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
 from memascend.optim.rules import rule_for
+from memascend.plan.host import updates_early
 from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
+from memascend.residency.states import kept_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from memascend._memascend import Rule
     from memascend.layout.units import StoreTensor, Unit
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Line, Plan
@@ -51,13 +54,18 @@ class Work:
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
-    #: Whether steps are durable, beside the one before.
-    two_slots: bool = True
+    #: Of how many steps one is durable, beside the one before; 0 if none is.
+    period: int = 1
     #: Where inputs of recomputed layers wait: on the device ("recompute"), in host memory as far as
     #: it goes, on SSD.
     activations: str = "host"
     #: Whether the repeated layers are recomputed in the backward pass.
     recompute: bool = True
+
+    @property
+    def written_share(self) -> float:
+        """How much of what stays in memory a step writes, in the mean of the steps."""
+        return 1 / self.period if self.period else 0.0
 
     @property
     def tokens(self) -> int:
@@ -97,10 +105,23 @@ def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]
 
 def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
     """Return the bytes of each optimizer state of one tensor, in whole pages."""
+    return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in _rule(tensor, work).planes}
+
+
+def _rule(tensor: StoreTensor, work: Work) -> Rule:
     _, algorithm, _ = NAMED[work.optimizer]
     # All members of a pack are small, so one rule holds for them.
-    rule = rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
-    return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in rule.planes}
+    return rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
+
+
+def _states_kept(units: Sequence[Unit], plan: Plan, work: Work) -> dict[StoreTensor, dict[str, int]]:
+    """Return the bytes of each tensor's states that stay in memory."""
+    rules = {tensor: _rule(tensor, work) for unit in units for tensor in unit.tensors}
+    sizes = [(tensor.numel, sum(plane.bytes(tensor.numel) for plane in rule.planes)) for tensor, rule in rules.items()]
+    return {
+        tensor: {plane.name: round_up(plane.bytes(kept), PAGE_BYTES) for plane in rule.planes}
+        for (tensor, rule), kept in zip(rules.items(), kept_elements(plan, sizes), strict=True)
+    }
 
 
 def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
@@ -123,7 +144,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
             space.update(state_kinds(tensor, work))
             space["gradients"] += 0 if tensor.packed else tensor.gradient_nbytes
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
-    if work.two_slots:
+    if work.period:
         space["second_slot"] = space.total() - space["gradients"]
     space["activations"] = stash * sum(unit.repeated for unit in units)
     return space
@@ -143,23 +164,35 @@ def traffic(
         wanted = Replay(units, device_plan.units, DEVICE_AHEAD).step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
     streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
-    fetched = [[number for number in uses if number not in streamed] for uses in wanted]
-    for number in chain(*Replay(units, plan.units).step(fetched)):
+    staying = {units.index(unit) for unit in plan.staying}
+    fetched = [[number for number in uses if number not in streamed | staying] for uses in wanted]
+    # The backward pass updates weights where they are, so that the next pass finds some of them.
+    replay = Replay(units, plan.units, taken=staying, stale=not _early(plan, work))
+    for _ in range(2):
+        found = replay.step(fetched)
+    for number in chain(*found):
         moved.read["weights"] += units[number].nbytes
     for number in streamed:
         moved.read["weights"] += _read_by_blocks(model, units[number], work)
-    for unit in units:
+    states_kept = _states_kept(units, plan, work)
+    for number, unit in enumerate(units):
         # The fetch for the first forward pass carries the update. Its read of the weights is
         # counted above.
-        moved.written["weights"] += unit.nbytes
+        moved.written["weights"] += int(unit.nbytes * (work.written_share if number in staying else 1))
         for tensor in unit.tensors:
-            states = state_kinds(tensor, work)
-            moved.read.update(states)
-            moved.written.update(states)
+            for kind, nbytes in state_kinds(tensor, work).items():
+                kept = states_kept[tensor][kind]
+                moved.read[kind] += nbytes - kept
+                moved.written[kind] += nbytes - kept + int(kept * work.written_share)
     spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
     moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
     return moved
+
+
+def _early(plan: Plan, work: Work) -> bool:
+    """Whether the backward pass updates what it can."""
+    return plan.update == "backward" and work.grad_accum == 1
 
 
 def _read_by_blocks(model: nn.Module, unit: Unit, work: Work) -> int:
@@ -214,7 +247,7 @@ def spill(
                     spilled.activations += round_up(max(0, stash - in_memory), PAGE_BYTES)
             for number in captured:
                 for tensor in reversed(units[number].tensors):
-                    if tensor.packed:
+                    if tensor.packed or (_early(plan, work) and updates_early(tensor)):
                         continue
                     if turn == 0:
                         held[tensor] = min(-(-tensor.numel // plan.chunk_elements), room)
@@ -230,8 +263,18 @@ def spill(
 class Replay:
     """Follows the rule of `residency.order` with counted buffers, over a known order of uses: tells what is fetched."""
 
-    def __init__(self, units: Sequence[Unit], lines: Sequence[Line], ahead: int = PREFETCH_UNITS) -> None:
-        """Use the buffers of `lines`, and fetch so many units `ahead`."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        lines: Sequence[Line],
+        ahead: int = PREFETCH_UNITS,
+        taken: Iterable[int] = (),
+        stale: bool = True,
+    ) -> None:
+        """Use the buffers of `lines`, except those that the units `taken` always have; fetch so many units `ahead`.
+
+        With `stale`, what is in memory has to be read again after a step.
+        """
         self._buffers: Counter[int] = Counter()
         for line in lines:
             self._buffers[line.nbytes] += line.count
@@ -239,7 +282,9 @@ class Replay:
         #: A table without a buffer is not fetched.
         largest = max(self._buffers, default=0)
         self._size = [smallest_holding(unit.nbytes, self._buffers) if unit.nbytes <= largest else 0 for unit in units]
+        self._buffers.subtract(self._size[number] for number in taken)
         self._ahead = ahead
+        self._stale = stale
         self._order: UseOrder[int] = UseOrder()
         self._resident: set[int] = set()
         self._in_use: int | None = None
@@ -247,8 +292,8 @@ class Replay:
 
     def step(self, passes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses."""
-        # The step before made every resident unit stale.
-        self._resident.clear()
+        if self._stale:
+            self._resident.clear()
         return [self._fetched_by(uses) for uses in passes]
 
     def _fetched_by(self, uses: Sequence[int]) -> list[int]:

@@ -260,6 +260,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
         session.flush()
         for unit in session.units:
             session.streamer.let_go(unit)
+            session.streamer.discard(unit)
         session.fill(read, None)
         for place in session.places:
             # Graphs made before the load are out of date.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
-from memascend.common.sizes import parse_size
 from memascend.durable.record import source_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
@@ -22,7 +21,7 @@ from memascend.layout.units import Unit, absent_like, partition
 from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
 from memascend.offloading.session import Session
-from memascend.plan.host import make_plan
+from memascend.plan.automatic import plan_for
 
 if TYPE_CHECKING:
     import os
@@ -38,6 +37,7 @@ def from_pretrained(
     *,
     store: StorePaths,
     host_memory: str | int,
+    host_memory_max: str | int | None = None,
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
@@ -47,6 +47,7 @@ def from_pretrained(
     batch_tokens: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",
+    update: str = "forward",
     durability: str = "auto",
     keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -61,8 +62,9 @@ def from_pretrained(
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
-        store, host_memory, device, device_memory, recompute, activations: as in `memascend.offload`.
-        batch_tokens, fused_loss, gradients, durability, keep_store, options: as in `memascend.offload`.
+        store, host_memory, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
+        activations, batch_tokens, fused_loss, gradients, update: as in `memascend.offload`.
+        durability, keep_store, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
@@ -72,15 +74,14 @@ def from_pretrained(
     _check_frozen(frozen, durability, keep_store)
     return_large_blocks_to_system()
     directory = Path(path)
-    budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
     config = load_any_config(directory)
     with closing(WeightFiles(directory)) as files:
         model = empty_model(config, directory, parse_dtype(dtype))
         load_generation_config(model, directory)
         sources = Sources(model, files)
         units = _divide(model, sources, computing, frozen, options.get("direct", True))
-        plan = make_plan(units, budget)
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
         materialise(model, units)
         session = Session(
             model,
@@ -92,6 +93,7 @@ def from_pretrained(
             durability="none" if frozen == "files" else durability,
             source=source_of(model, sources.conversions, directory),
             options=options,
+            automatic=automatic,
         )
         _fill(session, sources, progress)
     return model

@@ -48,7 +48,7 @@ class OffloadArguments:
     store: list[str] | None = field(
         default=None, metadata={"help": "directories or block devices for the model; OUTPUT_DIR/store if not given"}
     )
-    host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB"})
+    host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB, or auto"})
     device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
     weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
@@ -70,7 +70,10 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     `model` is the directory or the hub's name of a model, or a model in memory, whose parameters leave it.
     """
     if args.host_memory is None:
-        raise ValueError("host_memory is not given: MemascendArguments(host_memory='4GiB') is a ceiling of 4 GiB")
+        raise ValueError(
+            "host_memory is not given: MemascendArguments(host_memory='4GiB') is a ceiling of 4 GiB, and 'auto' "
+            "follows what the machine leaves"
+        )
     paths: Any = args.store or [str(Path(args.output_dir) / "store")]
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if args.store is None:

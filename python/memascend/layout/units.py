@@ -66,6 +66,13 @@ class Place:
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
     #: date.
     version: int = 0
+    #: Whether the backward pass has updated it, ahead of `optimizer.step()`.
+    early: bool = False
+    #: Whether no backward pass may update it: the program has used its gradient beside `optimizer.step()` (read, scaled
+    #: or added to it, or it is the program's own tensor), or its weight within a backward pass.
+    awaits_step: bool = False
+    #: How many graphs' nodes have saved it, by name.
+    saved_names: int = 0
     #: Whether memascend keeps a gradient.
     held: bool = False
     #: The value that every element of the gradient was set to since (`zero_grad(set_to_none=False)`).
@@ -156,6 +163,8 @@ class StoreTensor:
     id: TensorId | None = None
     #: The optimizer's states.
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
+    #: How many elements, counted from the first, keep their states in memory from one step to the next.
+    kept_elements: int = 0
     #: In which dtype the gradient is put aside; autograd makes it in the weights' dtype.
     gradient_dtype: torch.dtype = field(init=False)
 

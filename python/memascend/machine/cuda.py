@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
+#: PyTorch's allocator gives a tensor of so many bytes and more a segment of its own, of multiples of so many.
+SEGMENT_FROM_BYTES, SEGMENT_BYTES = 10 * 2**20, 2 * 2**20
+
 
 class DeviceMemoryPlan(Protocol):
     """What a device has to know of the plan of its memory (`memascend.plan.device.DevicePlan`)."""
@@ -75,19 +78,36 @@ class ComputeDevice:
         """Make the device PyTorch's and CUDA's current one within the context."""
         return torch.cuda.device(self.torch_device)
 
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Return device memory of PyTorch's allocator, (nbytes,) of uint8.
+
+        Raises torch.OutOfMemoryError if the device, or PyTorch's limit there, leaves less.
+        """
+        # Another tensor in the rest of the segment would keep the whole segment from going back to the device.
+        whole = -(-nbytes // SEGMENT_BYTES) * SEGMENT_BYTES if nbytes >= SEGMENT_FROM_BYTES else nbytes
+        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device)[:nbytes]
+
+    def empty_cache(self) -> None:
+        """Have PyTorch's allocator give memory that it caches without using it back to the device."""
+        torch.cuda.empty_cache()
+
     def hold(self, plan: DeviceMemoryPlan) -> None:
         """Have PyTorch's allocator refuse memory beyond the plan's budget, and log the plan when it does.
 
-        What PyTorch holds on the device already, apart from the plan's buffers, is added to the budget.
+        What PyTorch held on the device before, apart from the plan's buffers, is added to the budget. Called again, the
+        plan takes the place of the former one.
         """
         launcher.compiles(self.index)  # compile now rather than in the first backward pass
-        self._plan = plan
         held = _held.setdefault(self.torch_device, [])
-        if not held:
-            torch.cuda.empty_cache()
-            beside = torch.cuda.memory_allocated(self.torch_device) - plan.weights_bytes
-            _beside[self.torch_device] = max(0, beside)
-        held.append(plan)
+        if self._plan is not None and self._plan in held:
+            held[held.index(self._plan)] = plan
+        else:
+            if not held:
+                self.empty_cache()
+                beside = torch.cuda.memory_allocated(self.torch_device) - plan.weights_bytes
+                _beside[self.torch_device] = max(0, beside)
+            held.append(plan)
+        self._plan = plan
         self._limit()
         if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
             _observed.append(True)

@@ -159,6 +159,16 @@ def _remembered() -> dict[str, Any]:
     return measured if isinstance(measured, dict) else {}
 
 
+def rate_of_drives(given: float | None, stores: Sequence[Location]) -> Rate | None:
+    """Return the rate of the drives of `stores`, or of the only one that was measured: a given one first, or None."""
+    if given is not None:
+        return Rate(given, "given")
+    measured = drives.measured_rates(stores)
+    if measured is None:
+        return None
+    return Rate(sum(measured.values()), f"{', '.join(measured)}: reads and writes mixed")
+
+
 def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Location] = ()) -> dict[str, Rate]:
     """Return the rates that a step passes through, by the keys of `NAMES`.
 
@@ -182,10 +192,9 @@ def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Locat
             value = value.get(dtype) if isinstance(value, dict) else None
         if name not in rates and isinstance(value, int | float) and value > 0:
             rates[name] = Rate(float(value), source)
-    if "ssd" not in rates:
-        of_drives = drives.measured_rates(stores)
-        if of_drives is not None:
-            rates["ssd"] = Rate(sum(of_drives.values()), f"{', '.join(of_drives)}: reads and writes mixed")
+    ssd = rate_of_drives(given["ssd"], stores)
+    if ssd is not None:
+        rates["ssd"] = ssd
     # Host memory comes last: measuring takes a second, which an error about other rates would
     # waste.
     missing = [name for name in NAMES if name not in rates and name != "dram"]

@@ -201,12 +201,16 @@ class InputStash:
         stashed = LeavingInput(self, self.device, tensor)
         self.latest = weakref.ref(stashed)
         self._leaving.append(stashed.source)
-        self._release()
+        self._release(LEAVING_INPUTS)
         return stashed
 
-    def _release(self) -> None:
-        """Drop inputs that have been copied from the device. Wait for all but the last `LEAVING_INPUTS`."""
-        while self._leaving and self._leaving[0].leave(wait=len(self._leaving) > LEAVING_INPUTS):
+    def wait_copied(self) -> None:
+        """Wait until no input is on its way from the device. What nothing else refers to is dropped."""
+        self._release(0)
+
+    def _release(self, most: int) -> None:
+        """Drop inputs that have been copied from the device. Wait for all but the last `most`."""
+        while self._leaving and self._leaving[0].leave(wait=len(self._leaving) > most):
             self._leaving.popleft()
 
     def close(self) -> None:
@@ -228,6 +232,18 @@ def forget_recomputed() -> None:
     for recomputation in list(_holding):
         recomputation.values = {}
     _holding.clear()
+
+
+def recomputed_views(storage: torch.UntypedStorage) -> list[tuple[int, int]]:
+    """Return the first byte, and that behind the last, of each recomputed tensor that is a view of `storage`."""
+    address, found = storage.data_ptr(), []
+    for recomputation in _holding:
+        for value, _ in recomputation.values.values():
+            if value.layout is torch.strided and value.untyped_storage().data_ptr() == address:
+                begin = int(value.storage_offset()) * value.itemsize
+                last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+                found.append((begin, begin + (int(last) + 1) * value.itemsize))
+    return found
 
 
 class Recomputation:

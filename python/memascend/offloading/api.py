@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import UninitializedParameter
 
-from memascend.common.sizes import parse_size
+from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
 from memascend.errors import MemascendError
 from memascend.layout.units import CPU, partition
@@ -14,7 +14,7 @@ from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
 from memascend.offloading.places import place_of
 from memascend.offloading.session import Session
-from memascend.plan.host import make_plan
+from memascend.plan.automatic import plan_for
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,53 @@ def sessions_of(model: nn.Module) -> list[Session]:
     return list(sessions)
 
 
+def set_host_memory(model: nn.Module, host_memory: str | int) -> None:
+    """Change the host memory that memascend may hold for an offloaded model, between two passes.
+
+    The model was opened with `host_memory_max`, or with `host_memory="auto"`. With less, states, weights and gradients
+    that have no room are written to the SSD, and their memory goes back to the system: when this returns, except for
+    the buffers of gradients that wait for their update in the next pass. With more, memory is used as the run comes to
+    need it. No bit changes.
+
+    Args:
+        model: the offloaded model, not in a pass.
+        host_memory: the new ceiling, in bytes or as "8GiB", which stays as it is; or "auto": from the next pass on it
+            follows what the machine leaves, up to `host_memory_max`.
+
+    Raises:
+        BudgetError: it is less than the least that works, more than `host_memory_max`, or more than the machine leaves.
+        HostMemoryError: the system refuses the memory. The budget is what it was.
+        MemascendError: a pass is under way, or the model was opened without `host_memory_max`.
+    """
+    session = offload_of(model)
+    if host_memory == AUTO:
+        session.follow_machine()
+    else:
+        session.set_host_memory(parse_size(host_memory))
+
+
+def set_device_memory(model: nn.Module, device_memory: str | int) -> None:
+    """Change the memory that memascend and PyTorch may hold on an offloaded model's device, between two passes.
+
+    Buffers of weights on the device are given back and those of the new budget reserved, when this returns; the next
+    pass copies weights there again. PyTorch's allocator gives back what it has cached, and is limited to the new
+    budget. Host memory, states and the store stay as they are. No bit changes. After an error the budget is what it
+    was, and the run goes on.
+
+    Args:
+        model: the offloaded model, not in a pass.
+        device_memory: the new ceiling, in bytes or as "10GiB".
+
+    Raises:
+        BudgetError: it is less than the least that works, or more than the device has free beside what other programs
+            and other tensors hold.
+        DeviceError: another program took the memory in the midst of the change.
+        MemascendError: a pass is under way, a tensor of the program refers to weights on the device, or the model
+            computes on the CPU.
+    """
+    offload_of(model).set_device_memory(parse_size(device_memory))
+
+
 def _check_not_offloaded(model: nn.Module) -> None:
     session = find_offload(model)
     if session is not None:
@@ -97,6 +144,7 @@ def offload(
     *,
     store: StorePaths,
     host_memory: str | int,
+    host_memory_max: str | int | None = None,
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     recompute: bool = True,
@@ -104,6 +152,7 @@ def offload(
     batch_tokens: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",
+    update: str = "forward",
     durability: str = "auto",
     keep_store: bool | None = None,
     **options: Any,
@@ -114,11 +163,15 @@ def offload(
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
         store: a directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on
             different drives are striped: evenly, or by the rates that `memascend bench` has measured.
-        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB".
+        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB". "auto" follows what the
+            machine and its memory cgroups leave, from pass to pass: it leaves room for what a step takes beside it, and
+            for other programs, gives back when memory gets short, and takes more when there is more. No bit changes.
+        host_memory_max: the most that `memascend.set_host_memory` may make of it later, or that "auto" takes. None
+            keeps a size as it is; with "auto" it is what the model can use, or the machine has.
         device: where the model computes: "cuda", "cuda:1", or the CPU (None). Weights are copied to the device as they
             are needed. The model's buffers stay on the device, and inputs on the CPU are copied there.
         device_memory: ceiling of device memory, as `host_memory`. It counts what memascend and PyTorch allocate there,
-            not CUDA's own context (0.3 to 0.6 GiB). None is what is free.
+            not CUDA's own context (0.3 to 0.6 GiB). None is what is free. `memascend.set_device_memory` changes it.
         recompute: recompute the activations of the repeated layers in the backward pass.
         activations: where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far
             as `host_memory` has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and
@@ -136,6 +189,15 @@ def offload(
             put aside, and rounds the sum. The update computes in float32 from the rounded values. `parameter.grad`
             shows them, and clipping and the overflow check see them: what rounds to infinity (from 3.396e38 on) is not
             finite. Gradients of bfloat16 weights are so anyway; float16 weights are refused.
+        update: when weights are updated, of which the bits are the same either way. "forward": on the way into the next
+            forward pass. "backward": in the backward pass, as soon as a gradient is made, which spares the SSD the
+            gradients (4 of 30 bytes a parameter) and holds two of them in memory instead. It is for programs in which
+            `optimizer.step()` follows each backward pass and nothing asks for gradients in between: from the second
+            step on, no clipping, scaler, accumulation or other use of a gradient may begin, nor may options of the
+            optimizer change between `backward()` and `step()`; what does is refused with an error that says so. A
+            gradient that the program has clipped, read or added to in the first step waits for `step()` as with
+            "forward", and so do small tensors and vocabularies that are read by blocks. On the CPU, with
+            nonfinite="propagate".
         durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
             stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
             "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
@@ -156,20 +218,21 @@ def offload(
         ValueError: a dtype or device that cannot be trained.
     """
     _check_not_offloaded(model)
-    budget = parse_size(host_memory)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
     _check_parameters(model, computing.torch_device)
     units = partition(model, computing.torch_device, fused_loss, gradients)
+    plan, automatic = plan_for(units, host_memory, host_memory_max, update)
     session = Session(
         model,
         units,
-        make_plan(units, budget),
+        plan,
         store,
         computing=computing,
         keep_store=keep_store,
         durability=durability,
         source=source_of(model),
         options=options,
+        automatic=automatic,
     )
     try:
         session.fill(_read_parameter, None)

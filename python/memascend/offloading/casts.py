@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from memascend.common.graphs import in_backward
 from memascend.errors import MemascendError
 
 
@@ -58,7 +59,7 @@ class CastWeights:
             torch.is_autocast_enabled(self._device_type)
             and torch.is_autocast_cache_enabled()
             and torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1
+            and not in_backward()
         )
 
     def _convert(self) -> object:

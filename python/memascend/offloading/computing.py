@@ -12,6 +12,7 @@ from memascend.layout.units import CPU
 from memascend.machine.cuda import ComputeDevice, open_device
 from memascend.offloading.activations import POLICIES
 from memascend.plan.device import make_device_plan
+from memascend.plan.host import UPDATES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,8 @@ class Computing:
     fused_loss: bool | str = "auto"
     #: One of `GRADIENTS`.
     gradients: str = "auto"
+    #: One of `memascend.plan.host.UPDATES`.
+    update: str = "forward"
 
     @staticmethod
     def of(
@@ -53,6 +56,7 @@ class Computing:
         batch_tokens: int | None,
         fused_loss: bool | str = "auto",
         gradients: str = "auto",
+        update: str = "forward",
     ) -> Computing:
         """Check the arguments of `memascend.offload` that have these names, and open the device.
 
@@ -76,6 +80,13 @@ class Computing:
                 f"gradients={gradients!r} is of a model that computes on the CPU: a device's gradients are put aside "
                 "as they are made; leave it out, or train in bfloat16 there"
             )
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r} is none of {', '.join(map(repr, UPDATES))}")
+        if opened is not None and update != "forward":
+            raise ValueError(
+                f"update={update!r} is of a model that computes on the CPU: a device's gradients are put aside, and "
+                "applied on the way into the next forward pass; leave it out"
+            )
         if opened is None and device_memory is not None:
             raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
         return Computing(
@@ -87,6 +98,7 @@ class Computing:
             batch_tokens=batch_tokens,
             fused_loss=fused_loss,
             gradients=gradients,
+            update=update,
         )
 
     @property
@@ -94,17 +106,15 @@ class Computing:
         """The device as a `torch.device`."""
         return CPU if self.device is None else self.device.torch_device
 
-    def plan(self, units: Sequence[Unit], config: Any) -> DevicePlan | None:
-        """Plan the device's memory, or return None for the CPU.
+    def plan(self, units: Sequence[Unit], config: Any, leaving_bytes: int) -> DevicePlan | None:
+        """Plan the device's memory, of which `leaving_bytes` are in use and free by then, or return None for the CPU.
 
         Raises BudgetError where the device has less memory free than the plan takes.
         """
         if self.device is None:
             return None
         free, total = self.device.memory()
-        places = (place for unit in units for place in unit.places)
-        # A model that is on the device now leaves it before training.
-        free += sum(place.nbytes for place in places if place.parameter.device.type == "cuda")
+        free += leaving_bytes
         plan = make_device_plan(
             units,
             self.device_memory,

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES, as_held
-from memascend.offloading.stand_ins import copy_of, is_stand_in, make_marker
+from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in, make_marker
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, StoreTensor
     from memascend.machine.cuda import ComputeDevice
+    from memascend.offloading.early import EarlyUpdates
     from memascend.residency.host import Streamer
 
 
@@ -46,14 +47,20 @@ class GradientCapture:
         timeline: Timeline,
         device: ComputeDevice | None = None,
         in_flight_bytes: int = 0,
+        early: EarlyUpdates | None = None,
     ) -> None:
-        """Capture into `runtime`. Gradients on their way from `device` take about `in_flight_bytes` there at most."""
+        """Capture into `runtime`. Gradients on their way from `device` take about `in_flight_bytes` there at most.
+
+        Gradients that `early` takes are applied at once, and not captured.
+        """
         self.runtime = runtime
         self.streamer = streamer
         self.timeline = timeline
         self.device = device
+        self.early = early
         self._accumulating: set[Place] = set()
-        self._in_flight_bytes = in_flight_bytes
+        #: The most bytes of gradients that are on their way from the device while another is made.
+        self.in_flight_bytes = in_flight_bytes
         #: Copies under way from the device, the oldest first: the capture, the event at which the
         #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[Capture, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
@@ -88,9 +95,13 @@ class GradientCapture:
         """Prepare for autograd to accumulate a gradient."""
         parameter = place.parameter
         self._accumulating.discard(place)  # A backward pass that failed may have left it.
+        if parameter.grad is not None and parameter.grad is not place.marker:
+            place.awaits_step = True  # Autograd adds to a tensor of the program's, which it may go on to use.
         self.settle(place)
         gradient = parameter.grad
         if gradient is place.marker:
+            if place.early:
+                raise MemascendError(early_gradient(place.name))
             if not place.held:
                 raise MemascendError(
                     f"the gradient of {place.name} was consumed by optimizer.step(), or lost in a backward pass that "
@@ -128,6 +139,11 @@ class GradientCapture:
                 f"backward(create_graph=True) gives {place.name} a gradient with a graph, which cannot be kept on SSD: "
                 "use torch.autograd.grad(loss, parameters, create_graph=True)"
             )
+        if place.early:
+            raise MemascendError(early_gradient(place.name))
+        place.awaits_step |= accumulate
+        if self.early is not None and not isinstance(gradient, TableGradient) and self.early.take(place, gradient):
+            return
         self.streamer.apply_update(place.tensor.unit)
         with span(f"gradient of {place.name}"):
             if isinstance(gradient, TableGradient) and (place.tensor.packed or self.device is not None):
@@ -205,14 +221,21 @@ class GradientCapture:
         held = (gradient,) if sums is None else (gradient, sums.memory)
         self._leaving.append((capture, ready, gradient.nbytes, held))
         self._leaving_bytes += gradient.nbytes
-        self._release()
+        self._release(self.in_flight_bytes)
 
-    def _release(self) -> None:
-        """Drop gradients that have been copied from the device. Wait for the oldest while too many are on their way."""
+    def wait_copied(self) -> None:
+        """Wait until no gradient is on its way from the device."""
+        self._release(-1)
+
+    def _release(self, most_bytes: int) -> None:
+        """Drop gradients that have been copied from the device.
+
+        Wait for the oldest while more than `most_bytes` are on their way.
+        """
         while self._leaving:
             capture, ready, nbytes, _ = self._leaving[0]
             if not capture.copied():
-                if self._leaving_bytes <= self._in_flight_bytes:
+                if self._leaving_bytes <= most_bytes:
                     return
                 ready.wait()
                 with self.timeline.waiting("d2h"):
@@ -229,7 +252,7 @@ class GradientCapture:
             with self.timeline.waiting("d2h"):
                 place.sum_squares, place.non_finite = place.capturing.wait()
             place.capturing = None
-            self._release()
+            self._release(self.in_flight_bytes)
 
     def allocate(self, tensor: StoreTensor) -> int:
         """Return the number of a tensor's gradient in the store, making room for it the first time.
@@ -262,6 +285,8 @@ class GradientCapture:
 
     def fill(self, place: Place, value: float) -> None:
         """Set every element of a parameter's gradient to a value."""
+        if place.early:
+            raise MemascendError(early_gradient(place.name))
         self._discard(place)
         # As it is put aside: what overflows there is not finite.
         value = torch.full((), value, dtype=place.dtype).to(place.tensor.gradient_dtype).item()
@@ -272,6 +297,7 @@ class GradientCapture:
     def values(self, place: Place) -> torch.Tensor:
         """Return a copy of the gradient that memascend keeps: (elements of the parameter,), where it computes."""
         device = place.absent.device
+        place.awaits_step = True
         if place.filled is not None:
             return torch.full((place.numel,), place.filled, dtype=place.dtype, device=device)
         self.finish(place)
@@ -285,6 +311,7 @@ class GradientCapture:
 
     def replace(self, place: Place, values: torch.Tensor) -> None:
         """Keep `values`, (elements of the parameter,), instead of the present gradient."""
+        place.awaits_step = True
         # The update that waits for the step's gradient reads it from where the new one goes.
         self.streamer.apply_update(place.tensor.unit)
         self._discard(place)
@@ -293,6 +320,8 @@ class GradientCapture:
 
     def clear(self, place: Place) -> None:
         """Discard a parameter's gradient, as `zero_grad` does."""
+        if place.early:
+            raise MemascendError(early_gradient(place.name))
         self._discard(place)
         # A step has taken the gradient if it is not held, or was filled since: the update that waits
         # for it needs it.
@@ -313,7 +342,10 @@ class GradientCapture:
             place.capturing = None
 
     def close(self) -> None:
-        """Wait until no copy reads the device."""
+        """Wait until no copy reads the device, and no update a gradient."""
+        if self.early is not None:
+            with suppress(MemascendError):
+                self.early.close()
         while self._leaving:
             with suppress(MemascendError):
                 self._leaving[0][0].wait_copied()

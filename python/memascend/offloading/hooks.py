@@ -52,6 +52,12 @@ class _SavedWeight:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         #: Elements before the first one, in the unit's bytes.
         self.offset = offset
+        place.saved_names += 1
+
+    def __del__(self) -> None:
+        # Dynamo makes objects without attributes while it traces.
+        if hasattr(self, "place"):
+            self.place.saved_names -= 1
 
 
 class _Saved:
@@ -352,6 +358,8 @@ class Hooks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
             check_transforms("the model")
+            streamer.refuse_early()
+            session.fit_memory(grad)
             if grad:
                 with as_held():
                     for place in session.places:

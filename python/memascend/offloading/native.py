@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from memascend._memascend import Runtime, return_large_blocks_to_system
+import torch
+
+from memascend._memascend import Runtime, keep_large_blocks, return_large_blocks_to_system
 from memascend.errors import StoreError
 from memascend.machine.drives import notices_of, store_options
 from memascend.plan.host import check_available
@@ -32,7 +34,9 @@ StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 OPTIONS = frozenset(
     name
     for name, parameter in inspect.signature(Runtime).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("resume", "in_place", "device")
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    and name
+    not in ("resume", "in_place", "device", "states_bytes", "states_count", "chunk_count_max", "states_count_max")
 )
 
 _log = logging.getLogger("memascend")
@@ -87,7 +91,7 @@ def open_runtime(
     _log.info("host memory:\n%s", plan.table())
     close_unused()  # Its memory is available, too.
     check_available(plan)
-    return_large_blocks_to_system()
+    set_heap(plan)
     paths = store_paths(store)
     for notice in notices_of(paths):
         warn_of(notice)
@@ -100,19 +104,40 @@ def open_runtime(
     return when_free(
         lambda: Runtime(
             paths,
-            [(line.consumer, line.nbytes, line.count) for line in plan.buffers],
+            _buffers(plan),
             [(line.consumer, line.nbytes, line.count) for line in plan.packs],
             plan.staging.nbytes,
             plan.staging.count + plan.kept.count,
             plan.chunk_elements,
             plan.slots.nbytes,
             plan.slots.count,
+            states_bytes=(plan.most or plan).states.nbytes,
+            states_count=plan.states.count,
+            chunk_count_max=None if plan.most is None else plan.most.staging.count + plan.most.kept.count,
+            states_count_max=None if plan.most is None else plan.most.states.count,
             resume=resume,
             in_place=in_place,
             device=device,
             **{**measured, **options},
         )
     )
+
+
+def set_heap(plan: Plan) -> None:
+    """Have malloc give memory back as soon as it can, or keep it, where the budget has room for that."""
+    if plan.keeps_blocks:
+        keep_large_blocks()
+    else:
+        return_large_blocks_to_system()
+
+
+def _buffers(plan: Plan) -> list[tuple[str, int, int] | tuple[str, int, int, int]]:
+    """Return the lines of buffers for weights, with the largest number of each where the budget may change."""
+    if plan.most is None:
+        return [(line.consumer, line.nbytes, line.count) for line in plan.buffers]
+    counts = {(line.consumer, line.nbytes): line.count for line in plan.buffers}
+    most = plan.most.buffers
+    return [(line.consumer, line.nbytes, counts.get((line.consumer, line.nbytes), 0), line.count) for line in most]
 
 
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:
@@ -192,6 +217,21 @@ def close_unused(failed: bool = False) -> None:
                 holder.close(failed=failed, ended=True)
             except Exception as error:
                 _log.warning("the store of a model that nothing refers to any more could not be closed: %s", error)
+
+
+# PyTorch goes through waiting nodes in the reverse order of their creation: this one comes after all of a program's.
+with torch.inference_mode(False), torch.enable_grad():
+    _oldest = torch.zeros(1, requires_grad=True).view(1)
+
+
+@atexit.register
+def _drop_waiting_nodes() -> None:
+    """Drop the nodes that a failed backward pass has left waiting.
+
+    PyTorch would free them, and the Python hooks that they hold, after the interpreter's end, and crash.
+    """
+    with suppress(RuntimeError):  # A forked child has no threads of autograd.
+        _oldest.backward()
 
 
 @atexit.register

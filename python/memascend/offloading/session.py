@@ -9,24 +9,32 @@ import logging
 import sys
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend._memascend import PAGE_BYTES
+from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
+from memascend.common.graphs import in_backward
+from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
-from memascend.errors import MemascendError, PinnedMemoryError
+from memascend.errors import DeviceError, HostMemoryError, MemascendError, PinnedMemoryError
 from memascend.layout.units import round_up
 from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
+from memascend.offloading.automatic import Watch, growing_alone
+from memascend.offloading.early import EarlyUpdates
 from memascend.offloading.gradients import GradientCapture
-from memascend.offloading.native import close_at_exit, forget, open_runtime, store_paths, unused, warn_of
-from memascend.plan.host import Plan, make_plan
+from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
+from memascend.plan.automatic import held_by
+from memascend.plan.host import Plan, check_available, make_plan, replan
 from memascend.residency.device import DeviceStreamer
-from memascend.residency.host import Streamer
+from memascend.residency.host import PassError, Streamer, early_use
+from memascend.residency.states import share_room, stay_whole
 from memascend.residency.tables import OffloadedTable
 
 if TYPE_CHECKING:
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
     from memascend.offloading.computing import Computing
     from memascend.offloading.native import StorePaths
+    from memascend.plan.automatic import Change
 
 _log = logging.getLogger("memascend")
 
@@ -82,12 +91,14 @@ class Session:
         durability: str,
         source: dict[str, Any],
         options: dict[str, Any],
+        automatic: bool = False,
         resume: bool = False,
         tag: str | None = None,
     ) -> None:
         """Create the store for `units`, without contents, or open it to `resume`, with the values of a snapshot `tag`.
 
-        `source` describes how to make the model again, and becomes part of every generation.
+        `source` describes how to make the model again, and becomes part of every generation. `automatic` has the budget
+        of host memory follow what the machine leaves.
         """
         self.model = weakref.ref(model)
         self.units = units
@@ -106,14 +117,21 @@ class Session:
             "recompute": computing.recompute,
             "activations": computing.activations if computing.recompute else None,
             "batch_tokens": computing.batch_tokens,
+            "update": computing.update,
             **options,
         }
         self.generations = Generations(self, durability, source)
         self.notices: list[str] = notices_of(store_paths(store))
         self._tables: dict[Place, OffloadedTable] = {}
         self._attachment: Callable[[], Attachment | None] = lambda: None
-        self.device_plan = computing.plan(units, getattr(model, "config", None))
+        self._computing = computing
+        # A model that is on the device now leaves it before training.
+        leaving_bytes = sum(place.nbytes for place in self.places if place.parameter.device.type == "cuda")
+        self.device_plan = computing.plan(units, getattr(model, "config", None), leaving_bytes)
         self.host_memory = plan.budget
+        #: What is known of the machine, where the budget follows it.
+        self._watch: Watch | None = None
+        self._said_lacking = False
         self.plan, self.runtime = self._open(plan, store, options, resume)
         try:
             if tag is not None:
@@ -125,9 +143,17 @@ class Session:
             self.runtime.close(keep=resume)
             raise
         in_flight_bytes = 0 if self.device_plan is None else self.device_plan.in_flight_bytes
-        self.gradients = GradientCapture(self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes)
+        early = None
+        if self.plan.update == "backward":
+            in_flight = self.plan.applied.total
+            through = partial(self._writes_through, early=True)
+            early = EarlyUpdates(self.streamer, self.generations, self.timeline, in_flight, through)
+        self.gradients = GradientCapture(
+            self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early
+        )
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
+        self.streamer.write_through = self._writes_through
         self.inputs = InputStash(self.runtime, computing.activations, self.timeline, self.device)
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({place.source[0] for place in self.places if place.source is not None})
@@ -135,6 +161,8 @@ class Session:
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)
         close_at_exit(self)
+        if automatic:
+            self.follow_machine()
 
     def _open(self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool) -> tuple[Plan, Runtime]:
         """Create the native side. Where the system pins less memory than `plan` takes, use a smaller plan."""
@@ -149,7 +177,8 @@ class Session:
             except PinnedMemoryError as error:
                 if plan.total <= plan.smallest_bytes:
                     raise
-                smaller = make_plan(self.units, max(plan.smallest_bytes, plan.total // 2))
+                most = None if plan.most is None else plan.most.budget
+                smaller = make_plan(self.units, max(plan.smallest_bytes, plan.total // 2), most, plan.update)
                 _log.info("%s: trying %s", error, format_size(smaller.total))
                 plan = smaller
         if plan is not wanted:
@@ -189,6 +218,15 @@ class Session:
             self.device_plan,
             forget_recomputed=forget_recomputed,
         )
+
+    def _writes_through(self, early: bool = False) -> bool:
+        """Whether updates, in the backward pass if `early`, write at once what stays in memory.
+
+        Where only a part stays, the drives have enough to do beside the forward pass: the commit writes it beside the
+        backward pass, in which they would be idle.
+        """
+        tensors = (tensor for unit in self.units for tensor in unit.tensors)
+        return self.generations.writes_through(early) and stay_whole(tensors)
 
     def _note_options(self, options: dict[str, Any]) -> None:
         """Add a notice for each option that slows this session down."""
@@ -322,11 +360,160 @@ class Session:
         """Return a unit's current bytes (uint8, of `unit.nbytes`). Call `flush` first: deferred updates are missing."""
         return self.streamer.read(unit)
 
+    def set_host_memory(self, budget: int) -> None:
+        """Change the budget of host memory, and keep it; see `memascend.set_host_memory`."""
+        self._check_elastic()
+        plan = replan(self.plan, self.units, budget)
+        if plan.total > self.plan.total:
+            check_available(plan, self.plan.total)
+        self._change_plan(plan)
+        self._stop_following()
+
+    def set_device_memory(self, budget: int) -> None:
+        """Change the budget of device memory; see `memascend.set_device_memory`."""
+        streamer, before = self.streamer, self.device_plan
+        if before is None or not isinstance(streamer, DeviceStreamer):
+            raise MemascendError(
+                "the model computes on the CPU and holds no device memory: open it with device='cuda', or use "
+                "memascend.set_host_memory"
+            )
+        streamer.finish_uses()
+        self._wait_copied()
+        computing = replace(self._computing, device_memory=budget)
+        plan = computing.plan(self.units, getattr(self.model(), "config", None), streamer.pool.nbytes)
+        assert plan is not None
+        # An interrupt amid the change would leave the streamer without buffers.
+        with uninterrupted():
+            try:
+                streamer.change_device_plan(plan)
+            except DeviceError:
+                # Another process was quicker: go on with what there was.
+                streamer.change_device_plan(before)
+                raise
+            self.device_plan, self._computing = plan, computing
+            self.gradients.in_flight_bytes = plan.in_flight_bytes
+            self.opened_with["device_memory"] = budget
+
+    def follow_machine(self) -> None:
+        """Have the budget of host memory follow what the machine leaves, from pass to pass."""
+        self._check_elastic()
+        if self._watch is None:
+            self._watch = Watch()
+
+    @property
+    def follows_machine(self) -> bool:
+        """Whether the budget of host memory follows what the machine leaves."""
+        return self._watch is not None
+
+    def _stop_following(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+    def fit_memory(self, grad: bool) -> None:
+        """Before a pass of the whole model with or without gradients, change the budget as the machine demands."""
+        watch = self._watch
+        # A pass within another, or within a backward pass.
+        if watch is None or self.streamer.depth or in_backward() or not watch.is_due(grad):
+            return
+        with growing_alone() as alone:
+            change = watch.look(self.plan, grad, self.runtime.leaving_bytes, alone)
+            if change is not None:
+                self._follow(watch, change)
+        if watch.lacking and not self._said_lacking:
+            self._said_lacking = True
+            warn_of(
+                f"host memory is at the least that works, {format_size(self.plan.total)}, and the machine lacks "
+                f"{format_size(watch.lacking)} for it and for a step: stop other programs, raise the limit, or lower "
+                "the batch size, or the kernel may end the run"
+            )
+        watch.begin(grad)
+
+    def _follow(self, watch: Watch, change: Change) -> None:
+        before, plan = self.plan, replan(self.plan, self.units, change.budget)
+        if change.budget >= before.total and held_by(plan) <= held_by(before):
+            return  # No whole buffer more.
+        try:
+            # An interrupt amid the change would leave the streamer with one plan and the pools with another.
+            with uninterrupted():
+                self._change_plan(plan)
+        except PassError as error:
+            _log.debug("the host memory stays at %s: %s", format_size(before.total), error)
+        except HostMemoryError as error:
+            watch.refused()
+            _log.info("host memory stays at %s: %s", format_size(before.total), error)
+        else:
+            if self.plan.total != before.total:
+                sizes = (format_size(before.total), format_size(self.plan.total))
+                _log.info("host memory %s -> %s (%s)", *sizes, change.reason)
+
+    def _check_elastic(self) -> None:
+        if self.plan.most is None:
+            raise MemascendError(
+                "the model was opened with a fixed budget: give host_memory_max beside host_memory, the most that it "
+                "may become, or host_memory='auto'"
+            )
+
+    def _wait_copied(self) -> None:
+        """Wait until nothing is on its way from the device: it takes memory there, and chunks of staging here."""
+        self.gradients.wait_copied()
+        self.inputs.wait_copied()
+
+    def _change_plan(self, plan: Plan) -> None:
+        before = self.plan
+        self._wait_copied()
+        try:
+            self._make_way(plan)
+        except PassError:
+            self.streamer.follow(before)
+            raise
+        try:
+            self._resize(plan)
+        except MemascendError:
+            # The system refuses what is more: go on with what there was.
+            self._make_way(before)
+            self._resize(before)
+            raise
+        self.host_memory = plan.budget
+        set_heap(plan)
+
+    def _make_way(self, plan: Plan) -> None:
+        """Let go of what `plan` has no room for."""
+        self.streamer.change_plan(plan)
+        chunks = plan.staging.count + plan.kept.count - STAGING_RESERVE
+        with self.timeline.waiting("ssd_write"):
+            self.runtime.spill_gradients(chunks)
+        if self.runtime.chunks_in_use > chunks:
+            raise PassError(
+                "inputs of layers wait in memory for a backward pass: call backward(), or let go of the loss, before "
+                "the host memory becomes less"
+            )
+        self.plan = plan
+        tensors = [tensor for unit in self.units for tensor in unit.tensors]
+        share_room(plan, tensors)
+        tickets = []
+        for tensor in tensors:
+            planes = [(plane.id, plane.plane.bytes(tensor.kept_elements)) for plane in tensor.planes.values()]
+            if planes:
+                tickets.append(self.runtime.let_go_states(tensor.unit.index, planes))
+        with self.timeline.waiting("ssd_write"):
+            for ticket in tickets:
+                ticket.wait()
+
+    def _resize(self, plan: Plan) -> None:
+        assert plan.most is not None
+        # Buffers of one size, in whole pages, are one kind.
+        counts = {round_up(line.nbytes, PAGE_BYTES): 0 for line in plan.most.buffers}
+        for line in plan.buffers:
+            counts[round_up(line.nbytes, PAGE_BYTES)] += line.count
+        self.runtime.resize(list(counts.items()), plan.staging.count + plan.kept.count, plan.states.count)
+
     def stats(self) -> dict[str, Any]:
         """Return counters; see `memascend.stats`."""
         stats = self.runtime.stats()
         stats["host_bytes_budget"] = self.host_memory
         stats["host_bytes_planned"] = self.plan.total
+        stats["host_memory_auto"] = self.follows_machine
         stats["file_bytes_read"] = sum(file.bytes_read for file in self.files)
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
@@ -377,7 +564,11 @@ class Session:
         """
         if self.runtime.closed:
             return
+        self._stop_following()
         failed = failed or sys.exc_info()[0] is not None
+        if self.streamer.early_units and not failed:
+            _log.warning("%s: the store keeps the last durable step", early_use("the model"))
+            failed = True
         stays = self.keep_store is not False and (
             failed or ended or bool(self.keep_store) or bool(self.runtime.snapshots())
         )
@@ -426,6 +617,7 @@ class Session:
 
     def discard(self) -> None:
         """Close a session that was never attached to its model, and remove its store."""
+        self._stop_following()
         self.runtime.close(keep=False)
         self._free()
 

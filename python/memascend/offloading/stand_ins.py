@@ -190,10 +190,23 @@ def kept_gradient(tensor: Any) -> tuple[Place, bool] | None:
     if source is None or not source.is_gradient:
         return None
     place = source.place()
+    if place is not None and place.early:
+        raise MemascendError(early_gradient(place.name))
     if place is None or not place.held or place.marker is not source.marker():
         raise MemascendError(_gone("a parameter" if place is None else place.name))
+    place.awaits_step = True
     whole = whole_of(place)
     return place, (source.dtype, source.size, source.offset) == (whole.dtype, whole.size, whole.offset)
+
+
+def early_gradient(name: str) -> str:
+    """Say that a gradient is asked for that the backward pass has applied."""
+    return (
+        f"the backward pass has already applied the gradient of {name} (update='backward'), and optimizer.step() has "
+        "not followed: a gradient that is clipped, scaled, read, added to or discarded before step() has to be so "
+        "from the first step on, or the model offloaded with update='forward'. memascend.resume goes on from the last "
+        "durable step"
+    )
 
 
 def _gone(name: str) -> str:

@@ -16,13 +16,14 @@ from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.offloading.native import OPTIONS
 from memascend.optim import record
+from memascend.optim.early import EarlySteps
 from memascend.optim.factors import GradientFactors
 from memascend.optim.homes import Homes
 from memascend.optim.own_store import OwnStores
 from memascend.optim.room import Room
-from memascend.optim.rules import rule_for
+from memascend.optim.rules import Algorithm, rule_for
 from memascend.optim.states import check_saved, saved_steps
-from memascend.optim.step import NONFINITE, Algorithm, Step
+from memascend.optim.step import NONFINITE, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place
     from memascend.offloading.native import StorePaths
     from memascend.optim.homes import Home
+    from memascend.residency.updates import Segment
 
 #: Seeds of stochastic rounding are below this: they are the upper half of a 64-bit seed.
 _SEEDS = 1 << 32
@@ -114,6 +116,7 @@ class OffloadedOptimizer(Optimizer):
         """Set what an optimizer has before its parameters, for a new one as for a copy."""
         self._homes = Homes(self, own_stores)
         self._factors = GradientFactors()
+        self._early_steps = EarlySteps(self._homes)
         self._built = False
         self._closed = False
         #: Steps left out for a gradient that was not finite, with `nonfinite="skip"`.
@@ -168,6 +171,7 @@ class OffloadedOptimizer(Optimizer):
                 raise ValueError(f"Invalid seed: {group['seed']}: it must be from 0 to below 2^32")
             if self._built:
                 self._prepare([group])
+                self._early_steps.forget()
         except BaseException:
             self.param_groups.pop()
             self._homes.numbers = numbers
@@ -240,18 +244,39 @@ class OffloadedOptimizer(Optimizer):
     def _step(self) -> None:
         if self._closed:
             raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
-        algorithm = Algorithm(self.rule_of, self._scalars)
-        step = Step(self._homes, self._factors, algorithm, self._with_gradient())
-        if step.left_out(self.nonfinite):
+        step = Step(
+            self._homes, self._factors, self._algorithms, self._with_gradient(), self._early_steps, self.nonfinite
+        )
+        if step.left_out():
             self.skipped_steps += 1
             self._factors.clear()
             return
         schedule = step.plan()
         with uninterrupted():
             step.carry_out(schedule)
+            if step.takes_any:
+                self._early_steps.look_up(self.param_groups)
+
+    @property
+    def _algorithms(self) -> Algorithm:
+        return Algorithm(self.rule_of, self._scalars)
+
+    def early_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int]) -> Segment | None:
+        """Return the parameter's next update, of weights and a gradient at `addresses`; None if it waits for `step`."""
+        if self._closed or self.nonfinite != "propagate":
+            return None
+        return self._early_steps.segment(self._algorithms, parameter, addresses)
+
+    def took_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
+        """Note that the backward pass has started the update that `early_segment` gave."""
+        self._early_steps.take(parameter, segment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients, those kept on SSD too."""
+        """Discard the gradients, those kept on SSD too.
+
+        Raises MemascendError, before anything has changed, where the backward pass has applied one already.
+        """
+        self._early_steps.check_complete([])
         with as_held():
             for home in self._homes_with_gradient():
                 home.clear_gradient(set_to_none)
@@ -320,6 +345,7 @@ class OffloadedOptimizer(Optimizer):
         for group, saved in zip(groups, saved_groups, strict=True):
             options = {name: value for name, value in saved.items() if name not in self.own_options}
             group.update(copy.deepcopy(options))
+        self._early_steps.forget()
         for group, parameter, states in saved_states:
             self._load(group, parameter, states)
         for session in self._homes.sessions:

@@ -13,7 +13,7 @@ from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import place_of
-from memascend.offloading.stand_ins import copy_of, is_stand_in
+from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in
 from memascend.optim.room import allocate_states, free_unused_states, make_room, missing_planes
 from memascend.optim.schedule import Operands
 from memascend.optim.states import load_states, read_states
@@ -61,6 +61,10 @@ class Homes:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer outlives its homes"
         return optimizer
+
+    def seed(self, group: dict[str, Any], parameter: nn.Parameter) -> int:
+        """Return the seed of a parameter's stochastic rounding: its number keeps two from rounding alike."""
+        return int(group["seed"]) << 32 | self.numbers[parameter]
 
     @property
     def on_drives(self) -> bool:
@@ -307,6 +311,8 @@ class OnModel(Home):
         gradients, place = self.session.gradients, self.place
         gradients.settle(place)
         gradient = self.parameter.grad
+        if place.early:
+            raise MemascendError(early_gradient(place.name))
         if gradient is not place.marker:
             self.check_gradient()
             gradients.capture(place, accumulate=False)
@@ -319,15 +325,18 @@ class OnModel(Home):
 
     def gradient_stats(self) -> tuple[float, bool]:
         """Return what was measured when the gradient was taken over."""
+        self.place.awaits_step = True
         return self.place.sum_squares, self.place.non_finite
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Discard the gradient on the store, or set it to zero."""
-        gradients, place = self.session.gradients, self.place
-        if set_to_none or self.parameter.grad is not place.marker:
-            gradients.clear(place)
-        else:
+        gradients, place, gradient = self.session.gradients, self.place, self.parameter.grad
+        if not set_to_none and gradient is place.marker:
             gradients.fill(place, 0.0)
+            return
+        gradients.clear(place)
+        if not set_to_none:
+            self.parameter.grad = gradient  # a tensor of the program's, which PyTorch sets to zero
 
     def prepare(self, rule: Rule, room: Room) -> None:
         """Ask for room on the model's store, and claim states that no other optimizer has."""

@@ -202,7 +202,7 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
         try:
             kept = kept_gradient(tensor)
         except MemascendError as error:
-            raise ValueError(f"tensors[{index}] was discarded since: {error}") from None
+            raise ValueError(f"tensors[{index}]: {error}") from None
         if kept is None:
             located = place_of(tensor)
             name = "a view of a parameter" if located is None else f"the parameter {located[1].name}"

@@ -10,6 +10,7 @@ from memascend.layout.units import Unit, lay_out
 from memascend.offloading.native import close_at_exit, open_runtime
 from memascend.optim.room import allocate_states
 from memascend.plan.host import make_states_plan
+from memascend.residency.states import share_room
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,13 +45,16 @@ class StatesStore:
             self.runtime.check_room(sum(plane.bytes(tensor.numel) for tensor, plane in planes))
             for place in self.unit.places:
                 allocate_states(self.runtime, place.tensor, rules[place.parameter])
+            share_room(plan, self.unit.tensors)
         except BaseException:
             self.runtime.close(keep=False)
             raise
         close_at_exit(self)
 
     def run(self, updates: list[Update]) -> None:
-        """Carry out `updates` and wait until the new states are on the drives."""
+        """Carry out `updates` and wait until the new states are on the drives, or in memory to stay there."""
+        for update in updates:
+            update.write_through = False  # nothing goes on from such a store
         ticket = self.runtime.fetch(self.unit.index, [], None, updates)
         for update in updates:
             update.started()

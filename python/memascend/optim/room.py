@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend.layout.units import StorePlane
+from memascend.residency.states import share_room
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,3 +82,4 @@ def make_room(session: Session, tensors: dict[StoreTensor, list[Rule]], optimize
             assert tensor.id is not None
             for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values())]:
                 runtime.make_spare(tensor_id)
+    share_room(session.plan, [tensor for unit in session.units for tensor in unit.tensors])

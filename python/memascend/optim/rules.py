@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import Rule
 from memascend.layout.units import DTYPE_NAMES, PACK_BELOW_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+    from torch import nn
+
+    from memascend._memascend import StepScalars
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """The arithmetic of an optimizer, which depends on the options of a parameter's group."""
+
+    #: `rule(group, parameter)`: the kernels and states of an update.
+    rule: Callable[[dict[str, Any], nn.Parameter], Rule]
+    #: `scalars(group, step, begins, grad_scale, seed)`: the constants of step number `step`.
+    scalars: Callable[[dict[str, Any], int, bool, float, int], StepScalars]
 
 
 @lru_cache

@@ -10,26 +10,18 @@ from memascend.optim.room import Room
 from memascend.optim.schedule import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch import nn
 
     from memascend._memascend import Rule, StepScalars
+    from memascend.optim.early import EarlySteps
     from memascend.optim.factors import GradientFactors
-    from memascend.optim.homes import Home, Homes
+    from memascend.optim.homes import Home, Homes, OnModel
+    from memascend.optim.rules import Algorithm
 
 #: The values of `nonfinite`: what becomes of a step whose gradients are not all finite.
 NONFINITE = ("propagate", "skip", "raise")
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """The arithmetic of an optimizer, which depends on the options of a parameter's group."""
-
-    #: `rule(group, parameter)`: the kernels and states of an update.
-    rule: Callable[[dict[str, Any], nn.Parameter], Rule]
-    #: `scalars(group, step, begins, grad_scale, seed)`: the constants of step number `step`.
-    scalars: Callable[[dict[str, Any], int, bool, float, int], StepScalars]
 
 
 @dataclass(slots=True)
@@ -54,27 +46,42 @@ class Step:
         factors: GradientFactors,
         algorithm: Algorithm,
         with_gradient: Iterable[tuple[dict[str, Any], nn.Parameter]],
+        early: EarlySteps,
+        nonfinite: str,
     ) -> None:
-        """Check every parameter and complete its gradient."""
+        """Check every parameter and complete its gradient. `nonfinite` is one of `NONFINITE`."""
         self._homes = homes
         self._factors = factors
         self._algorithm = algorithm
+        self._early = early
+        self._nonfinite = nonfinite
         self._parts: list[Part] = []
+        #: What the backward pass has updated.
+        self._ahead: list[OnModel] = []
         for group, parameter in with_gradient:
             home = homes.of(parameter)
+            if (ahead := early.confirm(algorithm, group, home, nonfinite)) is not None:
+                self._ahead.append(ahead)
+                continue
             home.take_gradient()
             rule = algorithm.rule(group, parameter)
             home.check_rule(rule)
             self._parts.append(Part(group, home, rule))
+        early.check_complete(self._ahead)
 
-    def left_out(self, nonfinite: str) -> bool:
-        """Whether the policy `nonfinite` leaves the step out. Raises MemascendError if the policy is to raise."""
-        if nonfinite == "propagate":
+    @property
+    def takes_any(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return bool(self._parts or self._ahead)
+
+    def left_out(self) -> bool:
+        """Whether the policy leaves the step out. Raises MemascendError if the policy is to raise."""
+        if self._nonfinite == "propagate":
             return False
         home = next((part.home for part in self._parts if part.home.gradient_stats()[1]), None)
         if home is None:
             return False
-        if nonfinite == "raise":
+        if self._nonfinite == "raise":
             raise MemascendError(
                 f"the gradient of {home.name} is not finite, and the optimizer's policy is nonfinite='raise': "
                 "nothing has changed; zero_grad() discards the gradients"
@@ -100,8 +107,7 @@ class Step:
 
     def _add_work(self, part: Part, schedule: Schedule) -> None:
         group, home = part.group, part.home
-        # The number keeps two parameters from rounding by the same random numbers.
-        seed = int(group["seed"]) << 32 | self._homes.numbers[home.parameter]
+        seed = self._homes.seed(group, home.parameter)
         factor = self._factors.of(home)
 
         def scalars(step: int, begins: bool) -> StepScalars:
@@ -116,6 +122,6 @@ class Step:
             part.home.count(part.rule)
         self._factors.clear()
         schedule.run()
-        for session in schedule.sessions:
+        for session in dict.fromkeys([*self._early.confirmed(self._ahead), *schedule.sessions]):
             session.generations.stepped(self._homes.optimizer)
             session.streamer.start_next_pass()

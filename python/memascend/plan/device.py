@@ -164,7 +164,7 @@ def _spend_spare(
 
     def add(kind: BufferClass, wanted: int, leave: int) -> None:
         room = (plan.budget - plan.total - leave) // max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
-        kind.line.count += max(0, min(wanted, kind.members - kind.line.count, room))
+        kind.line.count += max(0, min(wanted, len(kind.members) - kind.line.count, room))
 
     # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two
     # ahead.
@@ -178,7 +178,7 @@ def _spend_spare(
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
     # The layers first: the units at the turn from forward to backward pass are used again at once.
     for kind in sorted(classes, key=lambda kind: not kind.repeated):
-        add(kind, kind.members, cache_leaves)
+        add(kind, len(kind.members), cache_leaves)
         kind.line.note = why(kind)
 
 

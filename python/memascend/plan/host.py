@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,12 @@ CHUNK_ELEMENTS_MAX = 262_144
 UPDATE_BYTES_PER_ELEMENT = 12
 #: With fp16 weights, whose master is whole.
 UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
+#: Of that, the gradient is not kept from one step to the next. AdamW's states of a weight, by its dtype.
+STATE_BYTES_PER_ELEMENT = {torch.bfloat16: 10, torch.float16: 12, torch.float32: 8}
 #: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
 UPDATE_SLOTS = 8
+#: What the ends of tensors and of buffers cost, as a share of the states that stay.
+STATES_ROUNDING = 0.02
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
 STAGING_CHUNKS = 16
 STATES_STAGING_CHUNKS = 4
@@ -37,11 +42,18 @@ STATES_STAGING_CHUNKS = 4
 #: chunks cost time: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B
 #: parameters.
 TRANSFER_SHARE = 1 / 6
+#: When tensors that move alone are updated: on the way into the next forward pass, or in the backward pass as soon as
+#: their gradient is made.
+UPDATES = ("forward", "backward")
+#: Gradients that the backward pass is applying: one under way, and the next.
+APPLIED_GRADIENTS = 2
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
 REPEATED_BUFFERS_MIN = 2
 REPEATED_BUFFERS = 3
 #: Buffers for blocks of tables: the one in use and the next.
 BLOCK_BUFFERS = 2
+#: What malloc's freed blocks may take of a budget that holds everything.
+HEAP_BYTES = 256 * 2**20
 #: What Python, autograd and Rust keep beside the arena, as benches/plan_accuracy.py measures it.
 BOOKKEEPING_BYTES = 4 * 2**20
 BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
@@ -74,25 +86,37 @@ class Plan:
     staging: Line = field(default_factory=lambda: Line("staging", 0, 0))
     #: Buffers of the staging's size that keep data off the SSD.
     kept: Line = field(default_factory=lambda: Line("kept off the SSD", 0, 0))
+    #: Buffers in which states stay from one step to the next.
+    states: Line = field(default_factory=lambda: Line("states kept in memory", 0, 0))
     bookkeeping: Line = field(default_factory=lambda: Line("bookkeeping", 0, 0))
     #: Beside the arena.
     windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
+    #: Gradients of autograd that are held until the update in the backward pass has used them.
+    applied: Line = field(default_factory=lambda: Line("gradients being applied", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: Blocks of tables that are read by blocks.
     blocks: Line = field(default_factory=lambda: Line("vocabulary, by blocks", 0, 0, "in use, next"))
     #: Tables that have a buffer of their own, because there is room.
     whole_tables: list[Unit] = field(default_factory=list)
+    #: Units with a buffer of their own, in which their weights stay from one step to the next.
+    staying: list[Unit] = field(default_factory=list)
+    #: Whether malloc may keep freed blocks: everything stays in memory, and the budget has room left for them.
+    keeps_blocks: bool = False
     #: One buffer serves all large units.
     by_turns: bool = False
     #: The least budget that works, and one with which the next layer is read while one computes, in
     #: full-size chunks.
     smallest_bytes: int = 0
     overlap_bytes: int = 0
+    #: When large tensors are updated: one of `UPDATES`.
+    update: str = "forward"
+    #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
+    most: Plan | None = None
 
     @property
     def arena(self) -> list[Line]:
         """The lines of the consumers in the arena."""
-        return [*self.buffers, *self.packs, self.slots, self.staging, self.kept]
+        return [*self.buffers, *self.packs, self.slots, self.staging, self.kept, self.states]
 
     @property
     def buffers(self) -> list[Line]:
@@ -102,7 +126,7 @@ class Plan:
     @property
     def lines(self) -> list[Line]:
         """The lines of all consumers."""
-        return [*self.arena, self.windows, self.bookkeeping]
+        return [*self.arena, self.windows, self.applied, self.bookkeeping]
 
     @property
     def arena_bytes(self) -> int:
@@ -132,13 +156,48 @@ def table_of(lines: Sequence[Line]) -> str:
     return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {total:>10}"])
 
 
-def make_plan(units: Sequence[Unit], budget: int) -> Plan:
+def make_plan(units: Sequence[Unit], budget: int, most: int | None = None, update: str = "forward") -> Plan:
     """Size the pool for `units`: first what is needed, then where a spare byte saves most.
+
+    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`.
 
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
+    if most is None:
+        return _plan(units, budget, update)
+    if most < budget:
+        raise BudgetError(
+            f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
+        )
+    plan = _plan(units, budget, update, elastic=True)
+    plan.most = _plan(units, most, update, elastic=True, chunk_elements=plan.chunk_elements)
+    return plan
+
+
+def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
+    """Return `plan`, which was made for a budget that may change, with another budget.
+
+    Buffers are as large as before, and there are other numbers of them. Raises BudgetError where the budget does not
+    hold what is needed, or is larger than the largest.
+    """
+    assert plan.most is not None
+    if budget > plan.most.budget:
+        raise BudgetError(
+            f"{format_size(budget)} is more than the host_memory_max of {format_size(plan.most.budget)} that the model "
+            "was opened with",
+            plan.smallest_bytes,
+        )
+    changed = _plan(units, budget, plan.update, elastic=True, chunk_elements=plan.chunk_elements)
+    changed.most = plan.most
+    return changed
+
+
+def _plan(
+    units: Sequence[Unit], budget: int, update: str, *, elastic: bool = False, chunk_elements: int | None = None
+) -> Plan:
+    """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks of `chunk_elements`."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    plan = Plan(budget)
+    plan = Plan(budget, update=update)
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
@@ -149,53 +208,88 @@ def make_plan(units: Sequence[Unit], budget: int) -> Plan:
         for nbytes, count in sorted(packed.items())
     ]
     _add_bookkeeping(plan, units)
+    early = [tensor for tensor in tensors if updates_early(tensor)] if update == "backward" else []
+    if early:
+        nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
+        plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
+        plan.applied.note = "beside the arena: autograd's, until their update"
     if any(place.source is not None for tensor in tensors for place in tensor.places):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
     tables = [unit for unit in units if unit.is_table]
     units = [unit for unit in units if not unit.is_table]
     _add_blocks(plan, units, tables)
-    classes, by_turns = classes_apart(units), classes_by_turns(units, plan.blocks.nbytes)
+    classes = classes_apart(units)
+    by_turns = classes if elastic else classes_by_turns(units, plan.blocks.nbytes)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
-    least = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
+    least = plan.total + _transfer_bytes(tensors, chunk_elements or CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
     plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
     plan.smallest_bytes = least + min(apart, together)
     if together < apart and budget < least + apart:
         plan.by_turns, classes = True, by_turns
     plan.units = [kind.line for kind in classes]
-    _fit_transfers(plan, tensors, STAGING_CHUNKS)
+    _fit_transfers(plan, tensors, STAGING_CHUNKS, chunk_elements)
+    if elastic:
+        plan.smallest_bytes = plan.total  # with chunks of this size, which stays
 
     # A third buffer per repeated size lets the next prefetch start before the last user is gone.
     spare = budget - plan.total
     for kind in classes:
-        if kind.repeated and kind.members >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
+        if kind.repeated and len(kind.members) >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
             spare -= kind.line.total // kind.line.count
             kind.line.count += 1
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
-    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors if tensor.trained and not tensor.packed)
+    waiting = [tensor for tensor in tensors if tensor.trained and not tensor.packed and tensor not in early]
+    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in waiting)
     plan.kept.count = min(wanted, spare // plan.kept.nbytes)
     spare -= plan.kept.total
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
-        extra = min(kind.members - kind.line.count, spare // size)
+        extra = min(len(kind.members) - kind.line.count, spare // size)
         kind.line.count += extra
         spare -= extra * size
+        if kind.line.count >= len(kind.members):
+            plan.staying += kind.members
         kind.line.note = why(kind)
     # Last, a table in memory saves the reads of its blocks.
-    spare += plan.blocks.total  # not needed once all tables are whole
+    # Blocks are not needed once all tables are whole; a smaller budget would need them again.
+    blocks = 0 if elastic else plan.blocks.total
+    spare += blocks
     for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
-        kind.line.count = kind.members
+        kind.line.count = len(kind.members)
         whole = [*plan.whole_tables, *(table for table in tables if table.nbytes == kind.line.nbytes)]
-        if kind.line.total + (plan.blocks.total if len(whole) < len(tables) else 0) > spare:
+        if kind.line.total + (blocks if len(whole) < len(tables) else 0) > spare:
             break
         spare -= kind.line.total
         kind.line.note = why(kind)
         plan.units.append(kind.line)
         plan.whole_tables = whole
-    if len(plan.whole_tables) == len(tables):
+        plan.staying += kind.members
+    if len(plan.whole_tables) == len(tables) and not elastic:
         plan.blocks.count = 0
+    _keep_states(plan, tensors)
     return plan
+
+
+def updates_early(tensor: StoreTensor) -> bool:
+    """Whether the backward pass can update a tensor: it moves alone, and as a whole."""
+    return tensor.trained and not tensor.packed and not tensor.unit.is_table
+
+
+def _keep_states(plan: Plan, tensors: Sequence[StoreTensor]) -> None:
+    """Have what is left keep states: a byte of them saves a read, and a write where steps are not durable."""
+    trained = [tensor for tensor in tensors if tensor.trained]
+    nbytes = plan.chunk_elements * max((STATE_BYTES_PER_ELEMENT[tensor.dtype] for tensor in trained), default=0)
+    if not nbytes:
+        return
+    needed = sum(STATE_BYTES_PER_ELEMENT[tensor.dtype] * tensor.numel for tensor in trained)
+    wanted = math.ceil(needed * (1 + STATES_ROUNDING) / nbytes) + 1
+    plan.states.nbytes, plan.states.count = nbytes, max(0, min(wanted, (plan.budget - plan.total) // nbytes))
+    share = min(1.0, plan.states.total / needed)
+    plan.states.note = "always there" if share == 1.0 else f"{share:.0%} of them"
+    # States come last: with all of them, everything is in memory.
+    plan.keeps_blocks = share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
 
 
 def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> None:
@@ -213,7 +307,7 @@ class BufferClass:
     """The buffers of some units' weights."""
 
     line: Line
-    members: int
+    members: list[Unit]
     repeated: bool = False
 
 
@@ -226,7 +320,7 @@ def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
     for (repeated, nbytes), members in sorted(sizes.items(), key=lambda item: -item[0][1]):
         held = sum(unit.held for unit in members)
         least = min(len(members), held + (REPEATED_BUFFERS_MIN if repeated else 1))
-        classes.append(BufferClass(Line(_weights_of(members), nbytes, least), len(members), repeated))
+        classes.append(BufferClass(Line(_weights_of(members), nbytes, least), members, repeated))
     return classes
 
 
@@ -242,7 +336,7 @@ def classes_by_turns(units: Sequence[Unit], block_bytes: int = 0) -> list[Buffer
     others = sorted((unit for unit in units if unit not in alone), key=lambda unit: -unit.nbytes)
     classes = classes_apart(alone)
     if others:
-        classes.insert(0, BufferClass(Line(_weights_of(others), others[0].nbytes, 1), len(others)))
+        classes.insert(0, BufferClass(Line(_weights_of(others), others[0].nbytes, 1), others))
     return classes
 
 
@@ -253,12 +347,12 @@ def _weights_of(members: Sequence[Unit]) -> str:
     return f"weights of {members[0].name} and {len(members) - 1} {'like it' if alike else 'others'}"
 
 
-def smallest_plan(units: Sequence[Unit]) -> Plan:
-    """Return the plan with the least budget that works."""
+def smallest_plan(units: Sequence[Unit], most: int | None = None, update: str = "forward") -> Plan:
+    """Return the plan with the least budget that works; `most` and `update` as in `make_plan`."""
     try:
-        return make_plan(units, 1)
+        return make_plan(units, 1, most, update)
     except BudgetError as error:
-        return make_plan(units, error.smallest_bytes)
+        return make_plan(units, error.smallest_bytes, most, update)
 
 
 def make_states_plan(unit: Unit, budget: int | None) -> Plan:
@@ -271,6 +365,8 @@ def make_states_plan(unit: Unit, budget: int | None) -> Plan:
     # Weights and gradients stay where they are; staging is for `state_dict` alone.
     plan.smallest_bytes = plan.total + _transfer_bytes(unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
     _fit_transfers(plan, unit.tensors, STATES_STAGING_CHUNKS)
+    if budget is not None:
+        _keep_states(plan, unit.tensors)
     return plan
 
 
@@ -308,8 +404,11 @@ def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
     return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
 
 
-def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> None:
-    """Size the buffers through which bytes move; raises BudgetError when not even the smallest fit."""
+def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, chunk_elements: int | None = None) -> None:
+    """Size the buffers through which bytes move, for chunks of `chunk_elements` if given.
+
+    Raises BudgetError when not even the smallest fit.
+    """
     largest = _largest_chunk(tensors)
 
     def size(chunk_elements: int) -> None:
@@ -319,18 +418,19 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int) -> 
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
         plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
 
-    for chunk_elements in range(min(largest, CHUNK_ELEMENTS_MAX), CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
-        size(chunk_elements)
+    largest = min(largest, CHUNK_ELEMENTS_MAX) if chunk_elements is None else 0
+    for elements in range(largest, CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
+        size(elements)
         if plan.total <= plan.budget and plan.slots.total + plan.staging.total <= plan.budget * TRANSFER_SHARE:
             return
-    size(CHUNK_ELEMENTS_MIN)
+    size(chunk_elements or CHUNK_ELEMENTS_MIN)
     if plan.total > plan.budget:
         raise _too_small(plan, max((tensor.dtype.itemsize for tensor in tensors), default=2))
 
 
 def why(kind: BufferClass) -> str:
     """Say what the buffers of a class are for."""
-    count, members = kind.line.count, kind.members
+    count, members = kind.line.count, len(kind.members)
     if count >= members:
         return "always there"
     if count == 1:
@@ -357,9 +457,13 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
     )
 
 
-def check_available(plan: Plan) -> None:
-    """Raise BudgetError if the plan takes more than this process can have, rather than let the kernel kill it."""
+def check_available(plan: Plan, held: int = 0) -> None:
+    """Raise BudgetError if the plan takes more than this process can have, rather than let the kernel kill it.
+
+    `held` are the bytes that the process holds for a plan before it.
+    """
     available, limit = available_memory()
+    available += held
     if plan.total <= available:
         return
     remedy = (

@@ -62,7 +62,7 @@ class Occupancy:
 
 
 class DevicePool:
-    """The buffers of a device plan: reserved once, never reallocated."""
+    """The buffers of one device plan: reserved once, and given back all together."""
 
     def __init__(self, device: ComputeDevice, plan: DevicePlan) -> None:
         """Have no buffers yet; `reserve` makes those of `plan`."""
@@ -70,27 +70,41 @@ class DevicePool:
         self.plan = plan
         #: Whether the link that records events is gone.
         self.closed = False
+        self._lines = [line for line in plan.units if line.count]
         #: Buffers by their size in bytes.
-        self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in plan.units if line.count}
+        self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in self._lines}
+        #: Of each line, the bytes of its buffers.
         self._memory: list[torch.Tensor] = []
 
-    def reserve(self) -> None:
-        """Reserve the device memory of all buffers.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device that the buffers take now."""
+        return sum(memory.nbytes for memory in self._memory)
 
-        Raises DeviceError if the device has less memory than the plan takes.
+    @property
+    def in_use(self) -> list[Buffer]:
+        """The buffers to which a tensor refers."""
+        return [buffer for buffers in self.buffers.values() for buffer in buffers if buffer.users]
+
+    def reserve(self) -> None:
+        """Reserve the device memory of all buffers, unless that was done.
+
+        Raises DeviceError, with nothing reserved, if the device has less memory than the plan takes.
         """
-        for line in self.plan.units:
-            if not line.count:
-                continue
-            nbytes = line.total // line.count
+        if self._memory:
+            return
+        for line in self._lines:
             try:
-                memory = torch.empty(line.total, dtype=torch.uint8, device=self.device.torch_device)
+                # No local variable refers to the memory: the traceback of the error would hold it.
+                self._memory.append(self.device.reserve(line.total))
             except torch.OutOfMemoryError as error:
+                self._memory.clear()
                 raise DeviceError(
                     f"{self.device.torch_device} has no room for {line.consumer} ({line.count} x {line.nbytes} bytes): "
                     f"another process may use it; lower device_memory or free the device\n{self.plan.table()}"
                 ) from error
-            self._memory.append(memory)
+        for line, memory in zip(self._lines, self._memory, strict=True):
+            nbytes = line.total // line.count
             self.buffers[nbytes].extend(
                 Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)
             )
@@ -116,6 +130,6 @@ class DevicePool:
 
     def free(self) -> None:
         """Give the memory back, at once or with the last tensor that refers to it."""
-        if not any(buffer.users for buffers in self.buffers.values() for buffer in buffers):
+        if not self.in_use:
             self._memory.clear()
         self.buffers.clear()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
+from memascend.errors import MemascendError
 from memascend.layout.units import round_up
 from memascend.residency.cuda import DevicePool
 from memascend.residency.host import NoBufferError, Streamer
@@ -66,10 +67,7 @@ class DeviceStreamer(Streamer):
         """Stream `units` through the host buffers of `plan` and the device buffers of `device_plan`."""
         super().__init__(runtime, units, plan, timeline, forget_recomputed=forget_recomputed)
         self.device = device
-        self.pool = DevicePool(device, device_plan)
-        self._device_size = {
-            unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers) for unit in units
-        }
+        self._begin_pool(device_plan)
         #: The buffer of each unit that is on the device, or on its way there.
         self._on_device: dict[Unit, Buffer] = {}
         #: The latest copy of each unit out of its host buffer.
@@ -79,6 +77,57 @@ class DeviceStreamer(Streamer):
         self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         #: Whether units are wanted in host memory only.
         self._to_host = False
+
+    def _begin_pool(self, plan: DevicePlan) -> None:
+        """Go by the buffers of a plan, which are yet to be reserved."""
+        self.pool = DevicePool(self.device, plan)
+        self._device_size = {
+            unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers) for unit in self.residencies
+        }
+
+    # ---- another plan -----------------------------------------------------------------------------------
+
+    def finish_uses(self) -> None:
+        """Wait until no copy and no computation uses a device buffer.
+
+        Raises PassError in a pass, and MemascendError where a tensor of the program refers to a buffer.
+        """
+        self.check_between_passes("device")
+        if self.pool.in_use:
+            # As in `_buffer`: an abandoned backward pass, and unreachable reference cycles.
+            self._forget_recomputed()
+            gc.collect()
+        names = dict.fromkeys(self.by_address[buffer.address].name for buffer in self.pool.in_use)
+        if names:
+            raise MemascendError(
+                f"the device memory cannot change while tensors of the program refer to weights there, of "
+                f"{', '.join(names)}: drop them, or keep copies (tensor.clone())"
+            )
+        for buffers in self.pool.buffers.values():
+            for buffer in buffers:
+                # PyTorch orders the memory's next use after its own stream only.
+                if buffer.last_use is not None:
+                    buffer.last_use.wait()
+                if buffer.arrived is not None:
+                    with self.timeline.waiting("h2d"):
+                        buffer.arrived.wait()
+
+    def change_device_plan(self, plan: DevicePlan) -> None:
+        """Give the device's buffers back and reserve those of another plan; call `finish_uses` before.
+
+        Units stay in host memory as they are. Raises DeviceError, with no buffer reserved, if the device has less
+        memory than the plan takes.
+        """
+        for buffers in self.pool.buffers.values():
+            for buffer in buffers:
+                self._forget(buffer)
+                # The address may be that of any tensor next.
+                self.by_address.pop(buffer.address, None)
+        self.pool.free()
+        self.device.empty_cache()
+        self.device.hold(plan)
+        self._begin_pool(plan)
+        self.pool.reserve()
 
     # ---- use --------------------------------------------------------------------------------------------
 
@@ -143,6 +192,8 @@ class DeviceStreamer(Streamer):
 
     def _buffer(self, unit: Unit) -> Buffer:
         """Return a device buffer for a unit that is needed now, if need be by evicting another."""
+        # Where another process took the memory in the midst of a change of plans, it may be free again.
+        self.pool.reserve()
         for attempt in range(2):
             buffer = self._spare_buffer(unit, -1)
             if buffer is not None:
@@ -220,6 +271,9 @@ class DeviceStreamer(Streamer):
             self._returning[self._buffer_size[residency.unit]].append(upload)
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
+        kept = self.residencies[unit].lease
+        if kept is not None:
+            return kept
         returning = self._returning[self._buffer_size[unit]]
         while True:
             lease = self.runtime.lease_unit(unit.nbytes)
@@ -242,7 +296,7 @@ class DeviceStreamer(Streamer):
         if not returning:
             return super()._fetch_ahead(unit, number)
         # A buffer will soon be free, so no other unit is evicted.
-        lease = self.runtime.lease_unit(unit.nbytes)
+        lease = self.residencies[unit].lease or self.runtime.lease_unit(unit.nbytes)
         if lease is None:
             return False
         self._fetch(unit, lease)
@@ -250,11 +304,13 @@ class DeviceStreamer(Streamer):
 
     def let_go(self, unit: Unit) -> None:
         """Drop a unit that is about to change, from the device too."""
+        # A copy under way from a buffer that is to change may read either value: nothing uses the copy.
         super().let_go(unit)
         self._forget_copy(unit)
 
-    def _discard(self, unit: Unit) -> None:
-        super()._discard(unit)
+    def discard(self, unit: Unit) -> None:
+        """Give up a unit's bytes and its buffers."""
+        super().discard(unit)
         self._forget_copy(unit)
 
     def _forget_copy(self, unit: Unit) -> None:

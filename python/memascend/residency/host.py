@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend._memascend import return_holes_to_system
+from memascend.common.graphs import in_backward
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
-    from memascend.layout.units import Place, Unit
+    from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.plan.host import Plan
     from memascend.residency.updates import Update
 
@@ -31,6 +32,10 @@ _log = logging.getLogger("memascend")
 
 class NoBufferError(MemascendError):
     """No buffer is free for a unit that is needed."""
+
+
+class PassError(MemascendError):
+    """The memory cannot change now: a pass is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +60,19 @@ class Residency:
     writes_itself: bool = False
     #: How often a module has written to the unit's weights.
     module_writes: int = 0
+    #: Whether the weights stay in `lease` when a step is about to change them.
+    stays: bool = False
+    #: Updates under way in `lease` that the backward pass has started.
+    early: list[Ticket] = field(default_factory=list)
+
+
+def early_use(name: str) -> str:
+    """Say that weights are used between the backward pass that has updated them and the optimizer's step."""
+    return (
+        f"the backward pass has already updated {name} (update='backward'): call optimizer.step() before its weights, "
+        "its states or another pass are asked for. A backward pass that failed cannot be taken back: memascend.resume "
+        "goes on from the last durable step"
+    )
 
 
 class Streamer:
@@ -76,13 +94,14 @@ class Streamer:
         self.runtime = runtime
         self.timeline = timeline
         self._forget_recomputed = forget_recomputed
-        #: Tables without a buffer: read by blocks and by rows, and whole only beyond the budget.
-        self._streamed = {unit for unit in units if unit.is_table and unit not in plan.whole_tables}
+        self._tables = {unit for unit in units if unit.is_table}
         self._block_bytes = plan.blocks.nbytes
-        sizes = {line.nbytes for line in plan.units}
+        self.follow(plan)
+        sizes = {line.nbytes for line in (plan.most or plan).units}
         self._remedy = f" to {format_size(plan.overlap_bytes)}, where layers have their own" if plan.by_turns else ""
         #: Bytes of the buffer that serves each unit: the pool's smallest that holds it.
-        self._buffer_size = {unit: smallest_holding(unit.nbytes, sizes) for unit in units if unit not in self._streamed}
+        never_whole = self._tables - set((plan.most or plan).whole_tables)
+        self._buffer_size = {unit: smallest_holding(unit.nbytes, sizes) for unit in units if unit not in never_whole}
         self.residencies = {unit: Residency(unit) for unit in units}
         #: Units by the address of their storage, for tensors that autograd saves.
         self.by_address: dict[int, Unit] = {}
@@ -92,6 +111,10 @@ class Streamer:
         self.before_write: Callable[[], None] = lambda: None
         #: Called with a unit that a module has written to, though nothing had told of it before.
         self.on_surprise: Callable[[Unit], None] = lambda unit: None
+        #: Whether updates write what stays in memory, because their step is to be durable.
+        self.write_through: Callable[[], bool] = lambda: True
+        #: Units that the backward pass has begun to update, ahead of `optimizer.step()`.
+        self.early_units: set[Unit] = set()
         #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
         #: Tables that a warning has named.
@@ -100,6 +123,34 @@ class Streamer:
         self._order = UseOrder({True: [*units, *reversed(units)], False: list(units)})
         self._order.begin(True)
 
+    def follow(self, plan: Plan) -> None:
+        """Go by a plan, whose buffers are there, in what is to stay in memory."""
+        #: Tables without a buffer: read by blocks and by rows, and whole only beyond the budget.
+        self._streamed = self._tables - set(plan.whole_tables)
+        #: Units with a buffer of their own, in which their weights stay from one step to the next.
+        self._staying = set(plan.staying)
+        #: Whether weights stay as long as nothing else needs their buffer, for the backward pass to update them there.
+        self._updates_early = plan.update == "backward"
+        #: Whether holes that a pass leaves in the heap are given back.
+        self._gives_back = not plan.keeps_blocks
+
+    def check_between_passes(self, memory: str) -> None:
+        """Raise PassError in a pass, and while a unit is in use; `memory` ("host", "device") is what is to change."""
+        used = next((r.unit.name for r in self.residencies.values() if r.users), None)
+        if self.depth or used is not None or self.early_units or in_backward():
+            raise PassError(f"the {memory} memory can change between passes only, but {used or 'the model'} is in use")
+
+    def change_plan(self, plan: Plan) -> None:
+        """Give up every buffer, to go on with those of another plan.
+
+        Raises PassError in a pass, and while a unit is in use.
+        """
+        self.check_between_passes("host")
+        for residency in self.residencies.values():
+            if residency.lease is not None or residency.ticket is not None:
+                self.discard(residency.unit)
+        self.follow(plan)
+
     # ---- passes -----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -107,7 +158,8 @@ class Streamer:
         """Enclose one call of the whole model; with `grad`, its backward pass belongs to the same pass."""
         if self.depth == 0:
             self._order.begin(grad)
-            return_holes_to_system(True)
+            if self._gives_back:
+                return_holes_to_system(True)
         with self.scope():
             yield
 
@@ -132,6 +184,7 @@ class Streamer:
         A table is brought into memory, but stays a stand-in: what reads it by blocks and rows goes on doing so.
         """
         residency = self.residencies[unit]
+        self._refuse_early_use(unit)
         if residency.users == 0:
             self._name_whole(unit)
             if residency.writes_itself:
@@ -180,6 +233,10 @@ class Streamer:
         Outside of passes this is no use that predicts others. The program says `mark_written` where it has written.
         """
         residency = self.residencies[unit]
+        self._refuse_early_use(unit)
+        if in_backward():
+            for place in unit.places:
+                place.awaits_step = True
         self._name_whole(unit)
         residency.users += 1
         try:
@@ -195,7 +252,7 @@ class Streamer:
         """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
         for place in places:
             if place.source is not None:
-                self._discard(place.tensor.unit)
+                self.discard(place.tensor.unit)
                 raise MemascendError(
                     f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
                     "stays as it is: use frozen='store'"
@@ -235,7 +292,8 @@ class Streamer:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
         self._order.record(unit)
         # What earlier units have left between long-lived blocks would add up over a pass.
-        return_holes_to_system(False)
+        if self._gives_back:
+            return_holes_to_system(False)
         storage = self._bring(unit)
         # The prefetch may evict any idle unit. This one is about to be used, so it must not look
         # idle.
@@ -260,12 +318,29 @@ class Streamer:
     def _hosted(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes in host memory, fetched if need be."""
         residency = self.residencies[unit]
+        if not in_backward():  # which goes on to use tensors that it has not updated yet
+            self._refuse_early_use(unit)
+        if unit not in self.early_units:
+            self._settle_early(residency)
         if residency.storage is None:
             self._fetch(unit, self._lease(unit))
         if residency.ticket is not None:
             self._settle(residency)
         assert residency.storage is not None
         return residency.storage
+
+    def _refuse_early_use(self, unit: Unit) -> None:
+        """Raise MemascendError for a unit that the backward pass has begun to update."""
+        if unit in self.early_units:
+            raise MemascendError(early_use(unit.name))
+
+    def _settle_early(self, residency: Residency) -> None:
+        """Wait until the updates that the backward pass has started are in the unit's buffer."""
+        tickets, residency.early = residency.early, []
+        if tickets:
+            with self.timeline.waiting("cpu_update"):
+                for ticket in tickets:
+                    ticket.wait()
 
     def _settle(self, residency: Residency) -> None:
         ticket, residency.ticket = residency.ticket, None
@@ -354,7 +429,14 @@ class Streamer:
         with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
             # The update of a table is followed block by block.
             group = next(unit.places).blocks.elements if lease is None and len(residency.updates) == 1 else 0
-            residency.ticket = self.runtime.fetch(unit.index, unit.weights, lease, residency.updates, group)
+            write_through = bool(residency.updates) and self.write_through()
+            for update in residency.updates:
+                update.write_through = write_through
+            staying = unit in self._staying
+            residency.stays = lease is not None and (staying or self._updates_early)
+            residency.ticket = self.runtime.fetch(
+                unit.index, unit.weights, lease, residency.updates, group, residency.stays, not staying
+            )
             for update in residency.updates:
                 update.started()
             residency.updates = ()
@@ -367,6 +449,9 @@ class Streamer:
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
         """Return a buffer for a unit that is needed now, if need be by evicting others."""
+        kept = self.residencies[unit].lease
+        if kept is not None:
+            return kept
         if unit in self._streamed:
             return self.runtime.lease_outside(unit.nbytes)
         for attempt in range(2):
@@ -402,7 +487,7 @@ class Streamer:
         idle = (
             residency
             for residency in self.residencies.values()
-            if residency.storage is not None and not self._busy(residency) and size.get(residency.unit) == size[unit]
+            if residency.lease is not None and not self._busy(residency) and size.get(residency.unit) == size[unit]
         )
         return farthest(idle, lambda residency: self._next_fetch(residency.unit), beyond=sooner_than)
 
@@ -422,14 +507,19 @@ class Streamer:
                 # again.
                 ticket, residency.ticket = residency.ticket, None
                 self._wait(residency, ticket)
+            self._settle_early(residency)
         finally:
             # A view that outlives the buffer keeps its address in use, so its entry in `by_address`
             # stays correct.
             residency.lease = residency.storage = None
+            if residency.stays:
+                residency.stays = False
+                self.runtime.let_go(residency.unit.index, residency.unit.weights)
 
-    def _discard(self, unit: Unit) -> None:
-        """Give up a unit's bytes, which are not what they should be; the next use fetches them."""
+    def discard(self, unit: Unit) -> None:
+        """Give up a unit's bytes and its buffer; the next use fetches them."""
         self._drop(self.residencies[unit])
+        self._wait_written(unit)
 
     def _prefetch(self) -> None:
         self._order.prefetch(PREFETCH_UNITS, self._is_hosted, self._fetch_ahead)
@@ -444,10 +534,10 @@ class Streamer:
         if unit in self._streamed:
             self._fetch(unit, None)  # its updates alone
             return True
-        lease = self.runtime.lease_unit(unit.nbytes)
+        lease = self.residencies[unit].lease or self.runtime.lease_unit(unit.nbytes)
         if lease is None:
             victim = self._victim(unit, sooner_than=number)
-            if victim is None or victim.ticket is not None:
+            if victim is None or victim.ticket is not None or not all(ticket.is_ready() for ticket in victim.early):
                 return False
             self._drop(victim)
             lease = self.runtime.lease_unit(unit.nbytes)
@@ -459,11 +549,20 @@ class Streamer:
     # ---- updates ----------------------------------------------------------------------------------------
 
     def let_go(self, unit: Unit) -> None:
-        """Drop a unit that is about to change; an error of its fetch under way is raised here."""
+        """Drop a unit that is about to change, unless it is to change where it is.
+
+        An error of its fetch under way is raised here.
+        """
         residency = self.residencies[unit]
         if residency.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
-        self._drop(residency)
+        if not residency.stays:
+            self._drop(residency)
+            return
+        self._write_back(residency)
+        if residency.ticket is not None:
+            self._settle(residency)
+        residency.storage = None
 
     def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
         """Have the next fetch of `unit`, which `let_go` dropped, apply `updates`."""
@@ -476,6 +575,52 @@ class Streamer:
                 earlier.segments = sorted(earlier.segments + update.segments, key=lambda segment: segment.start)
         residency.updates = list(by_tensor.values())
 
+    def can_update_early(self, tensor: StoreTensor) -> bool:
+        """Whether `update_early` can update a tensor: its weights are hidden in a buffer, as the store has them."""
+        residency = self.residencies[tensor.unit]
+        here = residency.lease is not None and residency.storage is not None
+        return here and residency.stays and not (residency.dirty or residency.users)
+
+    def weight_address(self, tensor: StoreTensor) -> int:
+        """Return where the weights of a tensor lie whose unit is in a buffer."""
+        lease = self.residencies[tensor.unit].lease
+        assert lease is not None, "the unit is in a buffer"
+        return lease.address + tensor.offset
+
+    def update_early(self, update: Update) -> Ticket:
+        """Start an update, whose gradient the segments name, of weights that the backward pass has done with.
+
+        They change where they are. `confirm_early` has to follow before the unit is used again.
+        """
+        tensor, unit = update.tensor, update.tensor.unit
+        residency = self.residencies[unit]
+        assert residency.lease is not None and tensor.id is not None, "as can_update_early says"
+        if residency.ticket is not None:
+            self._settle(residency)
+        # The first update waits for what the last step has left to be written.
+        beside = unit in self.early_units
+        ticket = self.runtime.update_in_place(
+            unit.index,
+            (tensor.id, tensor.offset, tensor.nbytes),
+            residency.lease,
+            update,
+            write_through=unit not in self._staying,
+            beside=beside,
+        )
+        update.started()
+        residency.early.append(ticket)
+        self.early_units.add(unit)
+        return ticket
+
+    def refuse_early(self) -> None:
+        """Raise MemascendError if the backward pass has updated units and `optimizer.step()` has not followed."""
+        if self.early_units:
+            raise MemascendError(early_use("the model"))
+
+    def confirm_early(self) -> None:
+        """Note that `optimizer.step()` has followed updates of the backward pass: units without others can be used."""
+        self.early_units = {unit for unit in self.early_units if any(place.early for place in unit.places)}
+
     def start_next_pass(self) -> None:
         """Start fetching what the next training pass uses first, with the updates that were just deferred."""
         if self.depth == 0:
@@ -483,7 +628,12 @@ class Streamer:
             self._prefetch()
 
     def apply_updates(self) -> None:
-        """Apply every deferred update now and wait until it is on the store's drives."""
+        """Apply every deferred update now and wait until it is on the store's drives.
+
+        Raises MemascendError in the middle of a step: the backward pass has updated units, and `optimizer.step()` has
+        not followed.
+        """
+        self.refuse_early()
         self.clean()
         waiting = [residency.unit for residency in self.residencies.values() if residency.updates]
         if waiting:
@@ -495,6 +645,7 @@ class Streamer:
                 else:
                     self.read(unit)
         for residency in self.residencies.values():
+            self._settle_early(residency)
             if residency.ticket is not None:
                 self._settle(residency)
             self._wait_written(residency.unit)
@@ -505,7 +656,9 @@ class Streamer:
 
     def tickets(self) -> list[Ticket]:
         """Return the fetches under way."""
-        return [residency.ticket for residency in self.residencies.values() if residency.ticket is not None]
+        residencies = self.residencies.values()
+        fetches = [residency.ticket for residency in residencies if residency.ticket is not None]
+        return fetches + [ticket for residency in residencies for ticket in residency.early]
 
     def apply_update(self, unit: Unit) -> None:
         """Apply the deferred updates of one unit now, because its gradient is about to be replaced."""
@@ -527,6 +680,7 @@ class Streamer:
         for residency in self.residencies.values():
             if not residency.users:
                 # The weights of a failed fetch are not needed any more. A store that is kept was
-                # flushed before, and the flush raised the error.
+                # flushed before, and the flush raised the error. What stays needs no write for the same reason.
+                residency.stays = False
                 with suppress(MemascendError):
                     self._drop(residency)

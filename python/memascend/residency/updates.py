@@ -35,6 +35,8 @@ class Update:
     segments: list[Segment] = field(default_factory=list)
     #: Take the gradient from the store's keeping; otherwise the segments carry addresses.
     captured: bool = True
+    #: Whether what stays in memory is written too; otherwise the next commit writes it.
+    write_through: bool = True
 
     @property
     def dtype(self) -> str:
@@ -56,6 +58,11 @@ class Update:
         """The states that the segments' rules keep; others of the tensor stay as they are."""
         wanted = dict.fromkeys(plane for segment in self.segments for plane in segment.rule.planes)
         return [self.tensor.planes[plane] for plane in wanted]
+
+    @property
+    def kept_elements(self) -> int:
+        """How many elements, counted from the first, keep their states in memory."""
+        return self.tensor.kept_elements
 
     @property
     def gradient(self) -> int | None:

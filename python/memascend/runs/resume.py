@@ -13,7 +13,7 @@ from torch import nn
 from memascend import optim
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.common.html import table
-from memascend.common.sizes import parse_size
+from memascend.common.sizes import AUTO
 from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import materialise
@@ -25,7 +25,7 @@ from memascend.offloading.hooks import Hooks
 from memascend.offloading.native import store_paths, when_free
 from memascend.offloading.session import Session
 from memascend.optim.record import empty_parameters
-from memascend.plan.host import make_plan, smallest_plan
+from memascend.plan.automatic import plan_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +73,7 @@ def resume(
     store: StorePaths,
     *,
     host_memory: str | int | None = None,
+    host_memory_max: str | int | None = None,
     model: nn.Module | None = None,
     tag: str | None = None,
     durability: str = "auto",
@@ -81,6 +82,7 @@ def resume(
     recompute: bool | None = None,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    update: str = "forward",
     keep_store: bool | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     **options: Any,
@@ -95,11 +97,12 @@ def resume(
     Args:
         store: the volumes of the run's store, at least one.
         host_memory: as in `memascend.offload`; may differ from before. None is the least that works.
+        host_memory_max: as in `memascend.offload`.
         model: for a run begun with `memascend.offload`, the same module again, with any weights. Models of
             transformers need not be given.
         tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
-        device, device_memory, activations, batch_tokens, durability, keep_store, options: as in `memascend.offload`;
-            may differ from before.
+        device, device_memory, activations, batch_tokens, update, durability, keep_store, options: as in
+            `memascend.offload`; may differ from before.
         recompute: as in `memascend.offload`. None is as before.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
 
@@ -121,9 +124,9 @@ def resume(
     recompute = record["recompute"] if recompute is None else recompute
     # They change bits, so they are those of the run.
     fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients)
+    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
     units = _divide(model, record, computing)
-    plan = smallest_plan(units) if host_memory is None else make_plan(units, parse_size(host_memory))
+    plan, automatic = plan_for(units, host_memory, host_memory_max, update)
     session = Session(
         model,
         units,
@@ -134,6 +137,7 @@ def resume(
         durability=durability,
         source=record["model"],
         options=options,
+        automatic=automatic,
         resume=True,
         tag=tag,
     )
@@ -230,12 +234,14 @@ def restore_checkpoint(
         session.runtime.delete_snapshot(tag)  # Raises, naming the tag.
     whole = session.model()
     kept, session.keep_store = session.keep_store, True
+    follows_machine = session.follows_machine
     # As after a failure: the steps that follow the checkpoint need not be completed.
     session.close(failed=True)
     return resume(
         model=whole,
         tag=tag,
-        host_memory=session.host_memory,
+        host_memory=AUTO if follows_machine else session.host_memory,
+        host_memory_max=None if session.plan.most is None else session.plan.most.budget,
         keep_store=kept,
         optimizer_classes=optimizer_classes,
         **session.opened_with,

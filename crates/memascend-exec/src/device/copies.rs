@@ -325,7 +325,7 @@ mod tests {
             let cudart = fake.open().unwrap();
             let directory = tempfile::tempdir().unwrap();
             let store = Store::create(&[directory.path().to_owned()], &StoreOptions::default()).unwrap();
-            let class = SizeClass { consumer: "test".into(), bytes: PAGE_BYTES, count: 3 };
+            let class = SizeClass::new("test", PAGE_BYTES, 3);
             let pool = Pool::new(&CudaAllocator::with(Arc::clone(&cudart)), &[class]).unwrap();
             let staging = Staging::new(Arc::new(store), pool, PAGE_BYTES);
             let copies = Copies::open(cudart, 0, Arc::default()).unwrap();

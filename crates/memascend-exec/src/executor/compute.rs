@@ -1,20 +1,21 @@
 //! Runs the kernels on pieces whose reads have ended.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use memascend_kernels::step;
 use memascend_mem::LeaseSlice;
-use memascend_nvme::Operation;
+use memascend_nvme::{Activity, Operation};
 use memascend_store::{Store, StoreError};
 
-use super::piece::{Areas, Work};
+use super::Busy;
+use super::piece::{Areas, SlotAreas, Work};
 use crate::gradients::{Chunk, SourcePlace, widen};
 use crate::{ExecError, Segment};
 
 /// Runs the kernel on a piece whose reads have ended and starts its write-back.
-pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
+pub(super) fn compute(store: &Store, work: Work, busy: &Busy) {
     let began = Instant::now();
     if work.tensor.gradient.rounded {
         widen_gradient(&work);
@@ -26,13 +27,16 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
             update(&work, segment, start, end - start);
         }
     }
-    busy.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    busy.nanos.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    busy.recorder.note(Activity::Kernel, work.numel * work.tensor.dtype.bytes(), began);
     let Work {
         tensor,
         first,
         numel,
         areas,
         weights,
+        weights_stay,
+        weights_written,
         targets,
         gradient_chunk,
         pending,
@@ -40,17 +44,32 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
         update,
         ready,
     } = work;
-    let Areas { planes, gradient, spilled, weights: weights_in_slot } = areas;
-    let mut writes = Vec::with_capacity(planes.len() + 1);
+    let Areas { planes, slot } = areas;
+    let mut results = Vec::with_capacity(planes.len() + 1);
     for ((state, area), target) in tensor.planes.iter().zip(planes).zip(&targets.planes) {
-        writes.push((*target, state.plane.span(first, numel).start, area, Vec::new()));
+        let offset = state.plane.span(first, numel).start;
+        let goes = !area.stays || tensor.write_through;
+        results.push((*target, offset, area.buffer, area.stays, goes, Vec::new()));
     }
     if let Some((range, target)) = weights.zip(targets.weights) {
-        writes.push((target, first * tensor.dtype.bytes(), range, groups));
+        let goes = !weights_stay || weights_written;
+        results.push((target, first * tensor.dtype.bytes(), range, weights_stay, goes, groups));
     }
-    // From here on only the writes hold the buffers.
-    drop((gradient, spilled, gradient_chunk, weights_in_slot));
-    for (extent, offset, buffer, groups) in writes {
+    // From here on only the results hold the buffers.
+    drop((slot, gradient_chunk));
+    for (extent, offset, buffer, stays, goes, groups) in results {
+        let stay = stays.then(|| buffer.clone());
+        let keep = |written| {
+            if let Some(buffer) = stay {
+                store.keep(extent, offset as u64, buffer, written);
+            }
+        };
+        if !goes {
+            drop(buffer);
+            keep(false);
+            groups.into_iter().for_each(|group| group.end(Ok(())));
+            continue;
+        }
         // Begun before the ticket is ready, so that a caller that sees the weights also sees their
         // write-back pending.
         let write = pending.begin();
@@ -60,6 +79,7 @@ pub(super) fn compute(store: &Store, work: Work, busy: &AtomicU64) {
             write.end(result);
         };
         store.transfer(Operation::Write, extent, offset as u64, buffer, Box::new(done));
+        keep(true);
     }
     drop(tensor);
     update.end(Ok(()));
@@ -88,6 +108,7 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
         .map(|plane| {
             let index = tensor.planes.iter().position(|state| state.plane == plane);
             let area = &work.areas.planes[index.expect("the tensor has the planes of its segments' rules")];
+            let area = &area.buffer;
             let span = plane.span(local, numel);
             area.narrow(span.start, span.len())
         })
@@ -116,6 +137,10 @@ fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) ->
     }
 }
 
+fn slot_areas(work: &Work) -> &SlotAreas {
+    work.areas.slot.as_ref().expect("a gradient that is read or widened has an area of a slot")
+}
+
 /// Widens a gradient that is kept in bf16, into the slot.
 fn widen_gradient(work: &Work) {
     let (numel, element) = (work.numel, size_of::<u16>());
@@ -125,10 +150,10 @@ fn widen_gradient(work: &Work) {
             let offset = work.first % chunk_elements * element;
             LeaseSlice::new(Arc::clone(lease), offset, numel * element)
         }
-        (SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => work.areas.spilled.narrow(0, numel * element),
+        (SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => slot_areas(work).spilled.narrow(0, numel * element),
         _ => return, // no segment is updated where no gradient was captured
     };
-    let target = work.areas.gradient.narrow(0, numel * size_of::<f32>());
+    let target = slot_areas(work).gradient.narrow(0, numel * size_of::<f32>());
     // SAFETY: the piece's reads have ended, and only this thread uses the slot's areas; captures wait
     // for this update. A source in the slot lies in the last half of the area, which may be longer
     // than the target.
@@ -141,7 +166,7 @@ fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) 
     let element = work.tensor.dtype.bytes();
     let bytes = numel * element;
     if work.tensor.gradient.rounded {
-        return work.areas.gradient.narrow((start - work.first) * element, bytes).address().as_ptr();
+        return slot_areas(work).gradient.narrow((start - work.first) * element, bytes).address().as_ptr();
     }
     match (&segment.host, &work.tensor.gradient.place, &work.gradient_chunk) {
         (Some((_, gradient)), SourcePlace::Addresses, _) => {
@@ -153,7 +178,7 @@ fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) 
             LeaseSlice::new(Arc::clone(lease), offset, bytes).address().as_ptr()
         }
         (_, SourcePlace::Chunks { .. }, Some(Chunk::Ssd)) => {
-            work.areas.gradient.narrow((start - work.first) * element, bytes).address().as_ptr()
+            slot_areas(work).gradient.narrow((start - work.first) * element, bytes).address().as_ptr()
         }
         _ => unreachable!("a segment is updated only where its gradient was captured"),
     }

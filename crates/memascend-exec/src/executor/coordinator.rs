@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use crossbeam_channel::Sender;
-use memascend_mem::{Lease, LeaseSlice, Pool, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
-use memascend_store::{Extent, Rewrite, Store};
+use memascend_store::{Extent, Rewrite, Store, TensorId};
 
 use super::groups::Groups;
-use super::piece::{Areas, Places, Reads, SlotLayout, Targets, Work};
+use super::kept::KeptStates;
+use super::piece::{Areas, Places, PlaneArea, Reads, SlotAreas, SlotLayout, Targets, Work};
 use super::{Job, Order, Ticket};
 use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
@@ -24,10 +25,15 @@ pub(super) struct Coordinator {
     pub(super) slots: Pool,
     pub(super) slot_bytes: usize,
     pub(super) chunk_elements: usize,
+    /// Memory for states that stay, if there is any.
+    pub(super) kept: Option<KeptStates>,
     pub(super) computed: Sender<Work>,
     /// Made for the first unit that has weights outside the store.
     pub(super) files: OnceLock<FileReader>,
 }
+
+/// Extent, offset in it and buffer of a read.
+type ReadInto = (Extent, usize, LeaseSlice);
 
 /// A job that has started.
 struct Started<'a> {
@@ -53,9 +59,16 @@ impl Coordinator {
     pub(super) fn run(&self, job: Job) {
         let Job { pending, order, ticket, ready } = job;
         let started = match order {
+            Order::LetGo(tensors) => pending.wait_started_reads().map(|()| {
+                tensors.into_iter().for_each(|(tensor, from)| self.let_go(&pending, &ticket, tensor, from));
+            }),
             Order::Part(part) => pending.wait().map(|()| part.start(&self.store, &ticket)),
-            Order::Fetch { weights, updates, mut groups } => {
-                let idle = if updates.is_empty() { pending.wait() } else { pending.wait_started_reads() };
+            Order::Fetch { weights, updates, mut groups, beside } => {
+                let idle = match (beside, updates.is_empty()) {
+                    (true, _) => pending.check(),
+                    (false, true) => pending.wait(),
+                    (false, false) => pending.wait_started_reads(),
+                };
                 // The lease is dropped before the end is signalled, so the waiter can reuse the
                 // buffer.
                 idle.and_then(|()| {
@@ -80,7 +93,7 @@ impl Coordinator {
             let updated: Vec<usize> = updates.iter().map(|tensor| tensor.weight_offset).collect();
             for tensor in &weights.tensors {
                 if updated.binary_search(&tensor.offset).is_err() {
-                    self.read_weights(lease, tensor, job.ticket);
+                    self.read_weights(lease, tensor, weights.stays, job.ticket);
                 }
             }
         }
@@ -149,13 +162,35 @@ impl Coordinator {
         Ok(Places { weights: weights.map(|rewrite| rewrite.source), planes, targets: Arc::new(targets) })
     }
 
-    /// Reads weights that no update changes.
-    fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, ticket: &Ticket) {
+    /// Reads weights that no update changes, unless they are in the lease.
+    fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, stay: bool, ticket: &Ticket) {
         let buffer = LeaseSlice::new(Arc::clone(lease), tensor.offset, tensor.bytes);
+        let extent = self.store.current(tensor.tensor);
+        if stay && self.store.is_kept(extent, 0, &buffer) {
+            return;
+        }
         let read = ticket.ready.begin();
-        let done =
-            Box::new(move |result: std::result::Result<(), _>| read.end(result.map_err(ExecError::from)));
-        self.store.transfer(Operation::Read, self.store.current(tensor.tensor), 0, buffer, done);
+        let stays = stay.then(|| (Arc::clone(&self.store), buffer.clone()));
+        let done = Box::new(move |result: std::result::Result<(), _>| {
+            if let (Ok(()), Some((store, buffer))) = (&result, stays) {
+                store.keep(extent, 0, buffer, true);
+            }
+            read.end(result.map_err(ExecError::from));
+        });
+        self.store.transfer(Operation::Read, extent, 0, buffer, done);
+    }
+
+    /// Ends the stay of what reaches beyond the first `from` bytes of a tensor.
+    fn let_go(&self, pending: &Arc<Pending>, ticket: &Ticket, tensor: TensorId, from: u64) {
+        let from = from.next_multiple_of(PAGE_BYTES as u64);
+        self.store.let_go(self.store.current(tensor), from, || {
+            let (write, ready) = (pending.begin(), ticket.ready.begin());
+            Box::new(move |result: std::result::Result<(), _>| {
+                let result = result.map_err(ExecError::from);
+                write.end(result.clone());
+                ready.end(result);
+            })
+        });
     }
 
     /// Reads weights that lie in external files.
@@ -184,8 +219,8 @@ impl Coordinator {
     /// threads.
     fn start_piece(&self, piece: NewPiece<'_>) -> Result<()> {
         let update = piece.job.pending.begin();
-        let slot = match self.slot() {
-            Ok(slot) => slot,
+        let (areas, mut reads) = match self.areas(&piece) {
+            Ok(areas) => areas,
             Err(error) => {
                 // Other pieces may be updated already: record the error, so that no later job reads
                 // the unit.
@@ -193,34 +228,27 @@ impl Coordinator {
                 return Err(error);
             }
         };
-        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, groups } = piece;
-        let areas = Areas::new(slot, tensor, layout, numel);
+        let NewPiece { job, tensor, places, first, numel, gradient_chunk, groups, .. } = piece;
         let element = tensor.dtype.bytes();
-        let mut reads: Vec<(Extent, usize, LeaseSlice)> = Vec::new();
-        for ((state, area), place) in tensor.planes.iter().zip(&areas.planes).zip(&places.planes) {
-            if state.written {
-                reads.push((place.source, state.plane.span(first, numel).start, area.clone()));
-            } else {
-                // SAFETY: the slot is fresh, so no other thread knows the area.
-                unsafe { area.as_mut_slice() }.fill(0);
-            }
-        }
-        if let (SourcePlace::Chunks { extent, .. }, Some(Chunk::Ssd)) =
-            (&tensor.gradient.place, &gradient_chunk)
-        {
-            let kept = if tensor.gradient.rounded { size_of::<u16>() } else { element };
-            reads.push((*extent, first * kept, areas.spilled.clone()));
-        }
         let weights = job.weights.zip(places.weights).map(|(weights, source)| {
             let in_lease = |lease: &Arc<Lease>| {
                 let offset = tensor.weight_offset + first * element;
                 LeaseSlice::new(Arc::clone(lease), offset, round_up_to_page(numel * element))
             };
-            let range = weights.lease.as_ref().map(in_lease).or_else(|| areas.weights.clone());
+            let in_slot = || areas.slot.as_ref().and_then(|slot| slot.weights.clone());
+            let range = weights.lease.as_ref().map(in_lease).or_else(in_slot);
             let range = range.expect("weights without a lease have an area of the slot");
-            reads.push((source, first * element, range.clone()));
+            let offset = first * element;
+            if weights.stays && self.store.is_kept(source, offset as u64, &range) {
+                self.store.forget_kept(source, offset as u64, range.bytes());
+            } else {
+                reads.push((source, offset, range.clone()));
+            }
             range
         });
+        let weights_stay = job.weights.is_some_and(|weights| weights.stays && weights.lease.is_some());
+        let weights_written =
+            tensor.write_through || job.weights.is_some_and(|weights| weights.write_through);
         let (tensor, targets) = (Arc::clone(tensor), Arc::clone(&places.targets));
         let (pending, ready) = (Arc::clone(job.pending), job.ticket.ready.begin());
         let work = Work {
@@ -229,6 +257,8 @@ impl Coordinator {
             numel,
             areas,
             weights,
+            weights_stay,
+            weights_written,
             targets,
             gradient_chunk,
             pending,
@@ -240,8 +270,71 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Submits the reads of `work`: extent, offset in it and buffer of each.
-    fn submit_reads(&self, reads: Vec<(Extent, usize, LeaseSlice)>, work: Work) {
+    /// The memory of a piece, and what is to be read into it: its states, and a spilled gradient. A
+    /// slot is taken only by a piece that needs it.
+    fn areas(&self, piece: &NewPiece<'_>) -> Result<(Areas, Vec<ReadInto>)> {
+        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, .. } = piece;
+        let (first, numel) = (*first, *numel);
+        let stays = first + numel <= tensor.kept_elements;
+        let mut slot: Option<Arc<Lease>> = None;
+        let mut slot_once = || -> Result<Arc<Lease>> {
+            if slot.is_none() {
+                slot = Some(self.slot()?);
+            }
+            Ok(Arc::clone(slot.as_ref().expect("set above")))
+        };
+        let spilled = matches!(
+            (&tensor.gradient.place, gradient_chunk),
+            (SourcePlace::Chunks { .. }, Some(Chunk::Ssd))
+        );
+        let weights_in_slot =
+            places.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
+        let mut rest = None;
+        if spilled || tensor.gradient.rounded || weights_in_slot {
+            rest = Some(SlotAreas::new(&slot_once()?, tensor, layout, numel));
+        }
+        let mut reads: Vec<ReadInto> = Vec::new();
+        let mut planes = Vec::with_capacity(tensor.planes.len());
+        let spans = tensor.planes.iter().zip(&places.planes).map(|(state, place)| {
+            let span = state.plane.span(first, numel);
+            let (offset, bytes) = (span.start, round_up_to_page(span.len()));
+            (offset, bytes, self.store.take_kept(place.source, offset as u64, bytes))
+        });
+        let spans: Vec<_> = spans.collect();
+        let new = spans.iter().filter(|(_, _, here)| here.is_none()).map(|(_, bytes, _)| *bytes);
+        let mut rooms = match &self.kept {
+            Some(kept) if stays => kept.take(&new.collect::<Vec<_>>())?.into_iter(),
+            _ => Vec::new().into_iter(),
+        };
+        for (index, (state, (offset, bytes, here))) in tensor.planes.iter().zip(spans).enumerate() {
+            if let Some(buffer) = here {
+                planes.push(PlaneArea { buffer, stays });
+                continue;
+            }
+            let place = &places.planes[index];
+            let (buffer, stays) = match rooms.next().flatten() {
+                Some(buffer) => (buffer, true),
+                None => (SlotAreas::plane(&slot_once()?, layout, index, bytes), false),
+            };
+            if state.written {
+                reads.push((place.source, offset, buffer.clone()));
+            } else {
+                // SAFETY: the memory is fresh, so no other thread knows the area.
+                unsafe { buffer.as_mut_slice() }.fill(0);
+            }
+            planes.push(PlaneArea { buffer, stays });
+        }
+        if let (Some(rest), SourcePlace::Chunks { extent, .. }, true) =
+            (&rest, &tensor.gradient.place, spilled)
+        {
+            let kept = if tensor.gradient.rounded { size_of::<u16>() } else { tensor.dtype.bytes() };
+            reads.push((*extent, first * kept, rest.spilled.clone()));
+        }
+        Ok((Areas { planes, slot: rest }, reads))
+    }
+
+    /// Submits the reads of `work`.
+    fn submit_reads(&self, reads: Vec<ReadInto>, work: Work) {
         // One more than there are reads, so that the piece is not passed on before all of them are
         // submitted.
         let join = Arc::new(Reads {
@@ -254,7 +347,10 @@ impl Coordinator {
             let done = Box::new(move |result: std::result::Result<(), _>| {
                 join.ended(result.map_err(ExecError::from));
             });
+            let bytes = buffer.bytes();
             self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
+            // The update runs where some of it may be kept: what was kept is no longer the old value.
+            self.store.forget_kept(extent, offset as u64, bytes);
         }
         join.ended(Ok(()));
     }

@@ -19,6 +19,10 @@ pub(super) struct Work {
     pub(super) areas: Areas,
     /// The piece's weights, in the unit's lease or in the slot.
     pub(super) weights: Option<LeaseSlice>,
+    /// Whether they stay where they are.
+    pub(super) weights_stay: bool,
+    /// Whether weights that stay are written as well.
+    pub(super) weights_written: bool,
     pub(super) targets: Arc<Targets>,
     pub(super) gradient_chunk: Option<Chunk>,
     pub(super) pending: Arc<Pending>,
@@ -137,9 +141,22 @@ impl SlotLayout {
     }
 }
 
-/// The parts of an update slot that one piece uses.
+/// The bytes of a piece in memory.
 pub(super) struct Areas {
-    pub(super) planes: Vec<LeaseSlice>,
+    pub(super) planes: Vec<PlaneArea>,
+    /// Where the rest lies, for pieces that need it.
+    pub(super) slot: Option<SlotAreas>,
+}
+
+/// Where a plane of a piece lies.
+pub(super) struct PlaneArea {
+    pub(super) buffer: LeaseSlice,
+    /// Whether it stays there after the update.
+    pub(super) stays: bool,
+}
+
+/// The parts of an update slot that one piece uses, beside its planes.
+pub(super) struct SlotAreas {
     /// The gradient as the kernel takes it.
     pub(super) gradient: LeaseSlice,
     /// Where a spilled gradient is read to: the same area, or its last half if it is to be widened.
@@ -148,25 +165,28 @@ pub(super) struct Areas {
     pub(super) weights: Option<LeaseSlice>,
 }
 
-impl Areas {
-    pub(super) fn new(slot: Arc<Lease>, tensor: &UpdateTensor, layout: &SlotLayout, numel: usize) -> Self {
+impl SlotAreas {
+    pub(super) fn new(slot: &Arc<Lease>, tensor: &UpdateTensor, layout: &SlotLayout, numel: usize) -> Self {
         let area = |index: usize, bytes| {
-            LeaseSlice::new(Arc::clone(&slot), layout.offsets[index], round_up_to_page(bytes))
+            LeaseSlice::new(Arc::clone(slot), layout.offsets[index], round_up_to_page(bytes))
         };
-        let planes = tensor.planes.iter().enumerate();
         let (gradient, bytes) = (tensor.planes.len(), numel * tensor.dtype.bytes());
         let spilled = if tensor.gradient.rounded {
             // A piece is whole pages of elements, so this is the start of a page.
             let half = layout.offsets[gradient] + layout.elements * size_of::<u16>();
-            LeaseSlice::new(Arc::clone(&slot), half, round_up_to_page(numel * size_of::<u16>()))
+            LeaseSlice::new(Arc::clone(slot), half, round_up_to_page(numel * size_of::<u16>()))
         } else {
             area(gradient, bytes)
         };
         Self {
-            planes: planes.map(|(index, state)| area(index, state.plane.span(0, numel).len())).collect(),
             gradient: area(gradient, bytes),
             spilled,
             weights: (layout.offsets.len() > gradient + 1).then(|| area(gradient + 1, bytes)),
         }
+    }
+
+    /// The area of a plane.
+    pub(super) fn plane(slot: &Arc<Lease>, layout: &SlotLayout, index: usize, bytes: usize) -> LeaseSlice {
+        LeaseSlice::new(Arc::clone(slot), layout.offsets[index], bytes)
     }
 }

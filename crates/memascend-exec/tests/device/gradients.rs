@@ -22,7 +22,7 @@ struct Reference {
 impl Reference {
     fn new(dtype: Dtype, numel: usize) -> Self {
         let bench = Bench::new(Kind::Threads, 1);
-        let classes = [SizeClass { consumer: "test".into(), bytes: CHUNK_ELEMENTS * 4, count: 40 }];
+        let classes = [SizeClass::new("test", CHUNK_ELEMENTS * 4, 40)];
         let pool = Pool::new(&PageableAllocator, &classes).unwrap();
         let staging = Staging::new(Arc::clone(&bench.store), pool, CHUNK_ELEMENTS * 4);
         let gradients = Gradients::new(staging, CHUNK_ELEMENTS);

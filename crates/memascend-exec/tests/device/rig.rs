@@ -62,7 +62,7 @@ impl Rig {
         fake.set(c"fake_set_lazy", usize::from(timing.lazy));
         let cudart = fake.open().unwrap();
         let bench = Bench::new(Kind::Threads, 1);
-        let class = |bytes, count| vec![SizeClass { consumer: "test".into(), bytes, count }];
+        let class = |bytes, count| vec![SizeClass::new("test", bytes, count)];
         let groups = [class(CHUNK_ELEMENTS * 4, staging_chunks), class(1 << 20, 2)];
         let pools = Pool::carve(&CudaAllocator::with(Arc::clone(&cudart)), &groups).unwrap();
         let [chunks, packs] = <[Pool; 2]>::try_from(pools).unwrap();

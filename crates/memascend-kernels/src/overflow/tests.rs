@@ -1,7 +1,9 @@
 //! The overflow check against plain loops, on every instruction set.
 
 use super::super::testing::any_bits;
-use super::super::{Isa, round_bf16, round_f16, stats_bf16, stats_f32, widen_bf16, widen_f16};
+use super::super::{
+    Isa, round_bf16, round_f16, stats_bf16, stats_f32, stats_f32_with, widen_bf16, widen_f16,
+};
 use super::*;
 use proptest::prelude::*;
 
@@ -59,6 +61,55 @@ fn fp16_has_the_sum_of_its_values_in_fp32() {
     assert!(!expected.non_finite);
 }
 
+/// The statistics of fp16 and of bf16 on an instruction set, and those of the same numbers in fp32.
+fn measure_halves(isa: Isa, halves: &[u16]) -> [((u64, bool), (u64, bool)); 2] {
+    let of = |sum: fn(Isa, &[u16], &mut GradientStats), widen: fn(u16) -> f32| {
+        let (mut stats, mut expected) = (GradientStats::default(), GradientStats::default());
+        sum(isa, halves, &mut stats);
+        let wide: Vec<f32> = halves.iter().map(|&half| widen(half)).collect();
+        stats_f32_with(Isa::Baseline, &wide, &mut expected);
+        (measured(&stats), measured(&expected))
+    };
+    [of(stats_f16_with, widen_f16), of(sum_bf16_with, widen_bf16)]
+}
+
+/// From subnormals to the largest, whose squares no fp32 holds, in an order without pattern; at every
+/// place in a word, and in more than a block.
+#[test]
+fn all_finite_numbers_have_the_sum_of_fp32_whatever_their_alignment() {
+    for exponent in [0x7C00, 0x7F80] {
+        let finite = |bits: &u16| bits & exponent != exponent;
+        let scattered = (0..=u16::MAX).map(|i| i.wrapping_mul(40_503)).filter(finite);
+        let elements: Vec<u16> = scattered.chain((0..=u16::MAX).filter(finite)).collect();
+        for isa in Isa::available() {
+            for start in 0..5 {
+                for length in [0, 1, 31, 32, 33, 95, GRADIENT_BLOCK - 1, GRADIENT_BLOCK + 97] {
+                    for (stats, expected) in measure_halves(isa, &elements[start..start + length]) {
+                        assert_eq!(stats, expected, "{isa:?}, {length} from {start}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn one_bad_element_is_found_wherever_it_is_in_a_sum() {
+    for isa in Isa::available() {
+        for bad in [0x7C00, 0xFC00, 0x7C01, 0xFFFF, 0x7F80, 0xFF80, 0x7F81] {
+            for length in [32, 96, 101] {
+                for at in 0..length {
+                    let mut elements = vec![0x0001; length];
+                    elements[at] = bad;
+                    for (stats, expected) in measure_halves(isa, &elements) {
+                        assert_eq!(stats, expected, "{bad:#06x} at {at} of {length}, {isa:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_product_that_overflows_is_not_an_overflow_of_the_gradient() {
     let mut elements = vec![f32::MAX; 40];
@@ -92,6 +143,20 @@ proptest! {
             let mut stats = GradientStats::default();
             sum_bf16_with(isa, &halves, &mut stats);
             prop_assert_eq!(measured(&stats), measured(&expected));
+        }
+    }
+
+    /// Without what is not finite: that would be in nearly every array, and the sum would not matter.
+    #[test]
+    fn finite_numbers_are_measured_the_same_on_every_isa(bits in any_bits(0..3000), start in 0..4usize) {
+        for exponent in [0x7C00, 0x7F80] {
+            let halves: Vec<u16> =
+                bits.iter().map(|b| (b >> 16) as u16).filter(|half| half & exponent != exponent).collect();
+            for isa in Isa::available() {
+                for (stats, expected) in measure_halves(isa, &halves[start.min(halves.len())..]) {
+                    prop_assert_eq!(stats, expected);
+                }
+            }
         }
     }
 

@@ -17,7 +17,10 @@
 //! two codes as a few units of the last place of its decade's end may go to either; which one is
 //! the same everywhere.
 
+#[cfg(target_arch = "x86_64")]
+use super::super::Isa;
 use super::super::bf16::NAN_BITS;
+use super::super::dispatch::Level;
 use super::{BLOCK, Block};
 
 #[cfg(target_arch = "x86_64")]
@@ -62,6 +65,47 @@ const BASE: f32 = 8.0 / 9.0;
 /// Below 2.
 const END: f32 = f32::from_bits(0x3FFF_FFFF);
 
+/// The scale of a block.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Scale {
+    /// What the codes' values are multiplied by: NaN where a number is infinite or NaN, and so is then the
+    /// whole block.
+    pub scale: f32,
+    /// A number times this, times `reciprocal`, is between -1 and 1: the reciprocal of a small denormal
+    /// would be infinite, and that of a huge number a denormal.
+    raise: f32,
+    reciprocal: f32,
+}
+
+impl Scale {
+    /// That of a block of either sign, or of second moments.
+    #[inline(always)]
+    pub(super) fn of(block: &Block, signed: bool) -> Self {
+        // As integers, positive numbers are in their order, and negative ones above them in that of their
+        // magnitudes.
+        let (mut positive, mut negative) = (0, i32::MIN as u32);
+        for value in block {
+            positive = (value.to_bits() as i32).max(positive);
+            negative = value.to_bits().max(negative);
+        }
+        let (positive, negative) = (positive as u32, negative & i32::MAX as u32);
+        let magnitude = positive.max(negative);
+        if magnitude == 0 || magnitude >= 0x7F80_0000 {
+            let scale = if magnitude == 0 { 0.0 } else { f32::from_bits(NAN_BITS) };
+            return Self { scale, raise: 1.0, reciprocal: 0.0 };
+        }
+        // The positive one of two.
+        let sign = if signed && negative > positive { 1 << 31 } else { 0 };
+        let scale = f32::from_bits(magnitude | sign);
+        let raise = match magnitude {
+            ..0x0D80_0000 => TWO_TO_64,
+            0x6000_0000.. => 1.0 / TWO_TO_64,
+            _ => 1.0,
+        };
+        Self { scale, raise, reciprocal: 1.0 / (scale * raise) }
+    }
+}
+
 impl Map {
     const fn new(signed: bool) -> Self {
         let zero = if signed { 127 } else { 0 };
@@ -91,12 +135,11 @@ impl Map {
     }
 
     /// The values of a block's codes. None is a negative zero, whatever the sign of the scale.
-    /// `WIDE` code runs only where there is AVX-512 F, BW and VL.
     #[inline(always)]
-    pub(super) fn decode<const WIDE: bool>(&self, codes: &[u8; BLOCK], scale: f32, block: &mut Block) {
+    pub(super) fn decode<L: Level>(&self, codes: &[u8; BLOCK], scale: f32, block: &mut Block) {
         #[cfg(target_arch = "x86_64")]
-        if WIDE && is_x86_feature_detected!("avx512vbmi") {
-            // SAFETY: the machine has what wide code runs with, and VBMI.
+        if matches!(L::ISA, Isa::Avx512) && is_x86_feature_detected!("avx512vbmi") {
+            // SAFETY: the machine has AVX-512 and VBMI.
             return unsafe { x86::decode(self, codes, scale, block) };
         }
         for (value, &code) in block.iter_mut().zip(codes) {
@@ -104,41 +147,37 @@ impl Map {
         }
     }
 
-    /// The block's codes and its scale. Where a number is infinite or NaN the scale is NaN, and so
-    /// is then the whole block.
+    /// The codes of a block with that scale.
     #[inline(always)]
-    pub(super) fn encode<const SIGNED: bool, const WIDE: bool>(
+    pub(super) fn encode<const SIGNED: bool, L: Level>(
         &self,
         block: &Block,
+        scale: Scale,
         codes: &mut [u8; BLOCK],
-    ) -> f32 {
-        // The magnitude with the sign below it: the positive one of two is the greater.
-        let peak = block.iter().fold(1, |peak, value| (value.to_bits().rotate_left(1) ^ 1).max(peak));
-        let magnitude = peak >> 1;
-        if magnitude == 0 || magnitude >= 0x7F80_0000 {
+    ) {
+        let Scale { scale, raise, reciprocal } = scale;
+        if scale == 0.0 || scale.is_nan() {
             codes.fill(self.zero);
-            return if magnitude == 0 { 0.0 } else { f32::from_bits(NAN_BITS) };
+            return;
         }
-        let scale = f32::from_bits(if SIGNED { (peak ^ 1).rotate_right(1) } else { magnitude });
-        // The reciprocal of a small denormal would be infinite, and that of a huge number a
-        // denormal.
-        let raise = match magnitude {
-            ..0x0D80_0000 => TWO_TO_64,
-            0x6000_0000.. => 1.0 / TWO_TO_64,
-            _ => 1.0,
-        };
-        let reciprocal = 1.0 / (scale * raise);
         #[cfg(target_arch = "x86_64")]
-        if WIDE {
-            // SAFETY: the machine has what wide code runs with.
-            unsafe {
-                if raise == 1.0 {
-                    x86::encode::<SIGNED, false>(self, block, raise, reciprocal, codes);
-                } else {
-                    x86::encode::<SIGNED, true>(self, block, raise, reciprocal, codes);
+        // SAFETY: the machine has what the code of the instruction set runs with.
+        unsafe {
+            match (L::ISA, raise == 1.0) {
+                (Isa::Avx512, true) => {
+                    return x86::encode::<SIGNED, false>(self, block, raise, reciprocal, codes);
                 }
+                (Isa::Avx512, false) => {
+                    return x86::encode::<SIGNED, true>(self, block, raise, reciprocal, codes);
+                }
+                (Isa::Avx2, true) => {
+                    return x86::encode_narrow::<SIGNED, false>(self, block, raise, reciprocal, codes);
+                }
+                (Isa::Avx2, false) => {
+                    return x86::encode_narrow::<SIGNED, true>(self, block, raise, reciprocal, codes);
+                }
+                (Isa::Baseline, _) => {}
             }
-            return scale;
         }
         // Encoded aside: nothing else can lie there, which the compiler has to know to vectorise.
         let mut encoded = [0; BLOCK];
@@ -146,7 +185,6 @@ impl Map {
             *code = self.code::<SIGNED>(value * raise * reciprocal, value > 0.0);
         }
         *codes = encoded;
-        scale
     }
 
     /// The code of a number between -1 and 1.

@@ -7,11 +7,21 @@ use super::STATES_MAX;
 use super::scalars::StepScalars;
 
 /// What a step does to an element.
-pub(super) trait Update {
+pub(super) trait Update: Sized {
     /// How many states it has; the others are zeros, and are not kept.
     const STATES: usize;
     /// Weight and states after the step, for a gradient that is [`prepare`]d.
     fn step(&self, w: f32, g: f32, states: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]);
+
+    /// Whether it has none of the choices that are seldom made, for which there are loops of their own.
+    fn is_common(&self) -> bool {
+        true
+    }
+    /// The same, with the other choices known to the compiler.
+    #[inline(always)]
+    fn common(self) -> Self {
+        self
+    }
 }
 
 /// What the gradient is before the algorithm sees it: scaled, and with L2 weight decay added.
@@ -26,6 +36,14 @@ pub(super) struct Adamw(pub AdamwScalars);
 
 impl Update for Adamw {
     const STATES: usize = 2;
+    fn is_common(&self) -> bool {
+        !self.0.from_gradient
+    }
+    #[inline(always)]
+    fn common(mut self) -> Self {
+        self.0.from_gradient = false;
+        self
+    }
     #[inline(always)]
     fn step(&self, w: f32, g: f32, [m, v, _]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
         let (m, v) = adamw::moments(m, v, g, &self.0);
@@ -37,6 +55,14 @@ pub(super) struct Amsgrad(pub AdamwScalars);
 
 impl Update for Amsgrad {
     const STATES: usize = 3;
+    fn is_common(&self) -> bool {
+        !self.0.from_gradient
+    }
+    #[inline(always)]
+    fn common(mut self) -> Self {
+        self.0.from_gradient = false;
+        self
+    }
     #[inline(always)]
     fn step(&self, w: f32, g: f32, [m, v, before]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
         let (m, v) = adamw::moments(m, v, g, &self.0);

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::super::bf16::{canonical_nan, round_bf16, widen_bf16};
-use super::block8::{RECORD, SCALES_BYTES, SIGNED, UNSIGNED};
+use super::super::dispatch::{Level, Plain};
+use super::block8::{RECORD, SCALES_BYTES, SIGNED, Scale, UNSIGNED};
 use super::{BLOCK, Block};
 
 /// Bytes that every chunk of a plane is a multiple of, since drives transfer whole blocks.
@@ -85,6 +86,7 @@ impl Plane {
     }
 
     /// Whether the plane is a master or a part of one.
+    #[cfg(test)]
     pub(super) fn is_master(&self) -> bool {
         matches!(self.name, "master" | "master_low")
     }
@@ -96,8 +98,8 @@ impl Plane {
     pub fn read(&self, bytes: &[u8], first: usize, values: &mut [f32]) {
         assert_eq!(bytes.len(), self.span_len(first as u64, values.len()), "{}", self.name);
         let mut block = [0.0; BLOCK];
-        for (place, values) in blocks(first, values.len()).zip(values.chunks_mut(BLOCK)) {
-            load_plane::<false>(self.format, bytes, place, &mut block);
+        for (place, values) in PlaneBlock::whole(first, values.len()).blocks().zip(values.chunks_mut(BLOCK)) {
+            load_plane::<Plain>(self.format, bytes, place, &mut block);
             values.copy_from_slice(&block[..values.len()]);
         }
     }
@@ -110,10 +112,10 @@ impl Plane {
     pub fn write(&self, bytes: &mut [u8], first: usize, values: &[f32]) {
         assert_eq!(bytes.len(), self.span_len(first as u64, values.len()), "{}", self.name);
         let mut block = [0.0; BLOCK];
-        for (place, values) in blocks(first, values.len()).zip(values.chunks(BLOCK)) {
+        for (place, values) in PlaneBlock::whole(first, values.len()).blocks().zip(values.chunks(BLOCK)) {
             block[..values.len()].copy_from_slice(values);
             block[values.len()..].fill(0.0);
-            store_plane::<false>(self.format, bytes, place, &block);
+            store_plane::<Plain>(self.format, bytes, place, &block);
         }
     }
 }
@@ -121,26 +123,32 @@ impl Plane {
 /// Bytes of a whole record.
 const RECORD_BYTES: usize = SCALES_BYTES + RECORD;
 
-/// Consecutive blocks of `elements` from `first` on.
-fn blocks(first: usize, elements: usize) -> impl Iterator<Item = PlaneBlock> {
-    (0..elements).step_by(BLOCK).map(move |done| PlaneBlock {
-        first_element: first as u64,
-        at: (first + done) as u64,
-        count: BLOCK.min(elements - done),
-    })
-}
-
-/// Where a block of `count` elements lies in the span of a step.
+/// Where `count` elements, a block or several, lie in the span of a step.
 #[derive(Clone, Copy)]
 pub(super) struct PlaneBlock {
     /// First element of the step.
     pub first_element: u64,
-    /// First element of the block.
+    /// First of the elements.
     pub at: u64,
     pub count: usize,
 }
 
 impl PlaneBlock {
+    /// All of a step.
+    fn whole(first: usize, count: usize) -> Self {
+        Self { first_element: first as u64, at: first as u64, count }
+    }
+
+    /// The blocks of 256 elements that it consists of.
+    #[inline(always)]
+    pub(super) fn blocks(self) -> impl Iterator<Item = PlaneBlock> {
+        (0..self.count).step_by(BLOCK).map(move |done| PlaneBlock {
+            at: self.at + done as u64,
+            count: BLOCK.min(self.count - done),
+            ..self
+        })
+    }
+
     /// Its bytes in a plane whose elements are all alike.
     #[inline(always)]
     pub(super) fn range(self, format: PlaneFormat) -> Range<usize> {
@@ -161,12 +169,7 @@ impl PlaneBlock {
 
 /// A block of any plane but the low half of a master.
 #[inline(always)]
-pub(super) fn load_plane<const WIDE: bool>(
-    format: PlaneFormat,
-    bytes: &[u8],
-    place: PlaneBlock,
-    block: &mut Block,
-) {
+pub(super) fn load_plane<L: Level>(format: PlaneFormat, bytes: &[u8], place: PlaneBlock, block: &mut Block) {
     let map = match format {
         PlaneFormat::Block8Signed => &SIGNED,
         PlaneFormat::Block8Unsigned => &UNSIGNED,
@@ -174,29 +177,36 @@ pub(super) fn load_plane<const WIDE: bool>(
     };
     let (scale, codes) = place.record();
     let scale = f32::from_ne_bytes(*bytes[scale..].first_chunk().expect("a scale"));
-    map.decode::<WIDE>(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
+    map.decode::<L>(bytes[codes..].first_chunk().expect("codes in whole blocks"), scale, block);
     // Values behind the last element come from codes of no element.
     block[place.count..].fill(0.0);
 }
 
 /// Stores a block of any plane but the low half of a master, rounded to the nearest.
 #[inline(always)]
-pub(super) fn store_plane<const WIDE: bool>(
+pub(super) fn store_plane<L: Level>(format: PlaneFormat, bytes: &mut [u8], place: PlaneBlock, block: &Block) {
+    if format.element_bytes().is_some() {
+        return store(format, &mut bytes[place.range(format)], block);
+    }
+    store_block8::<L>(format, bytes, place, block, Scale::of(block, format == PlaneFormat::Block8Signed));
+}
+
+/// Stores a block of 8 bits whose scale is known.
+#[inline(always)]
+pub(super) fn store_block8<L: Level>(
     format: PlaneFormat,
     bytes: &mut [u8],
     place: PlaneBlock,
     block: &Block,
+    scale: Scale,
 ) {
-    if format.element_bytes().is_some() {
-        return store(format, &mut bytes[place.range(format)], block);
-    }
-    let (scale, codes) = place.record();
+    let (scale_at, codes) = place.record();
     let codes = bytes[codes..].first_chunk_mut().expect("codes in whole blocks");
-    let peak = match format {
-        PlaneFormat::Block8Signed => SIGNED.encode::<true, WIDE>(block, codes),
-        _ => UNSIGNED.encode::<false, WIDE>(block, codes),
-    };
-    bytes[scale..][..4].copy_from_slice(&peak.to_ne_bytes());
+    match format {
+        PlaneFormat::Block8Signed => SIGNED.encode::<true, L>(block, scale, codes),
+        _ => UNSIGNED.encode::<false, L>(block, scale, codes),
+    }
+    bytes[scale_at..][..4].copy_from_slice(&scale.scale.to_ne_bytes());
 }
 
 /// Up to a block of elements that are all alike.

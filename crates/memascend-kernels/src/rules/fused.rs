@@ -2,140 +2,294 @@
 //! updated and written again without a detour through memory, and LLVM vectorises each loop for
 //! each instruction set.
 
+use std::marker::PhantomData;
+
 use super::super::bf16::{canonical_nan, widen_bf16};
+use super::super::dispatch::Level;
 use super::super::split::{join_written, split};
 use super::elementwise::{Adamw, Amsgrad, Descent, Lion, Momentum, Update, prepare};
 use super::scalars::{Constants, StepScalars};
-use super::stochastic::{Keys, round_stochastic};
-use super::{Algorithm, Moments, Rule, STATES_MAX, Weight};
+use super::stochastic::{Keys, round_stochastic, stochastic_bits};
+use super::{Algorithm, Moments, Pass, Rule, STATES_MAX, Tensor, Weight};
 
-/// Consecutive elements of a tensor: the bytes of weight, low half of its master (if it is split),
-/// gradient and states (as many as there are).
-pub(super) struct Elements<'a> {
-    pub weight: &'a mut [u8],
-    pub low: &'a mut [u8],
-    pub gradient: &'a [u8],
-    pub states: [&'a mut [u8]; STATES_MAX],
-    /// Lower half of the first element's index; all have the same upper half, that of `keys`.
-    pub index: u32,
-    pub keys: Keys,
-}
-
-/// One step. Lengths are checked; states of 8 bits are given in fp32, and of an fp16 weight its
-/// master and its gradient in fp32.
+/// One step, by the loop of its rule.
 #[inline(always)]
-pub(super) fn step(rule: Rule, elements: Elements<'_>, scalars: &StepScalars) {
+pub(super) fn step<L: Level>(rule: Rule, tensor: Tensor<'_, '_>, scalars: &StepScalars) {
     match (rule.algorithm, scalars.constants) {
         (Algorithm::AdamW { amsgrad: false }, Constants::Adamw(s)) => {
-            by_moments(rule, elements, &Adamw(s), scalars);
+            by_format::<L, _>(rule, tensor, Adamw(s), scalars);
         }
         (Algorithm::AdamW { amsgrad: true }, Constants::Adamw(s)) => {
-            by_moments(rule, elements, &Amsgrad(s), scalars);
+            by_format::<L, _>(rule, tensor, Amsgrad(s), scalars);
         }
         (
             Algorithm::Lion,
             Constants::Lion { beta1, one_minus_beta1, beta2, one_minus_beta2, decay, negative_lr },
         ) => {
             let lion = Lion { beta1, one_minus_beta1, beta2, one_minus_beta2, decay, negative_lr };
-            by_moments(rule, elements, &lion, scalars);
+            by_format::<L, _>(rule, tensor, lion, scalars);
         }
         (Algorithm::Sgd { momentum: true }, Constants::Sgd { momentum, undamped, nesterov, negative_lr }) => {
             let begins = scalars.step <= 1;
             let update = Momentum { momentum, undamped, nesterov, negative_lr, begins };
-            by_moments(rule, elements, &update, scalars);
+            by_format::<L, _>(rule, tensor, update, scalars);
         }
         (Algorithm::Sgd { momentum: false }, Constants::Sgd { negative_lr, .. }) => {
-            by_weight::<_, F32>(rule, elements, &Descent { negative_lr }, scalars);
+            by_format::<L, _>(rule, tensor, Descent { negative_lr }, scalars);
         }
         _ => panic!("the scalars are those of another algorithm"),
     }
 }
 
 #[inline(always)]
-fn by_moments<U: Update>(rule: Rule, elements: Elements<'_>, update: &U, scalars: &StepScalars) {
-    match rule.moments {
-        Moments::F32 | Moments::Block8 => by_weight::<U, F32>(rule, elements, update, scalars),
-        Moments::Bf16 => by_weight::<U, Bf16>(rule, elements, update, scalars),
+fn by_format<L: Level, U: Update>(rule: Rule, tensor: Tensor<'_, '_>, update: U, scalars: &StepScalars) {
+    let common = !scalars.has_l2 && update.is_common();
+    macro_rules! by {
+        ($run:ty, $blocks:literal, $halves:literal) => {
+            if common {
+                by!($run, $blocks, $halves, true);
+            } else {
+                by!($run, $blocks, $halves, false);
+            }
+        };
+        ($run:ty, $blocks:literal, $halves:literal, $common:literal) => {
+            L::outlined(Pass::<L, U, $run, $blocks, $halves, $common> {
+                tensor,
+                update,
+                scalars: *scalars,
+                kinds: PhantomData,
+            })
+        };
+    }
+    match (rule.moments, rule.weight) {
+        (Moments::F32, Weight::Bf16Split) => by!(Singly<F32, Split>, false, false),
+        (Moments::F32, Weight::Bf16) => by!(Singly<F32, Alone<Bf16>>, false, false),
+        (Moments::F32, Weight::F16Master) => by!(Singly<F32, Alone<F32>>, false, true),
+        (Moments::F32, Weight::F32) => by!(Singly<F32, Alone<F32>>, false, false),
+        (Moments::Bf16, Weight::Bf16Split) => by!(InPairs<Split>, false, false),
+        (Moments::Bf16, Weight::Bf16) => by!(InPairs<Alone<Bf16>>, false, false),
+        (Moments::Bf16, Weight::F16Master) => by!(Singly<Bf16, Alone<F32>>, false, true),
+        (Moments::Bf16, Weight::F32) => by!(Singly<Bf16, Alone<F32>>, false, false),
+        (Moments::Block8, Weight::Bf16Split) => by!(Singly<F32, Split>, true, false),
+        (Moments::Block8, Weight::Bf16) => by!(Singly<F32, Alone<Bf16>>, true, false),
+        (Moments::Block8, Weight::F16Master) => by!(Singly<F32, Alone<F32>>, true, true),
+        (Moments::Block8, Weight::F32) => by!(Singly<F32, Alone<F32>>, true, false),
     }
 }
 
-#[inline(always)]
-fn by_weight<U: Update, S: Number>(rule: Rule, elements: Elements<'_>, update: &U, scalars: &StepScalars) {
-    let Elements { weight, low, gradient, states: [first, second, third], index, keys } = elements;
-    match rule.weight {
-        Weight::Bf16Split => {
-            run::<U, S, Split>(weight, low, gradient, first, second, third, index, keys, update, scalars);
-        }
-        Weight::Bf16 => {
-            run::<U, S, Alone<Bf16>>(
-                weight, low, gradient, first, second, third, index, keys, update, scalars,
-            );
-        }
-        Weight::F16Master | Weight::F32 => {
-            run::<U, S, Alone<F32>>(
-                weight, low, gradient, first, second, third, index, keys, update, scalars,
-            );
+/// A loop over elements whose indices have the same upper half, that of `keys`; `index` is the lower half of
+/// the first one's. States of 8 bits are given in fp32, and of an fp16 weight its master and its gradient in
+/// fp32. The slices (`low` is that of a split master) are parameters of their own, because only so LLVM
+/// knows that they do not overlap.
+pub(super) trait Run {
+    const WEIGHT_BYTES: usize;
+    #[allow(clippy::too_many_arguments)]
+    fn run<U: Update>(
+        weight: &mut [u8],
+        low: &mut [u8],
+        gradient: &[u8],
+        first: &mut [u8],
+        second: &mut [u8],
+        third: &mut [u8],
+        index: u32,
+        keys: Keys,
+        update: &U,
+        scalars: &StepScalars,
+    );
+}
+
+/// Element by element.
+struct Singly<S, W>(PhantomData<(S, W)>);
+
+/// Two 16-bit numbers at a time as one word, so that a lane of 32 bits holds an element from beginning to
+/// end. One by one each would have to be moved to a lane of its own and back.
+struct InPairs<W>(PhantomData<W>);
+
+impl<S: Number, W: Kept> Run for Singly<S, W> {
+    const WEIGHT_BYTES: usize = size_of::<W::Element>();
+    #[inline(always)]
+    fn run<U: Update>(
+        weight: &mut [u8],
+        low: &mut [u8],
+        gradient: &[u8],
+        first: &mut [u8],
+        second: &mut [u8],
+        third: &mut [u8],
+        index: u32,
+        keys: Keys,
+        update: &U,
+        scalars: &StepScalars,
+    ) {
+        let weight = W::Element::of_mut(weight);
+        let low = <[u8; 2]>::of_mut(low);
+        let gradient = W::Element::of(gradient);
+        let (first, second, third) =
+            (S::Bytes::of_mut(first), S::Bytes::of_mut(second), S::Bytes::of_mut(third));
+        let length = gradient.len();
+        // Equal already: repeated for the compiler, which then omits the bounds checks.
+        assert!(weight.len() == length && (!W::HAS_LOW || low.len() == length));
+        assert!(U::STATES < 1 || first.len() == length);
+        assert!(U::STATES < 2 || second.len() == length);
+        assert!(U::STATES < 3 || third.len() == length);
+        for i in 0..length {
+            let mut states = [0.0; STATES_MAX];
+            if U::STATES > 0 {
+                states[0] = S::load(first[i]);
+            }
+            if U::STATES > 1 {
+                states[1] = S::load(second[i]);
+            }
+            if U::STATES > 2 {
+                states[2] = S::load(third[i]);
+            }
+            let w = W::load(weight[i], if W::HAS_LOW { low[i] } else { [0; 2] });
+            let g = prepare(w, W::gradient(gradient[i]), scalars);
+            let (w, states) = update.step(w, g, states);
+
+            // Four numbers, for the most values that can be rounded. The compiler drops those that are
+            // not used.
+            let random = keys.numbers(index.wrapping_add(i as u32));
+            weight[i] = W::store(w, random[3]);
+            if W::HAS_LOW {
+                low[i] = W::store_low(w);
+            }
+            if U::STATES > 0 {
+                first[i] = S::store(states[0], random[0]);
+            }
+            if U::STATES > 1 {
+                second[i] = S::store(states[1], random[1]);
+            }
+            if U::STATES > 2 {
+                third[i] = S::store(states[2], random[2]);
+            }
         }
     }
 }
 
-/// The loop. The slices are parameters of their own, because only so LLVM knows that they do not
-/// overlap.
-#[allow(clippy::too_many_arguments)]
-#[inline(always)]
-fn run<U: Update, S: Number, W: Kept>(
-    weight: &mut [u8],
-    low: &mut [u8],
-    gradient: &[u8],
-    first: &mut [u8],
-    second: &mut [u8],
-    third: &mut [u8],
-    index: u32,
-    keys: Keys,
-    update: &U,
-    scalars: &StepScalars,
-) {
-    let weight = W::Element::of_mut(weight);
-    let low = <[u8; 2]>::of_mut(low);
-    let gradient = W::Element::of(gradient);
-    let (first, second, third) = (S::Bytes::of_mut(first), S::Bytes::of_mut(second), S::Bytes::of_mut(third));
-    let length = gradient.len();
-    // Equal already: repeated for the compiler, which then omits the bounds checks.
-    assert!(weight.len() == length && (!W::HAS_LOW || low.len() == length));
-    assert!(U::STATES < 1 || first.len() == length);
-    assert!(U::STATES < 2 || second.len() == length);
-    assert!(U::STATES < 3 || third.len() == length);
-    for i in 0..length {
-        let mut states = [0.0; STATES_MAX];
-        if U::STATES > 0 {
-            states[0] = S::load(first[i]);
+impl<W: KeptInPairs> Run for InPairs<W> {
+    const WEIGHT_BYTES: usize = 2;
+    #[inline(always)]
+    fn run<U: Update>(
+        weight: &mut [u8],
+        low: &mut [u8],
+        gradient: &[u8],
+        first: &mut [u8],
+        second: &mut [u8],
+        third: &mut [u8],
+        index: u32,
+        keys: Keys,
+        update: &U,
+        scalars: &StepScalars,
+    ) {
+        let (weight, weight_rest) = weight.as_chunks_mut::<4>();
+        let (low, low_rest) = low.as_chunks_mut::<4>();
+        let (gradient, gradient_rest) = gradient.as_chunks::<4>();
+        let (first, first_rest) = first.as_chunks_mut::<4>();
+        let (second, second_rest) = second.as_chunks_mut::<4>();
+        let (third, third_rest) = third.as_chunks_mut::<4>();
+        let length = gradient.len();
+        // As above.
+        assert!(weight.len() == length && (!W::HAS_LOW || low.len() == length));
+        assert!(U::STATES < 1 || first.len() == length);
+        assert!(U::STATES < 2 || second.len() == length);
+        assert!(U::STATES < 3 || third.len() == length);
+        for i in 0..length {
+            let (weights, gradients) = (halves(weight[i]), halves(gradient[i]));
+            let lows = if W::HAS_LOW { halves(low[i]) } else { [0; 2] };
+            let firsts = if U::STATES > 0 { halves(first[i]) } else { [0; 2] };
+            let seconds = if U::STATES > 1 { halves(second[i]) } else { [0; 2] };
+            let thirds = if U::STATES > 2 { halves(third[i]) } else { [0; 2] };
+            let (mut weights_after, mut lows_after) = ([0; 2], [0; 2]);
+            let mut states_after = [[0; 2]; STATES_MAX];
+            for k in 0..2 {
+                let states =
+                    [f32::from_bits(firsts[k]), f32::from_bits(seconds[k]), f32::from_bits(thirds[k])];
+                let w = W::load_upper(weights[k], lows[k]);
+                let g = prepare(w, f32::from_bits(gradients[k]), scalars);
+                let (w, states) = update.step(w, g, states);
+                let random = keys.numbers(index.wrapping_add(2 * i as u32).wrapping_add(k as u32));
+                (weights_after[k], lows_after[k]) = W::store_upper(w, random[3]);
+                for which in 0..STATES_MAX {
+                    states_after[which][k] = stochastic_bits(states[which], random[which]);
+                }
+            }
+            weight[i] = word(weights_after);
+            if W::HAS_LOW {
+                low[i] = word(lows_after);
+            }
+            if U::STATES > 0 {
+                first[i] = word(states_after[0]);
+            }
+            if U::STATES > 1 {
+                second[i] = word(states_after[1]);
+            }
+            if U::STATES > 2 {
+                third[i] = word(states_after[2]);
+            }
         }
-        if U::STATES > 1 {
-            states[1] = S::load(second[i]);
-        }
-        if U::STATES > 2 {
-            states[2] = S::load(third[i]);
-        }
-        let w = W::load(weight[i], if W::HAS_LOW { low[i] } else { [0; 2] });
-        let g = prepare(w, W::gradient(gradient[i]), scalars);
-        let (w, states) = update.step(w, g, states);
+        Singly::<Bf16, W>::run(
+            weight_rest,
+            low_rest,
+            gradient_rest,
+            first_rest,
+            second_rest,
+            third_rest,
+            index.wrapping_add(2 * length as u32),
+            keys,
+            update,
+            scalars,
+        );
+    }
+}
 
-        // Four numbers, for the most values that can be rounded. The compiler drops those that are
-        // not used.
-        let random = keys.numbers(index.wrapping_add(i as u32));
-        weight[i] = W::store(w, random[3]);
-        if W::HAS_LOW {
-            low[i] = W::store_low(w);
-        }
-        if U::STATES > 0 {
-            first[i] = S::store(states[0], random[0]);
-        }
-        if U::STATES > 1 {
-            second[i] = S::store(states[1], random[1]);
-        }
-        if U::STATES > 2 {
-            third[i] = S::store(states[2], random[2]);
-        }
+/// A bf16 where fp32 has its bits: in the upper half.
+const UPPER: u32 = 0xFFFF_0000;
+
+/// The two 16-bit numbers of a word, by address, each in the upper half of its own, with zeros below.
+#[inline(always)]
+fn halves(word: [u8; 4]) -> [u32; 2] {
+    let word = u32::from_ne_bytes(word);
+    let (lower, upper) = (word << 16, word & UPPER);
+    if cfg!(target_endian = "little") { [lower, upper] } else { [upper, lower] }
+}
+
+/// The word of two 16-bit numbers that are in the upper halves; what is below is left out.
+#[inline(always)]
+fn word([first, second]: [u32; 2]) -> [u8; 4] {
+    let (lower, upper) = if cfg!(target_endian = "little") { (first, second) } else { (second, first) };
+    (lower >> 16 | upper & UPPER).to_ne_bytes()
+}
+
+/// How a weight is kept, in the upper halves of words.
+trait KeptInPairs: Kept<Element = [u8; 2]> {
+    fn load_upper(weight: u32, low: u32) -> f32;
+    fn store_upper(value: f32, random: u32) -> (u32, u32);
+}
+
+impl KeptInPairs for Split {
+    /// As [`join_written`].
+    #[inline(always)]
+    fn load_upper(high: u32, low: u32) -> f32 {
+        let low = low as i32 >> 16;
+        let low = if high << 1 == 0 { low.max(0) } else { low };
+        f32::from_bits(high.wrapping_add(low as u32))
+    }
+    /// As [`split`].
+    #[inline(always)]
+    fn store_upper(value: f32, _: u32) -> (u32, u32) {
+        let bits = canonical_nan(value).to_bits();
+        (bits.wrapping_add(0x8000), bits << 16)
+    }
+}
+
+impl KeptInPairs for Alone<Bf16> {
+    #[inline(always)]
+    fn load_upper(weight: u32, _: u32) -> f32 {
+        f32::from_bits(weight)
+    }
+    #[inline(always)]
+    fn store_upper(value: f32, random: u32) -> (u32, u32) {
+        (stochastic_bits(value, random), 0)
     }
 }
 
@@ -229,7 +383,7 @@ impl Kept for Split {
 }
 
 /// By itself: its own master, or without one.
-struct Alone<N>(std::marker::PhantomData<N>);
+struct Alone<N>(PhantomData<N>);
 
 impl<N: Number> Kept for Alone<N> {
     const HAS_LOW: bool = false;
@@ -249,5 +403,96 @@ impl<N: Number> Kept for Alone<N> {
     #[inline(always)]
     fn store_low(_: f32) -> [u8; 2] {
         [0; 2]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::Isa;
+    use super::super::super::dispatch::{Level, Plain, Work};
+    #[cfg(target_arch = "x86_64")]
+    use super::super::super::dispatch::{Narrow, Wide};
+    use super::super::super::testing::any_bits;
+    use super::super::stochastic::Randomness;
+    use super::*;
+    use proptest::prelude::*;
+
+    /// 16-bit planes: weight, low half, gradient, states.
+    type Planes = [Vec<u8>; 6];
+
+    struct Task<'a, R, U> {
+        planes: &'a mut Planes,
+        index: u32,
+        update: &'a U,
+        scalars: &'a StepScalars,
+        kind: PhantomData<R>,
+    }
+
+    impl<R: Run, U: Update> Work for Task<'_, R, U> {
+        #[inline(always)]
+        fn run(self) {
+            let [weight, low, gradient, first, second, third] = self.planes;
+            let keys = Randomness::new(3, 5).keys(7 << 32);
+            R::run(weight, low, gradient, first, second, third, self.index, keys, self.update, self.scalars);
+        }
+    }
+
+    fn run<R: Run, U: Update>(
+        isa: Isa,
+        begin: &Planes,
+        index: u32,
+        update: &U,
+        scalars: &StepScalars,
+    ) -> Planes {
+        let mut planes = begin.clone();
+        let task = Task::<R, U> { planes: &mut planes, index, update, scalars, kind: PhantomData };
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Wide::outlined(task),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Narrow::outlined(task),
+            _ => Plain::outlined(task),
+        }
+        planes
+    }
+
+    proptest! {
+        /// A weight that a program wrote beside any low half, a zero among them; indices that begin again.
+        #[test]
+        fn pairs_have_the_bits_of_single_elements(
+            bits in any_bits(0..600),
+            zeros in prop::collection::vec(0..100usize, 0..20),
+            before_end in 0..60u32,
+        ) {
+            let length = bits.len() / 3;
+            let plane = |shift: u32, from: usize| -> Vec<u8> {
+                bits[from..][..length].iter().flat_map(|&b| ((b >> shift) as u16).to_ne_bytes()).collect()
+            };
+            let mut begin =
+                [plane(16, 0), plane(0, 0), plane(16, length), plane(16, 2 * length), plane(0, length), plane(0, 2 * length)];
+            for at in zeros.into_iter().filter(|&at| at < length) {
+                let zero = if at % 2 == 0 { 0u16 } else { 0x8000 };
+                begin[0][2 * at..][..2].copy_from_slice(&zero.to_ne_bytes());
+            }
+            let scalars = StepScalars::adam(1e-3, (0.9, 0.99), 1e-8, 0.1, 2).with_grad_scale(0.7);
+            let Constants::Adamw(constants) = scalars.constants else { unreachable!() };
+            let momentum = Momentum { momentum: 0.9, undamped: 0.8, nesterov: true, negative_lr: -1e-3, begins: false };
+            let index = before_end.wrapping_neg();
+            macro_rules! compare {
+                ($weight:ty, $update:expr) => {
+                    let update = $update;
+                    let expected = run::<Singly<Bf16, $weight>, _>(Isa::Baseline, &begin, index, &update, &scalars);
+                    for isa in Isa::available() {
+                        let pairs = run::<InPairs<$weight>, _>(isa, &begin, index, &update, &scalars);
+                        prop_assert!(pairs == expected, "{isa:?}");
+                    }
+                };
+            }
+            compare!(Split, Adamw(constants));
+            compare!(Split, Amsgrad(constants));
+            compare!(Split, momentum);
+            compare!(Alone<Bf16>, Adamw(constants));
+            compare!(Alone<Bf16>, Amsgrad(constants));
+        }
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees
 //! one pass. There is one loop for each algorithm, format of the states and kind of weight, made of
-//! small parts. 8-bit states and what is fp16 are staged, in blocks of 256 elements in the
-//! first-level cache: their loop is that of fp32.
+//! small parts, in a function of its own for each instruction set. 8-bit states and what is fp16 are
+//! staged, some blocks of 256 elements at a time, in the first-level cache: their loop is that of fp32.
+//! Where all numbers have 16 bits, the loop takes two at a time.
 //!
 //! - `fused.rs`: the loop, and what its parts are for each format and kind of weight;
 //! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works
@@ -15,6 +16,8 @@
 //! it walks the gradient and its states with [`Plane::read`] and [`Plane::write`] as it likes, and
 //! ends with a [`step`] whose scale it has found.
 
+use std::marker::PhantomData;
+
 mod block8;
 mod elementwise;
 mod formats;
@@ -25,14 +28,17 @@ mod stochastic;
 pub use formats::{Plane, PlaneFormat};
 pub use scalars::StepScalars;
 
-use super::dispatch::half_kernel;
+use super::dispatch::{Level, Plain, Work, half_kernel};
 #[cfg(target_arch = "x86_64")]
-use super::format::F16c;
+use super::dispatch::{Narrow, Wide};
 use super::format::{F16, Format};
+use block8::Scale;
+use elementwise::Update;
 use formats::PlaneBlock;
+use fused::Run;
 use stochastic::Randomness;
 
-/// Elements that share a scale in 8 bits, and are staged at once.
+/// Elements that share a scale in 8 bits.
 const BLOCK: usize = 256;
 /// Most states an algorithm has, its master left out.
 const STATES_MAX: usize = 3;
@@ -40,6 +46,11 @@ const PLANES_MAX: usize = STATES_MAX + 1;
 
 /// A block in fp32.
 type Block = [f32; BLOCK];
+/// Blocks staged at once. Four keep Lion's step from waiting for the first results of each loop, in the
+/// cache; but from memory a step then takes a tenth longer, since arrays are read in turns.
+const STAGED: usize = 1;
+/// What is staged, in fp32.
+type Stage = [Block; STAGED];
 
 /// What a step computes. L2 or decoupled weight decay, Nesterov's momentum, dampening and the
 /// direction are [`StepScalars`].
@@ -178,12 +189,11 @@ half_kernel! {
         gradient: &[u8],
         first_element: u64,
         scalars: &StepScalars,
-    ) = step_body::<F16c, true>, step_body::<F16c, false>, step_body::<F16, false>;
+    ) = step_body::<Wide>, step_body::<Narrow>, step_body::<Plain>;
 }
 
-/// `WIDE` says that there is AVX-512 F, BW and VL.
 #[inline(always)]
-fn step_body<H: Format<Element = u16>, const WIDE: bool>(
+fn step_body<L: Level>(
     rule: Rule,
     weight: &mut [u8],
     planes: &mut [&mut [u8]],
@@ -196,51 +206,100 @@ fn step_body<H: Format<Element = u16>, const WIDE: bool>(
     assert_eq!(gradient.len(), elements * element_bytes, "gradient");
     let layout = rule.layout();
     rule.check(&layout, weight.len(), planes, elements, first_element);
-    let states_count = layout.iter().flatten().filter(|plane| !plane.is_master()).count();
-    let in_blocks = rule.moments == Moments::Block8 && states_count > 0;
-    let randomness = Randomness::new(scalars.seed, scalars.step);
-    let halves = rule.weight == Weight::F16Master;
-    let mut staged = [[0.0; BLOCK]; STATES_MAX];
-    let mut staged_gradient = [0.0; BLOCK];
-    let mut done = 0;
-    while done < elements {
-        let at = first_element + done as u64;
-        // Random numbers need elements whose index has the same upper half.
-        let unit = if in_blocks || halves { BLOCK as u64 } else { 1 << 32 };
-        let count = (unit - at % unit).min((elements - done) as u64) as usize;
-        let place = PlaneBlock { first_element, at, count };
-        let flat = done * element_bytes..(done + count) * element_bytes;
-        let (states, master) = planes.split_at_mut(states_count);
-        let master = match (layout[states_count..].first(), master) {
-            (Some(&Some(plane)), [master]) => &mut master[place.range(plane.format)],
-            _ => &mut [],
-        };
-        if in_blocks {
-            load_states::<WIDE>(states, layout, place, &mut staged);
+    fused::step::<L>(rule, Tensor { weight, planes, gradient, first_element, layout }, scalars);
+}
+
+/// What a step is done on; lengths are checked.
+struct Tensor<'a, 'b> {
+    weight: &'a mut [u8],
+    planes: &'a mut [&'b mut [u8]],
+    gradient: &'a [u8],
+    first_element: u64,
+    layout: PlaneLayout,
+}
+
+/// A step of one rule. `BLOCKS` says that states have 8 bits, `HALVES` that the weight is fp16: both are
+/// staged. `COMMON` says that there is no L2 weight decay and that the update is [`Update::common`].
+struct Pass<'a, 'b, L, U, R, const BLOCKS: bool, const HALVES: bool, const COMMON: bool> {
+    tensor: Tensor<'a, 'b>,
+    // Values: behind references LLVM would read them again for every element.
+    update: U,
+    scalars: StepScalars,
+    kinds: PhantomData<(L, R)>,
+}
+
+impl<L: Level, U: Update, R: Run, const BLOCKS: bool, const HALVES: bool, const COMMON: bool> Work
+    for Pass<'_, '_, L, U, R, BLOCKS, HALVES, COMMON>
+{
+    #[inline(always)]
+    fn run(self) {
+        let Self { tensor, mut update, mut scalars, .. } = self;
+        if COMMON {
+            // Known already: said again for the compiler, which then leaves the branches out of the loop.
+            scalars.has_l2 = false;
+            update = update.common();
         }
-        let views = match in_blocks {
-            true => staged.each_mut().map(|block| &mut bytes_of(block)[..count * 4]),
-            false => views_of(states, layout, place),
-        };
-        let (index, keys) = (at as u32, randomness.keys(at));
-        let (weight, gradient) = (&mut weight[flat.clone()], &gradient[flat]);
-        if halves {
-            widen_block::<H>(gradient, &mut staged_gradient);
-            let gradient = &bytes_of(&mut staged_gradient)[..count * 4];
-            follow::<H>(master, weight);
-            let elements =
-                fused::Elements { weight: master, low: &mut [], gradient, states: views, index, keys };
-            fused::step(rule, elements, scalars);
-            round_block::<H>(master, weight);
-        } else {
-            let elements = fused::Elements { weight, low: master, gradient, states: views, index, keys };
-            fused::step(rule, elements, scalars);
+        let Tensor { weight, planes, gradient, first_element, layout } = tensor;
+        let element_bytes = if HALVES { 2 } else { R::WEIGHT_BYTES };
+        let elements = gradient.len() / element_bytes;
+        let randomness = Randomness::new(scalars.seed, scalars.step);
+        let mut staged = [[[0.0; BLOCK]; STAGED]; STATES_MAX];
+        let mut staged_gradient = [[0.0; BLOCK]; STAGED];
+        let mut done = 0;
+        while done < elements {
+            let at = first_element + done as u64;
+            // Random numbers need elements whose index has the same upper half.
+            let unit = if BLOCKS || HALVES { (STAGED * BLOCK) as u64 } else { 1 << 32 };
+            let count = (unit - at % unit).min((elements - done) as u64) as usize;
+            let place = PlaneBlock { first_element, at, count };
+            let flat = done * element_bytes..(done + count) * element_bytes;
+            let (states, master) = planes.split_at_mut(U::STATES);
+            let master = match (layout[U::STATES], master) {
+                (Some(plane), [master]) => &mut master[place.range(plane.format)],
+                _ => &mut [],
+            };
+            if BLOCKS {
+                ask_ahead(&weight[flat.clone()]);
+                ask_ahead(&gradient[flat.clone()]);
+                ask_ahead(master);
+                load_states::<L>(states, layout, place, &mut staged);
+            }
+            let states_views = match BLOCKS {
+                true => staged.each_mut().map(|stage| &mut bytes_of(stage)[..count * 4]),
+                false => views_of(states, layout, place),
+            };
+            let (index, keys) = (at as u32, randomness.keys(at));
+            let (weight, gradient) = (&mut weight[flat.clone()], &gradient[flat]);
+            let [first, second, third] = states_views;
+            if HALVES {
+                widen_block::<L::Half>(gradient, staged_gradient.as_flattened_mut());
+                let gradient = &bytes_of(&mut staged_gradient)[..count * 4];
+                follow::<L::Half>(master, weight);
+                R::run(master, &mut [], gradient, first, second, third, index, keys, &update, &scalars);
+                round_block::<L::Half>(master, weight);
+            } else {
+                R::run(weight, master, gradient, first, second, third, index, keys, &update, &scalars);
+            }
+            if BLOCKS {
+                store_states::<L>(states, layout, place, &staged);
+            }
+            done += count;
         }
-        if in_blocks {
-            store_states::<WIDE>(states, layout, place, &staged);
-        }
-        done += count;
     }
+}
+
+/// Asks for the memory some way behind `bytes`. Processors do so by themselves where a loop reads on and on,
+/// and less well where it reads a block of each array after the other.
+#[inline(always)]
+fn ask_ahead(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch of any address is allowed, and this needs SSE alone, which is everywhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast::<i8>().wrapping_add(4096)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }
 
 /// The planes that a rule may have.
@@ -260,37 +319,48 @@ fn views_of<'a>(
     views
 }
 
-/// Reads a block of each 8-bit state into fp32.
+/// Reads the blocks of each 8-bit state into fp32.
 #[inline(always)]
-fn load_states<const WIDE: bool>(
+fn load_states<L: Level>(
     states: &[&mut [u8]],
     layout: PlaneLayout,
     place: PlaneBlock,
-    staged: &mut [Block; STATES_MAX],
+    staged: &mut [Stage; STATES_MAX],
 ) {
-    for ((bytes, plane), block) in states.iter().zip(layout).zip(staged) {
+    for ((bytes, plane), stage) in states.iter().zip(layout).zip(staged) {
         let format = plane.expect("a plane of each state").format;
-        formats::load_plane::<WIDE>(format, bytes, place, block);
+        for (place, block) in place.blocks().zip(stage) {
+            formats::load_plane::<L>(format, bytes, place, block);
+        }
     }
 }
 
-/// Writes a block of each 8-bit state back.
+/// Writes the blocks of each 8-bit state back. All scales are found first: none has to be waited for.
 #[inline(always)]
-fn store_states<const WIDE: bool>(
+fn store_states<L: Level>(
     states: &mut [&mut [u8]],
     layout: PlaneLayout,
     place: PlaneBlock,
-    staged: &[Block; STATES_MAX],
+    staged: &[Stage; STATES_MAX],
 ) {
-    for ((bytes, plane), block) in states.iter_mut().zip(layout).zip(staged) {
+    let mut scales = [[Scale::default(); STAGED]; STATES_MAX];
+    for ((scales, plane), stage) in scales.iter_mut().zip(layout).zip(staged).take(states.len()) {
+        let signed = plane.expect("a plane of each state").format == PlaneFormat::Block8Signed;
+        for ((scale, block), _) in scales.iter_mut().zip(stage).zip(place.blocks()) {
+            *scale = Scale::of(block, signed);
+        }
+    }
+    for (((bytes, plane), stage), scales) in states.iter_mut().zip(layout).zip(staged).zip(scales) {
         let format = plane.expect("a plane of each state").format;
-        formats::store_plane::<WIDE>(format, bytes, place, block);
+        for ((place, block), scale) in place.blocks().zip(stage).zip(scales) {
+            formats::store_block8::<L>(format, bytes, place, block, scale);
+        }
     }
 }
 
 /// fp16 numbers of up to a block.
 #[inline(always)]
-fn widen_block<H: Format<Element = u16>>(bytes: &[u8], block: &mut Block) {
+fn widen_block<H: Format<Element = u16>>(bytes: &[u8], block: &mut [f32]) {
     // SAFETY: any bytes are numbers.
     if let ([], halves, []) = unsafe { bytes.align_to() } {
         return H::widen_all(halves, &mut block[..halves.len()]);
@@ -316,7 +386,7 @@ fn round_block<H: Format<Element = u16>>(masters: &[u8], weights: &mut [u8]) {
 /// weight was assigned.
 #[inline(always)]
 fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
-    let mut rounded = [0; BLOCK * 2];
+    let mut rounded = [0; STAGED * BLOCK * 2];
     let rounded = &mut rounded[..weights.len()];
     round_block::<H>(masters, rounded);
     if rounded == weights {
@@ -332,10 +402,10 @@ fn follow<H: Format<Element = u16>>(masters: &mut [u8], weights: &[u8]) {
 
 /// The numbers as the loops take them.
 #[inline(always)]
-fn bytes_of(block: &mut Block) -> &mut [u8] {
+fn bytes_of(stage: &mut Stage) -> &mut [u8] {
     // SAFETY: all bytes of fp32 numbers are initialised, any bytes are numbers, and the borrow is
     // passed on.
-    unsafe { std::slice::from_raw_parts_mut(block.as_mut_ptr().cast(), size_of::<Block>()) }
+    unsafe { std::slice::from_raw_parts_mut(stage.as_mut_ptr().cast(), size_of::<Stage>()) }
 }
 
 #[cfg(test)]

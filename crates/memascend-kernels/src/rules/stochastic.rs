@@ -59,8 +59,14 @@ const fn mix(x: u64) -> u64 {
 /// becomes `0x7FC0`.
 #[inline(always)]
 pub(super) fn round_stochastic(value: f32, random: u32) -> u16 {
+    (stochastic_bits(value, random) >> 16) as u16
+}
+
+/// [`round_stochastic`] in the upper half of the result.
+#[inline(always)]
+pub(super) fn stochastic_bits(value: f32, random: u32) -> u32 {
     // A finite value can carry into infinity only from above the largest finite bf16.
-    ((canonical_nan(value).to_bits() + random) >> 16) as u16
+    canonical_nan(value).to_bits() + random
 }
 
 #[cfg(test)]

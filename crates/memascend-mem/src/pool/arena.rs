@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::pool::counters::PoolCounters;
 use crate::pool::outside::Counted;
+use crate::pool::resize::Watchers;
 use crate::sync::{Condvar, LockExt, Mutex, MutexGuard};
 use crate::{HostBlock, Origin, Result};
 
@@ -35,10 +36,15 @@ pub(super) struct Arena {
     pub(super) origin: Origin,
     pub(super) state: Mutex<State>,
     pub(super) returned: Condvar,
+    /// Taken, before `state`, by whatever changes which buffers are memory.
+    pub(super) resizing: Mutex<Watchers>,
+    /// Notified when a buffer that is to be given back was returned.
+    pub(super) leaving: Condvar,
     /// Counts the memory where no plan does.
     pub(super) _counted: Option<Counted>,
 }
 
+#[derive(Default)]
 pub(super) struct State {
     /// Every pool's classes, one pool after another, by ascending size within each.
     pub(super) classes: Vec<Class>,
@@ -47,11 +53,20 @@ pub(super) struct State {
     pub(super) live_bytes_max: usize,
     /// Requests waiting for a return. While there are none, a return notifies no thread.
     pub(super) waiting: usize,
+    /// Whether a thread gives back what returns.
+    pub(super) draining: bool,
 }
 
+#[derive(Default)]
 pub(super) struct Class {
+    /// Where the first buffer begins in the arena; the others lie behind it.
+    pub(super) start: usize,
     pub(super) bytes: usize,
+    /// How many buffers there are to be; `surplus` more are in use.
     pub(super) count: usize,
+    pub(super) count_max: usize,
+    /// Whether the number may change.
+    pub(super) elastic: bool,
     /// Index of the pool that the class belongs to.
     pub(super) pool: usize,
     pub(super) live_bytes: usize,
@@ -62,9 +77,27 @@ pub(super) struct Class {
     pub(super) free: Vec<usize>,
     /// Buffers dropped before their fences were done, oldest first.
     pub(super) fenced: VecDeque<(usize, Fences)>,
+    /// Buffers in use that are too many: so many of those that return next are given back.
+    pub(super) surplus: usize,
+    /// Buffers that have returned and are to be given back.
+    pub(super) leaving: Vec<usize>,
+    /// Buffers that are only addresses.
+    pub(super) absent: Vec<usize>,
 }
 
 pub(super) type Fences = Vec<Arc<dyn Fence>>;
+
+impl Class {
+    /// Takes back a buffer that nothing uses any more.
+    pub(super) fn put_back(&mut self, offset: usize) {
+        if self.surplus == 0 {
+            self.free.push(offset);
+        } else {
+            self.surplus -= 1;
+            self.leaving.push(offset);
+        }
+    }
+}
 
 impl State {
     pub(super) fn note_lease(&mut self, class: usize, bytes: usize) {
@@ -109,7 +142,7 @@ impl State {
                 }
             });
             if fences.is_empty() {
-                class.free.push(offset);
+                class.put_back(offset);
                 settled += 1;
             } else {
                 class.fenced.push_back((offset, fences));

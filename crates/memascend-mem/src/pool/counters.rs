@@ -17,8 +17,10 @@ pub struct PoolCounters {
     pub leased_bytes: usize,
     /// Bytes of buffers whose lease was dropped and whose fences are not done.
     pub fenced_bytes: usize,
-    /// Bytes of the pool's share of the arena.
+    /// Bytes of memory in the pool's share of the arena; only addresses are not counted.
     pub reserved_bytes: usize,
+    /// Of these, bytes that are given back to the system when their leases and fences end.
+    pub leaving_bytes: usize,
 }
 
 impl PoolCounters {

@@ -50,8 +50,9 @@ impl Drop for Lease {
         let fences = std::mem::take(self.fences.exclusive());
         let mut state = self.arena.lock();
         state.note_return(self.class, self.requested);
+        let drains = state.classes[self.class].surplus > 0;
         if fences.is_empty() {
-            state.classes[self.class].free.push(self.offset);
+            state.classes[self.class].put_back(self.offset);
         } else {
             let pool = state.classes[self.class].pool;
             state.counters[pool].fenced_bytes += self.capacity;
@@ -62,6 +63,9 @@ impl Drop for Lease {
         // Notify all waiters: those waiting for another class go back to sleep.
         if has_waiters {
             self.arena.returned.notify_all();
+        }
+        if drains {
+            self.arena.leaving.notify_all();
         }
     }
 }

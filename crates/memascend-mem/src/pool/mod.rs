@@ -5,6 +5,7 @@ mod arena;
 mod counters;
 mod lease;
 mod outside;
+mod resize;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,7 @@ pub use self::counters::{ClassAtPeak, PoolCounters};
 pub use self::lease::{Lease, LeaseSlice};
 use self::outside::Counted;
 pub use self::outside::OutsideMemory;
+pub use self::resize::{ClassPlace, Watcher};
 use crate::sync::{Condvar, Mutex, WaitExt};
 use crate::{HostAllocator, MemError, Origin, Result, round_up_to_page};
 
@@ -33,6 +35,21 @@ pub struct SizeClass {
     pub bytes: usize,
     /// How many buffers.
     pub count: usize,
+    /// How many there can be, if [`Pool::resize`] may change the number.
+    pub count_max: Option<usize>,
+}
+
+impl SizeClass {
+    /// `count` buffers of `bytes` bytes, always.
+    pub fn new(consumer: impl Into<String>, bytes: usize, count: usize) -> Self {
+        Self { consumer: consumer.into(), bytes, count, count_max: None }
+    }
+
+    /// The same class, with a number that may change: addresses are reserved for `count_max`
+    /// buffers, or for `count` if those are more.
+    pub fn up_to(self, count_max: usize) -> Self {
+        Self { count_max: Some(count_max.max(self.count)), ..self }
+    }
 }
 
 /// A part of an arena, cut into size classes. Cheap to clone. The arena lives until the last lease
@@ -50,6 +67,9 @@ impl Pool {
     /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the
     /// consumers of one group cannot starve those of another. Classes of equal size in a group are
     /// merged.
+    ///
+    /// If a class may change its number, the arena is addresses, of which the first buffers of each
+    /// class are memory: not every allocator has such an arena.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
         Self::carve_counted(allocator, groups, None)
     }
@@ -59,50 +79,59 @@ impl Pool {
         groups: &[Vec<SizeClass>],
         counted: Option<Counted>,
     ) -> Result<Vec<Self>> {
-        let mut offset = 0;
-        let mut state =
-            State { classes: Vec::new(), counters: Vec::new(), live_bytes: 0, live_bytes_max: 0, waiting: 0 };
+        let mut offset: usize = 0;
+        let mut state = State::default();
         let mut ranges = Vec::new();
         for (pool, group) in groups.iter().enumerate() {
-            let (first, first_offset) = (state.classes.len(), offset);
-            let mut sizes: Vec<(usize, usize)> = group
-                .iter()
-                .filter(|class| class.count > 0)
-                .map(|class| (round_up_to_page(class.bytes.max(1)), class.count))
-                .collect();
-            sizes.sort_unstable();
-            for (bytes, count) in sizes {
-                let start = offset;
-                offset = bytes.checked_mul(count).and_then(|class| class.checked_add(offset)).ok_or_else(
-                    || MemError::Reserve { bytes: usize::MAX, source: ErrorKind::OutOfMemory.into() },
-                )?;
-                let offsets = (start..offset).step_by(bytes);
-                match state.classes[first..].last_mut() {
-                    Some(class) if class.bytes == bytes => {
-                        class.free.extend(offsets);
-                        class.count += count;
-                    }
-                    _ => state.classes.push(Class {
-                        bytes,
-                        count,
-                        pool,
-                        live_bytes: 0,
-                        live_bytes_at_peak: 0,
-                        free: offsets.collect(),
-                        fenced: Default::default(),
-                    }),
+            let first = state.classes.len();
+            let mut lines: Vec<&SizeClass> = group.iter().collect();
+            lines.sort_by_key(|line| line.bytes);
+            for line in lines {
+                let count_max = line.count_max.unwrap_or(line.count).max(line.count);
+                let bytes = round_up_to_page(line.bytes.max(1));
+                if count_max == 0 {
+                    continue;
                 }
+                let start = offset;
+                offset =
+                    bytes.checked_mul(count_max).and_then(|class| class.checked_add(offset)).ok_or_else(
+                        || MemError::Reserve { bytes: usize::MAX, source: ErrorKind::OutOfMemory.into() },
+                    )?;
+                let classes = &mut state.classes;
+                if classes[first..].last().is_none_or(|class| class.bytes != bytes) {
+                    classes.push(Class { start, bytes, pool, ..Class::default() });
+                }
+                let class = classes.last_mut().expect("pushed if there was none");
+                class.count += line.count;
+                class.count_max += count_max;
+                class.elastic |= line.count_max.is_some();
             }
-            let reserved_bytes = offset - first_offset;
+            let mut reserved_bytes = 0;
+            for class in &mut state.classes[first..] {
+                let mut offsets = (0..class.count_max).map(|index| class.start + index * class.bytes);
+                class.free = offsets.by_ref().take(class.count).collect();
+                // Those that come next are taken from the end.
+                class.absent = offsets.rev().collect();
+                reserved_bytes += class.count * class.bytes;
+            }
             state.counters.push(PoolCounters { reserved_bytes, ..PoolCounters::default() });
             ranges.push(first..state.classes.len());
         }
+        let block = if state.classes.iter().any(|class| class.elastic) {
+            let block = allocator.reserve(offset)?;
+            block.commit(&state.classes.iter().flat_map(Class::memory).collect::<Vec<_>>())?;
+            block
+        } else {
+            allocator.allocate(offset)?
+        };
         let arena = Arc::new(Arena {
-            block: allocator.allocate(offset)?,
+            block,
             allocator: allocator.name(),
             origin: Origin::here(),
             state: Mutex::new(state),
             returned: Condvar::new(),
+            resizing: Mutex::new(Vec::new()),
+            leaving: Condvar::new(),
             _counted: counted,
         });
         let pool = |(index, classes)| Self { arena: Arc::clone(&arena), index, classes };

@@ -25,7 +25,7 @@ impl OutsideMemory {
             return Err(MemError::Reserve { bytes, source: ErrorKind::OutOfMemory.into() });
         }
         let counted = Counted::new(self, round_up_to_page(bytes.max(1)));
-        let class = SizeClass { consumer: "outside of the pools".into(), bytes, count: 1 };
+        let class = SizeClass::new("outside of the pools", bytes, 1);
         let pools = Pool::carve_counted(&PageableAllocator, &[vec![class]], Some(counted))?;
         Ok(pools[0].try_lease(bytes)?.expect("the only buffer is free"))
     }

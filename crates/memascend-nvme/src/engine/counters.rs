@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use memascend_mem::LockExt;
 
-use crate::Operation;
+use crate::{Activity, Operation, Recorder};
 
 /// Counters of an engine. A request costs two uncontended locks, cheap enough to count always.
 #[derive(Debug, Default)]
 pub struct Counters {
     inner: Mutex<Inner>,
+    /// Every request by itself, while it is on.
+    pub(crate) recorder: Recorder,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +63,12 @@ impl Counters {
         } else {
             direction.failures += 1;
         }
+        drop(inner);
+        let activity = match operation {
+            Operation::Read => Activity::Read,
+            Operation::Write => Activity::Write,
+        };
+        self.recorder.note(activity, bytes, started);
     }
 
     /// The values now.

@@ -1,6 +1,7 @@
 //! Engines, which move bytes between leases and a volume, and the schedule that all engines share.
 
 pub(crate) mod counters;
+pub(crate) mod registered;
 pub(crate) mod ring;
 pub(crate) mod schedule;
 pub(crate) mod sim;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use memascend_mem::{LeaseSlice, Pool};
 
 use crate::engine::sim::{Faults, SimDisk, SimEngine};
-use crate::{CountersSnapshot, IoError, NoteKeeper, Result, RingEngine, ThreadsEngine, VolumeFile};
+use crate::{CountersSnapshot, IoError, NoteKeeper, Recorder, Result, RingEngine, ThreadsEngine, VolumeFile};
 
 /// Which way bytes move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -83,6 +84,11 @@ pub trait Engine: Send + Sync {
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
 
+    /// What records requests and flushes, where they take real time.
+    fn recorder(&self) -> Option<&Recorder> {
+        None
+    }
+
     /// Optional features of the system that are in use, and those requested that were refused, with
     /// the reason.
     fn features(&self) -> Vec<String> {
@@ -90,7 +96,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// Registers an arena whose buffers will be transferred often. The engine keeps the arena
-    /// alive. Waits for the engine's thread, so a completion must not call this.
+    /// alive, but no memory that the arena gives back. Waits for the engine's thread, so a completion must not call this.
     fn register(&self, _pool: &Pool) {}
 
     /// Whether bytes reach the volume's own file, which must then have room for them.

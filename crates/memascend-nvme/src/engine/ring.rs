@@ -1,20 +1,23 @@
 //! The engine over io_uring: one ring and one thread for a volume.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squeue, types};
-use memascend_mem::{LockExt, Origin, Pool};
+use memascend_mem::{LockExt, Origin, Pool, Watcher};
 
+use crate::engine::registered::Registered;
 use crate::engine::schedule::Schedule;
 use crate::unforked::Unforked;
 use crate::{
-    Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Request, Result, VolumeFile,
+    Activity, Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Recorder, Request,
+    Result, VolumeFile,
 };
 
 /// The most bytes in flight. More would not be faster, and small requests would wait longer in the
@@ -25,16 +28,13 @@ const BYTES_IN_FLIGHT: usize = 32 << 20;
 const COMPLETIONS_AT_ONCE: usize = 2;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
-/// The largest buffer that the kernel registers.
-const REGISTERED_BYTES_MAX: usize = 1 << 30;
 /// How long the kernel's submission thread polls for submissions before it sleeps, in milliseconds.
 const SQ_POLL_IDLE_MS: u32 = 2;
 
 /// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across
 /// requests.
 pub struct RingEngine {
-    queue: Option<Sender<Message>>,
-    wake: Arc<Wake>,
+    mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
     file: Arc<VolumeFile>,
     counters: Arc<Counters>,
@@ -44,7 +44,48 @@ pub struct RingEngine {
 
 enum Message {
     Request(Request, Instant),
-    Register(Pool, Sender<()>),
+    /// Registers the arena of a pool, and tells whether its changes are to be told.
+    Register(Pool, Sender<bool>),
+    /// These parts of the registered arena are memory now, or cease to be.
+    Memory {
+        parts: Vec<Range<usize>>,
+        there: bool,
+        told: Sender<()>,
+    },
+    Close,
+}
+
+/// The way to the ring's thread.
+struct Mailbox {
+    queue: Sender<Message>,
+    wake: Arc<Wake>,
+}
+
+impl Mailbox {
+    /// Gives the message back if the thread has ended.
+    fn send(&self, message: Message) -> std::result::Result<(), Message> {
+        self.queue.send(message).map_err(|refused| refused.0)?;
+        self.wake.notify();
+        Ok(())
+    }
+
+    fn memory(&self, parts: &[Range<usize>], there: bool) {
+        let (told, heard) = bounded(1);
+        // A thread that has ended has nothing registered, and answers nothing.
+        if self.send(Message::Memory { parts: parts.to_vec(), there, told }).is_ok() {
+            let _ = heard.recv();
+        }
+    }
+}
+
+impl Watcher for Mailbox {
+    fn committed(&self, parts: &[Range<usize>]) {
+        self.memory(parts, true);
+    }
+
+    fn leaving(&self, parts: &[Range<usize>]) {
+        self.memory(parts, false);
+    }
 }
 
 /// Wakes the ring's thread when it sleeps in the kernel.
@@ -126,29 +167,13 @@ impl RingEngine {
         // enabling worked.
         started.recv().unwrap_or_else(|_| Err(io::Error::other("its thread ended"))).map_err(unavailable)?;
         Ok(Self {
-            queue: Some(queue),
-            wake,
+            mailbox: Arc::new(Mailbox { queue, wake }),
             thread: Some(thread),
             file: Arc::clone(file),
             counters,
             features,
             origin: Origin::here(),
         })
-    }
-
-    fn send(&self, message: Message) {
-        let queue = self.queue.as_ref().expect("the queue lives until drop");
-        match queue.send(message) {
-            Ok(()) => self.wake.notify(),
-            Err(refused) => {
-                // The thread has ended, which only a defect can cause. The request still completes.
-                if let Message::Request(request, started) = refused.0 {
-                    let Request { operation, buffer, on_complete, .. } = request;
-                    self.counters.ended(operation, buffer.bytes(), started, false);
-                    on_complete(crate::Completion { buffer, result: Err(IoError::Closed) });
-                }
-            }
-        }
     }
 }
 
@@ -160,15 +185,24 @@ impl Engine for RingEngine {
     fn submit(&self, request: Request) {
         let now = Instant::now();
         self.counters.started(now);
-        self.send(Message::Request(request, now));
+        if let Err(Message::Request(request, started)) = self.mailbox.send(Message::Request(request, now)) {
+            // The thread has ended, which only a defect can cause. The request still completes.
+            let Request { operation, buffer, on_complete, .. } = request;
+            self.counters.ended(operation, buffer.bytes(), started, false);
+            on_complete(crate::Completion { buffer, result: Err(IoError::Closed) });
+        }
     }
 
     fn flush(&self) -> Result<()> {
-        self.file.sync()
+        self.counters.recorder.timed(Activity::Flush, || self.file.sync())
     }
 
     fn counters(&self) -> CountersSnapshot {
         self.counters.snapshot()
+    }
+
+    fn recorder(&self) -> Option<&Recorder> {
+        Some(&self.counters.recorder)
     }
 
     fn features(&self) -> Vec<String> {
@@ -177,9 +211,12 @@ impl Engine for RingEngine {
 
     fn register(&self, pool: &Pool) {
         let (told, heard) = bounded(1);
-        self.send(Message::Register(pool.clone(), told));
-        // Receiving fails if the thread has ended; then there is nothing to wait for.
-        let _ = heard.recv();
+        // Sending or receiving fails if the thread has ended; then there is nothing to wait for.
+        if self.mailbox.send(Message::Register(pool.clone(), told)).is_ok()
+            && heard.recv().is_ok_and(|watches| watches)
+        {
+            pool.watch(Arc::downgrade(&self.mailbox) as Weak<dyn Watcher>);
+        }
     }
 }
 
@@ -189,8 +226,8 @@ impl Drop for RingEngine {
         if !self.origin.is_here() {
             return;
         }
-        self.queue = None;
-        self.wake.ring();
+        let _ = self.mailbox.send(Message::Close);
+        self.mailbox.wake.ring();
         if let Some(thread) = self.thread.take() {
             // The engine may be dropped by a completion running on its own thread.
             if thread.thread().id() != std::thread::current().id() {
@@ -275,11 +312,9 @@ fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
         return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
     }
     let block = memascend_mem::PAGE_BYTES;
-    let pool = Pool::new(
-        &memascend_mem::PageableAllocator,
-        &[memascend_mem::SizeClass { consumer: "probe".into(), bytes: block, count: 1 }],
-    )
-    .map_err(io::Error::other)?;
+    let pool =
+        Pool::new(&memascend_mem::PageableAllocator, &[memascend_mem::SizeClass::new("probe", block, 1)])
+            .map_err(io::Error::other)?;
     let lease = pool.try_lease(block).map_err(io::Error::other)?.expect("a fresh pool has a buffer");
     // Declared last, so that the ring is dropped before the buffer.
     let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;
@@ -314,25 +349,7 @@ struct Driver {
     wake_word: Box<u64>,
     wake_armed: bool,
     fixed_file: bool,
-    arena: Option<Arena>,
-}
-
-/// The registered arena. Holding the pool keeps other memory from being mapped at the arena's
-/// addresses while they are registered.
-struct Arena {
-    _pool: Pool,
-    start: usize,
-    bytes: usize,
-}
-
-impl Arena {
-    /// Index of the registered buffer that contains the whole range, if there is one.
-    fn buffer_of(&self, address: usize, bytes: usize) -> Option<u16> {
-        let offset = address.checked_sub(self.start)?;
-        let index = offset / REGISTERED_BYTES_MAX;
-        let inside = offset + bytes <= self.bytes && (offset + bytes - 1) / REGISTERED_BYTES_MAX == index;
-        inside.then(|| u16::try_from(index).ok()).flatten()
-    }
+    arena: Option<Registered>,
 }
 
 impl Driver {
@@ -419,38 +436,55 @@ impl Driver {
                     }
                 }
                 Ok(Message::Register(pool, told)) => {
-                    self.register(ring, pool);
+                    let _ = told.send(self.register(ring, pool));
+                }
+                Ok(Message::Memory { parts, there, told }) => {
+                    self.note_memory(ring, &parts, there);
                     let _ = told.send(());
                 }
                 Err(TryRecvError::Empty) => return,
-                Err(TryRecvError::Disconnected) => self.open = false,
+                Ok(Message::Close) | Err(TryRecvError::Disconnected) => self.open = false,
             }
         }
     }
 
-    fn register(&mut self, ring: &Ring<'_>, pool: Pool) {
+    /// Registers an arena; whether its changes are to be told.
+    fn register(&mut self, ring: &Ring<'_>, pool: Pool) -> bool {
         if self.arena.is_some() {
-            return;
+            return false;
         }
-        let (start, bytes) = pool.arena();
-        let (start, mut left) = (start.as_ptr() as usize, bytes);
-        let mut vectors = Vec::new();
-        while left > 0 {
-            let iov_len = left.min(REGISTERED_BYTES_MAX);
-            let iov_base = (start + bytes - left) as *mut libc::c_void;
-            vectors.push(libc::iovec { iov_base, iov_len });
-            left -= iov_len;
+        let elastic = pool.is_elastic();
+        let (registered, feature) = match Registered::new(&ring.submitter, pool) {
+            Ok(registered) => (Some(registered), "registered_buffers".into()),
+            Err(error) if elastic => (
+                None,
+                format!("no registered_buffers: memory that grows and shrinks needs a sparse table: {error}"),
+            ),
+            Err(error) => (None, format!("no registered_buffers: {error}")),
+        };
+        let watches = elastic && registered.is_some();
+        self.arena = registered;
+        let mut features = self.features.locked();
+        features.push(feature);
+        if watches {
+            features.push("sparse_buffers".into());
         }
-        // SAFETY: the arena is mapped, and stays so while `self.arena` holds its pool, which
-        // outlives the ring.
-        let registered = unsafe { ring.submitter.register_buffers(&vectors) };
-        self.features.locked().push(match registered {
-            Ok(()) => {
-                self.arena = Some(Arena { _pool: pool, start, bytes });
-                "registered_buffers".into()
+        watches
+    }
+
+    fn note_memory(&mut self, ring: &Ring<'_>, parts: &[Range<usize>], there: bool) {
+        let Some(arena) = &mut self.arena else { return };
+        if there {
+            if let Err(error) = arena.committed(&ring.submitter, parts) {
+                let refused = format!("some buffers are not registered: {error}");
+                let mut features = self.features.locked();
+                if !features.contains(&refused) {
+                    features.push(refused);
+                }
             }
-            Err(error) => format!("no registered_buffers: {error}"),
-        });
+        } else if let Err(error) = arena.leaving(&ring.submitter, parts) {
+            self.features.locked().push(format!("some memory stays pinned: {error}"));
+        }
     }
 
     fn arm_wake(&mut self, ring: &mut Ring<'_>) {
@@ -500,7 +534,7 @@ impl Driver {
         let length = u32::try_from(transfer.bytes).expect("a part is small");
         let offset = self.file.position(transfer.offset);
         let buffer =
-            self.arena.as_ref().and_then(|arena| arena.buffer_of(transfer.address as usize, transfer.bytes));
+            self.arena.as_ref().and_then(|arena| arena.index_of(transfer.address as usize, transfer.bytes));
         let address = transfer.address;
         macro_rules! on {
             ($target:expr) => {

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use memascend_mem::{LockExt, Origin, WaitExt};
 
 use crate::engine::schedule::{Schedule, Transfer};
-use crate::{Counters, CountersSnapshot, Engine, IoError, Operation, Request, Result, VolumeFile};
+use crate::{
+    Activity, Counters, CountersSnapshot, Engine, IoError, Operation, Recorder, Request, Result, VolumeFile,
+};
 
 /// preadv2 and pwritev2 on a few threads, for systems that refuse io_uring.
 pub struct ThreadsEngine {
@@ -158,11 +160,18 @@ impl Engine for ThreadsEngine {
     }
 
     fn flush(&self) -> Result<()> {
-        if self.shared.kind.needs_room { self.shared.file.sync() } else { Ok(()) }
+        if !self.shared.kind.needs_room {
+            return Ok(());
+        }
+        self.shared.counters.recorder.timed(Activity::Flush, || self.shared.file.sync())
     }
 
     fn counters(&self) -> CountersSnapshot {
         self.shared.counters.snapshot()
+    }
+
+    fn recorder(&self) -> Option<&Recorder> {
+        Some(&self.shared.counters.recorder)
     }
 
     fn features(&self) -> Vec<String> {

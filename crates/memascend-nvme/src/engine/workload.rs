@@ -203,7 +203,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let volume = Volume::create(directory.path(), true).unwrap();
         volume.reserve(8 << 20).unwrap();
-        let class = SizeClass { consumer: "test".into(), bytes: 65_536, count: 4 };
+        let class = SizeClass::new("test", 65_536, 4);
         let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
         let engine = open_engine(volume.file(), EngineOptions::default()).unwrap().engine;
         let workload = Workload {

@@ -1,37 +1,51 @@
 //! 8-bit states against a search through the whole map.
 
-use super::super::super::Isa;
+use super::super::super::dispatch::Plain;
+#[cfg(target_arch = "x86_64")]
+use super::super::super::dispatch::{Narrow, Wide};
 use super::super::super::testing::any_bits;
 use super::*;
 use proptest::prelude::*;
 
-/// Encodes by the portable code and, where it runs, by that of AVX-512: the same.
+/// Encodes by the portable code and by that of every instruction set which runs here: the same.
 fn encode(signed: bool, block: &Block, codes: &mut [u8; BLOCK]) -> f32 {
-    let scale = match signed {
-        true => SIGNED.encode::<true, false>(block, codes),
-        false => UNSIGNED.encode::<false, false>(block, codes),
-    };
-    if Isa::available().len() == 3 {
+    let scale = Scale::of(block, signed);
+    encode_with::<Plain>(signed, block, scale, codes);
+    #[cfg(target_arch = "x86_64")]
+    for isa in Isa::available() {
         let mut again = [0; BLOCK];
-        let wide = match signed {
-            true => SIGNED.encode::<true, true>(block, &mut again),
-            false => UNSIGNED.encode::<false, true>(block, &mut again),
-        };
-        assert_eq!((wide.to_bits(), &again), (scale.to_bits(), &*codes));
+        match isa {
+            Isa::Avx512 => encode_with::<Wide>(signed, block, scale, &mut again),
+            Isa::Avx2 => encode_with::<Narrow>(signed, block, scale, &mut again),
+            Isa::Baseline => continue,
+        }
+        assert_eq!(&again, codes, "{isa:?}");
     }
-    scale
+    scale.scale
 }
 
-/// Decodes by both.
+fn encode_with<L: Level>(signed: bool, block: &Block, scale: Scale, codes: &mut [u8; BLOCK]) {
+    match signed {
+        true => SIGNED.encode::<true, L>(block, scale, codes),
+        false => UNSIGNED.encode::<false, L>(block, scale, codes),
+    }
+}
+
+/// Decodes by all.
 fn decode(signed: bool, codes: &[u8; BLOCK], scale: f32) -> Block {
     let map = if signed { &SIGNED } else { &UNSIGNED };
     let mut block = [0.0; BLOCK];
-    map.decode::<false>(codes, scale, &mut block);
-    if Isa::available().len() == 3 {
+    map.decode::<Plain>(codes, scale, &mut block);
+    #[cfg(target_arch = "x86_64")]
+    for isa in Isa::available() {
         let mut again = [0.0; BLOCK];
-        map.decode::<true>(codes, scale, &mut again);
+        match isa {
+            Isa::Avx512 => map.decode::<Wide>(codes, scale, &mut again),
+            Isa::Avx2 => map.decode::<Narrow>(codes, scale, &mut again),
+            Isa::Baseline => continue,
+        }
         if !scale.is_nan() {
-            assert_eq!(again.map(f32::to_bits), block.map(f32::to_bits));
+            assert_eq!(again.map(f32::to_bits), block.map(f32::to_bits), "{isa:?}");
         }
     }
     block

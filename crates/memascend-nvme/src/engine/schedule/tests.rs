@@ -24,7 +24,7 @@ static FILE: LazyLock<Arc<VolumeFile>> = LazyLock::new(|| {
 });
 
 fn buffer(bytes: usize) -> LeaseSlice {
-    let class = SizeClass { consumer: "test".into(), bytes, count: 1 };
+    let class = SizeClass::new("test", bytes, 1);
     let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
     LeaseSlice::new(Arc::new(pool.try_lease(bytes).unwrap().unwrap()), 0, bytes)
 }

@@ -35,7 +35,7 @@ fn trace(faults: Faults) -> (Vec<End>, Injected) {
     let disk = SimDisk::new(faults);
     let engine = SimEngine::new(volume.file(), Arc::clone(&disk));
     let bytes = 3 * PART_BYTES;
-    let class = SizeClass { consumer: "test".into(), bytes, count: 40 };
+    let class = SizeClass::new("test", bytes, 40);
     let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
     let (sender, receiver) = mpsc::channel();
     for index in 0..120 {

@@ -1,0 +1,127 @@
+"""Updates in the backward pass: each large tensor is updated as soon as autograd has made its gradient.
+
+The gradient then never goes to the SSD. The bits are those of an update after `optimizer.step()`, since `step` refuses
+to follow where its options, or the gradients that it would use, are not those of the updates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.common.interrupts import uninterrupted
+from memascend.errors import MemascendError
+from memascend.offloading.activations import recomputed_views
+from memascend.offloading.stand_ins import make_marker
+from memascend.plan.host import updates_early
+from memascend.residency.updates import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend._memascend import Ticket
+    from memascend.common.timeline import Timeline
+    from memascend.durable.generations import Generations
+    from memascend.layout.units import Place
+    from memascend.residency.host import Streamer
+
+
+#: Counts the references to a storage, by its address. A PyTorch without it tells nothing, and updates wait for `step`.
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class EarlyUpdates:
+    """Takes the updates of one session's backward passes, and holds gradients until their update has used them."""
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        generations: Generations,
+        timeline: Timeline,
+        in_flight_bytes: int,
+        writes_through: Callable[[], bool],
+    ) -> None:
+        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most.
+
+        `writes_through` says whether updates write at once what stays in memory.
+        """
+        self._streamer = streamer
+        self._generations = generations
+        self._writes_through = writes_through
+        self._timeline = timeline
+        self._in_flight_bytes = in_flight_bytes
+        #: Updates under way and their gradients, the oldest first.
+        self._in_flight: deque[tuple[Ticket, torch.Tensor]] = deque()
+
+    def take(self, place: Place, gradient: torch.Tensor) -> bool:
+        """Start the update of a parameter whose gradient autograd has just made, if it need not wait for `step`.
+
+        Afterwards `parameter.grad` is a marker, as after `step`.
+        """
+        tensor, parameter = place.tensor, place.parameter
+        if place.awaits_step or not updates_early(tensor) or not self._streamer.can_update_early(tensor):
+            return False
+        if place.saved_names or self._is_viewed(place):
+            return False
+        optimizer = None if place.owner is None else place.owner()
+        if optimizer is None or not self._generations.allows_early(optimizer):
+            return False
+        # As it would have been put aside.
+        gradient = gradient.to(tensor.gradient_dtype).to(tensor.dtype).contiguous()
+        addresses = self._streamer.weight_address(tensor), gradient.data_ptr()
+        segment = optimizer.early_segment(parameter, addresses)
+        if segment is None:
+            return False
+        self._generations.settle(optimizer)
+        self._release(gradient.nbytes)
+        update = Update(tensor, [segment], captured=False, write_through=self._writes_through())
+        with uninterrupted():
+            self._in_flight.append((self._streamer.update_early(update), gradient))
+            optimizer.took_early(parameter, segment)
+            place.early, place.filled = True, None
+            place.captured += 1
+            place.marker = make_marker(place)
+            parameter.grad = place.marker
+        return True
+
+    def _is_viewed(self, place: Place) -> bool:
+        """Whether anything may still read the weight where it is: a part of the graph that gives it no gradient."""
+        storage = self._streamer.residencies[place.tensor.unit].storage
+        if storage is None or _use_count is None:
+            return True
+        whole = storage.untyped_storage()
+        recomputed = recomputed_views(whole)
+        # Beside those, the unit's own tensor and `whole` refer to the bytes.
+        if _use_count(whole._cdata) != len(recomputed) + 2:
+            return True
+        return any(begin < place.offset + place.nbytes and place.offset < end for begin, end in recomputed)
+
+    def _release(self, wanted: int = 0) -> None:
+        """Drop gradients that have been used. Wait for the oldest while they and `wanted` bytes are too many."""
+        while self._in_flight:
+            ticket, _ = self._in_flight[0]
+            held = sum(gradient.nbytes for _, gradient in self._in_flight)
+            if not ticket.is_ready() and held + wanted <= self._in_flight_bytes:
+                return
+            try:
+                with self._timeline.waiting("cpu_update"):
+                    ticket.wait()
+            finally:
+                self._in_flight.popleft()
+
+    def confirm(self, places: list[Place]) -> None:
+        """Note that `optimizer.step()` has followed the updates of `places`."""
+        for place in places:
+            place.early = False
+        self._streamer.confirm_early()
+        self._release()
+
+    def close(self) -> None:
+        """Wait until no update uses a gradient."""
+        self._in_flight_bytes = -1
+        while self._in_flight:
+            with suppress(MemascendError):
+                self._release()

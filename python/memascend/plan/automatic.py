@@ -1,0 +1,179 @@
+"""A host memory budget that follows what the machine leaves: what it begins with, when it changes, and to what.
+
+Nothing here reads the machine, except for the budget that a run begins with: see `memascend.machine.limits`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memascend.common.sizes import AUTO, format_size, parse_size
+from memascend.machine import limits
+from memascend.plan.host import HEAP_BYTES, make_plan, smallest_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.layout.units import Unit
+    from memascend.machine.limits import Bound
+    from memascend.plan.host import Plan
+
+#: Of the addresses that this process may reserve, the share that an arena may.
+ADDRESSES_SHARE = 3 / 4
+#: What a step may take above the most that one was seen to take.
+STEP_MARGIN = 1.25
+#: Passes of which the most that one took is left free. Longer ago, it may have been what only a first pass takes.
+PASSES_SEEN = 64
+#: Passes in a row that have to leave room before the budget grows; more where it has been growing and shrinking.
+PATIENCE, PATIENCE_MAX = 2, 32
+#: Passes within which shrinking after growing counts as that.
+SOON = 32
+#: Passes until the next attempt, after the system has refused memory.
+REFUSED_PASSES = 256
+#: The least growth that is worth a change, as a share of what is held: units in memory are given up for each.
+WORTH = 1 / 16
+#: The share of the time stalled for memory from which on some is given back, and the share of what is beyond the least.
+STALLED, GIVEN_BACK = 0.1, 1 / 4
+
+
+def plan_for(
+    units: Sequence[Unit],
+    host_memory: str | int | None,
+    host_memory_max: str | int | None = None,
+    update: str = "forward",
+) -> tuple[Plan, bool]:
+    """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
+
+    None is the least budget that works; `update` is as in `make_plan`. Raises BudgetError as `make_plan` does,
+    ValueError for what is neither a size nor "auto".
+    """
+    most = None if host_memory_max is None else parse_size(host_memory_max)
+    if host_memory is None:
+        return smallest_plan(units, most, update), False
+    if host_memory != AUTO:
+        return make_plan(units, parse_size(host_memory), most, update), False
+    if most is None:
+        most = _most(units, update)
+    least = smallest_plan(units, most, update).total
+    left = min((bound.left - bound.reserve for bound in limits.memory_bounds()), default=most)
+    # What a step takes beside the plan is not known yet.
+    return make_plan(units, min(most, max(least, left // 2)), most, update), True
+
+
+def least_of(units: Sequence[Unit]) -> Plan:
+    """Return the least plan that a budget which follows the machine may come to."""
+    return smallest_plan(units, _most(units))
+
+
+def _most(units: Sequence[Unit], update: str = "forward") -> int:
+    """Return the largest budget that a run can use, or that the machine has, with limits that may be raised later."""
+    unlimited = make_plan(units, 1 << 62, 1 << 62, update)
+    usable = unlimited.total + HEAP_BYTES
+    machine = min(limits.total_memory(), int(limits.address_space_left() * ADDRESSES_SHARE))
+    return max(min(usable, machine), smallest_plan(units, usable, update).total)
+
+
+def held_by(plan: Plan) -> int:
+    """Return the bytes that a plan takes, with those that malloc keeps."""
+    return plan.total + (HEAP_BYTES if plan.keeps_blocks else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A budget to change to, in bytes, and the reason in words."""
+
+    budget: int
+    reason: str
+
+
+@dataclass(slots=True)
+class AutomaticBudget:
+    """Decides between two passes what the budget is to be.
+
+    It shrinks at once, when half of a reserve is used up or threads are stalled for memory; to what leaves the whole
+    reserve, and the most that a step has taken beside the plan. It grows when some passes in a row have left room.
+    """
+
+    #: What passes with gradients (True) and without took above what there was at their beginning, in bytes.
+    taken: dict[bool, deque[int]] = field(
+        default_factory=lambda: {grad: deque(maxlen=PASSES_SEEN) for grad in (True, False)}
+    )
+    #: Bytes beyond which the machine leaves nothing, though the plan is the least already; 0 where it suffices.
+    lacking: int = 0
+    _patience: int = PATIENCE
+    _with_room: int = 0
+    _since_growth: int = SOON + 1
+    _wait: int = 0
+
+    def note(self, grad: bool, taken: int) -> None:
+        """Note what a pass took above what there was at its beginning."""
+        self.taken[grad].append(taken)
+
+    def refused(self) -> None:
+        """Note that the system has refused memory: the budget does not grow for a while."""
+        self._wait = REFUSED_PASSES
+
+    def decide(
+        self, plan: Plan, bounds: Sequence[Bound], *, grad: bool, leaving: int = 0, swapped: int = 0, stalled: float = 0
+    ) -> Change | None:
+        """Return the change that is due before a pass with or without gradients; None to go on as it is.
+
+        Args:
+            plan: the present one, whose buffers are resident.
+            bounds: what the machine leaves beside them.
+            grad: whether the pass that begins has gradients.
+            leaving: bytes that an earlier change is still giving back.
+            swapped: bytes of this process that are in swap, and have to come back.
+            stalled: the share of the time since the last pass in which threads were stalled for memory.
+        """
+        assert plan.most is not None
+        held, least = plan.total, plan.smallest_bytes
+        self._since_growth += 1
+        self._wait -= self._wait > 0
+        binding = min(bounds, key=lambda bound: bound.left - bound.reserve)
+        allowed = held + leaving - swapped + binding.left - binding.reserve
+        #: The same with half of the reserves used up.
+        needed = held + leaving - swapped + min(bound.left - bound.reserve // 2 for bound in bounds)
+        step = self._step(grad)
+        if step is None:
+            # No step has told yet what it takes: half of all is left to it, except of the least.
+            allowed = max(allowed // 2, min(allowed, least))
+            needed = max(needed // 2, min(needed, least))
+        else:
+            allowed, needed = allowed - step, needed - step
+        self.lacking = max(0, least - needed)
+        reason = f"{binding.description}: {format_size(max(0, binding.left))} left"
+        if stalled > STALLED:
+            allowed = needed = min(allowed, held - int((held - least) * GIVEN_BACK))
+            reason = f"threads were stalled for memory in {stalled:.0%} of the last pass"
+        if needed < held:
+            return self._shrink(held, least, allowed, reason)
+        # What malloc would keep is room for growth, but is not given back by a change.
+        level, most = held_by(plan), held_by(plan.most)
+        target = min(allowed, most)
+        if self._wait or target <= level or (target < most and target - level < level * WORTH):
+            self._with_room = 0
+            return None
+        self._with_room += 1
+        if self._with_room < self._patience:
+            return None
+        self._with_room = self._since_growth = 0
+        return Change(min(allowed, plan.most.budget), reason)
+
+    def _shrink(self, held: int, least: int, allowed: int, reason: str) -> Change | None:
+        self._with_room = 0
+        if held <= least:
+            return None
+        if self._since_growth <= SOON:
+            self._patience = min(2 * self._patience, PATIENCE_MAX)
+        else:
+            self._patience = PATIENCE
+        return Change(max(allowed, least), reason)
+
+    def _step(self, grad: bool) -> int | None:
+        """Return what the pass that begins may take beside the plan; None where no such pass was seen."""
+        if not self.taken[True] and (grad or not self.taken[False]):
+            return None
+        return int(max(max(seen, default=0) for seen in self.taken.values()) * STEP_MARGIN)
