@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +20,12 @@ from memascend import BudgetError, DeviceError, MemascendError
 from memascend.layout.units import partition
 from memascend.machine import cuda
 from memascend.machine.cuda import ComputeDevice
+from memascend.offloading import activations
 from memascend.plan.device import make_device_plan
 from memascend.report.figures import opening
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import fake_cuda
     from torch import nn
@@ -163,10 +166,20 @@ def test_memory_follows_the_budget(
     assert device.live == 0
 
 
+@contextmanager
+def going_on_soon(fake: fake_cuda.Fake) -> Iterator[None]:
+    """Have the simulated device go on while the block waits for it."""
+    going_on = threading.Timer(0.2, fake.set, ("busy", 0))
+    going_on.start()
+    try:
+        yield
+    finally:
+        going_on.join()
+
+
 def test_copies_under_way_end_before_their_memory_goes(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, device: SimulatedDevice
 ) -> None:
-    fake.set("lateness", 1000)
     model = on_device(tiny.build("llama"), device=device, device_memory="64MiB")
     session = memascend.offload_of(model)
     streamer: Any = session.streamer
@@ -174,23 +187,31 @@ def test_copies_under_way_end_before_their_memory_goes(
     tiny.step(model, optimizer, "llama", 0)
     for ticket in streamer.tickets():
         ticket.wait()
+    fake.set("busy", 1)
     streamer.start_next_pass()  # Copies what the pass uses first, of which nothing is computed yet.
     uploads = list(streamer._on_device.values())
     assert uploads and not any(buffer.arrived.is_done() for buffer in uploads)
-    memascend.set_device_memory(model, "32MiB")
+    with going_on_soon(fake):
+        memascend.set_device_memory(model, "32MiB")
     assert all(buffer.arrived.is_done() for buffer in uploads)
 
-    model(**tiny.batch("llama", 2)).loss.backward()
+    session.gradients.in_flight_bytes = 64 * MIB  # A backward pass waits for none of its copies.
+    loss = model(**tiny.batch("llama", 2)).loss
+    fake.set("busy", 1)
+    loss.backward()
     leaving = list(session.gradients._leaving)
     assert leaving
-    memascend.set_device_memory(model, "64MiB")
+    with going_on_soon(fake):
+        memascend.set_device_memory(model, "64MiB")
     assert not session.gradients._leaving and all(capture.copied() for capture, *_ in leaving)
 
 
 def test_inputs_that_were_copied_to_the_host_take_nothing_after_the_backward_pass(
-    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, device: SimulatedDevice
+    on_device: Callable[..., nn.Module],
+    fake: fake_cuda.Fake,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake.set("lateness", 1000)
     model = on_device(
         tiny.build("gpt2"),
         device=device,
@@ -200,7 +221,11 @@ def test_inputs_that_were_copied_to_the_host_take_nothing_after_the_backward_pas
         host_memory_max=HOST_MOST,
     )
     session = memascend.offload_of(model)
-    model(**tiny.batch("gpt2", 0)).loss.backward()
+    monkeypatch.setattr(activations, "LEAVING_INPUTS", 64)  # A forward pass waits for none of its copies.
+    fake.set("busy", 1)
+    loss = model(**tiny.batch("gpt2", 0)).loss
+    fake.set("busy", 0)
+    loss.backward()
     assert session.inputs._leaving
     memascend.set_host_memory(model, session.plan.smallest_bytes)
     assert not session.inputs._leaving
