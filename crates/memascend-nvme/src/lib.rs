@@ -25,6 +25,7 @@ pub use block_device::format::{Formatted, format_device};
 pub use block_device::notes::FoundNote;
 pub use block_device::uuid::{parse_uuid, random_uuid};
 pub use engine::counters::{Counters, CountersSnapshot, DirectionSnapshot};
+pub use engine::files::{FileEngine, OnEnd};
 pub use engine::ring::RingEngine;
 pub use engine::threads::ThreadsEngine;
 pub use engine::workload::{Measured, Workload};

@@ -1,11 +1,18 @@
-//! Files outside the store, from which weights are read.
+//! Files outside the store: those from which weights are read, and those of other programs.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::ptr::NonNull;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
 
+use memascend_mem::{LeaseSlice, LockExt, WaitExt};
+use memascend_nvme::IoError;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
-use crate::errors::store_error;
+use crate::errors::{io_error, store_error};
+use crate::volume::{engine_options, parse_operation, set_counters};
 
 /// A file outside the store from which weights are read where they lie. It must stay as it was when
 /// `os.stat` gave `bytes` bytes and the last change at `modified_ns`.
@@ -31,5 +38,165 @@ impl ExternalFile {
     #[getter]
     fn bytes_read(&self) -> u64 {
         self.0.read_bytes()
+    }
+}
+
+/// Moves bytes between host memory and any files; see `memascend_nvme::FileEngine`.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct FileEngine(Arc<memascend_nvme::FileEngine>);
+
+#[pymethods]
+impl FileEngine {
+    /// `engine` is auto, ring or threads; `depth` the most transfers in flight.
+    #[new]
+    #[pyo3(signature = (*, engine = "auto", depth = 128))]
+    fn new(engine: &str, depth: usize) -> PyResult<Self> {
+        let options = engine_options(engine, depth, false, false)?;
+        let opened = memascend_nvme::FileEngine::new(options).map_err(|error| io_error(&error))?;
+        Ok(Self(Arc::new(opened)))
+    }
+
+    /// `ring` or `threads`.
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    /// Why it is not a ring, or None.
+    #[getter]
+    fn notice(&self) -> Option<&str> {
+        self.0.notice()
+    }
+
+    /// Bytes, requests, latencies and queue depths so far.
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = PyDict::new(py);
+        set_counters(&report, &self.0.counters())?;
+        Ok(report)
+    }
+}
+
+/// Transfers that are waited for together.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct FileTransfers {
+    engine: Arc<memascend_nvme::FileEngine>,
+    shared: Arc<Started>,
+    /// The objects whose memory the transfers use.
+    owners: Mutex<Vec<Py<PyAny>>>,
+}
+
+#[derive(Default)]
+struct Started {
+    state: Mutex<StartedState>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct StartedState {
+    /// Transfers since the last wait, and those of them that have not ended.
+    count: usize,
+    running: usize,
+    error: Option<IoError>,
+}
+
+impl Started {
+    fn lock(&self) -> MutexGuard<'_, StartedState> {
+        self.state.locked()
+    }
+}
+
+#[pymethods]
+impl FileTransfers {
+    #[new]
+    fn new(engine: &Bound<'_, FileEngine>) -> Self {
+        Self { engine: Arc::clone(&engine.get().0), shared: Arc::default(), owners: Mutex::default() }
+    }
+
+    /// Transfers that were started and not waited for.
+    #[getter]
+    fn pending(&self) -> usize {
+        self.shared.lock().count
+    }
+
+    /// Starts to "read" or "write" `bytes` bytes between `address` and byte `offset` of the file at
+    /// `path`. What is wrong with it is told by `wait`. `owner` keeps the memory alive.
+    #[allow(clippy::too_many_arguments)]
+    fn start(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        path: PathBuf,
+        offset: u64,
+        address: usize,
+        bytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<()> {
+        let operation = parse_operation(operation)?;
+        let memory = match NonNull::new(address as *mut u8) {
+            // SAFETY: the Python layer passes the address of a live, contiguous CPU tensor, which `owner`
+            // keeps until the transfers have ended.
+            Some(address) => unsafe { LeaseSlice::of_caller(address, bytes) },
+            None if bytes == 0 => {
+                // SAFETY: no byte of it is used.
+                unsafe { LeaseSlice::of_caller(NonNull::dangling(), 0) }
+            }
+            None => return Err(PyValueError::new_err("a transfer needs memory: the address is 0")),
+        };
+        self.owners.locked().push(owner);
+        let shared = Arc::clone(&self.shared);
+        {
+            let mut state = shared.lock();
+            state.count += 1;
+            state.running += 1;
+        }
+        py.detach(|| {
+            let on_end = Box::new(move |result: memascend_nvme::Result<()>| {
+                let mut state = shared.lock();
+                state.running -= 1;
+                if let Err(error) = result {
+                    state.error.get_or_insert(error);
+                }
+                if state.running == 0 {
+                    shared.ended.notify_all();
+                }
+            });
+            self.engine.submit(operation, &path, offset, &memory, on_end);
+        });
+        Ok(())
+    }
+
+    /// Waits until all have ended, and returns how many they were. Raises the first error, after all
+    /// have ended.
+    fn wait(&self, py: Python<'_>) -> PyResult<usize> {
+        loop {
+            let over = py.detach(|| {
+                let state = self.shared.lock();
+                if state.running == 0 {
+                    return true;
+                }
+                self.shared.ended.wait_locked_for(state, Duration::from_millis(100)).running == 0
+            });
+            if over {
+                break;
+            }
+            // Ctrl-C: the transfers go on, and can be waited for again.
+            py.check_signals()?;
+        }
+        let (count, error) = {
+            let mut state = self.shared.lock();
+            (std::mem::take(&mut state.count), state.error.take())
+        };
+        self.owners.locked().clear();
+        error.map_or(Ok(count), |error| Err(io_error(&error)))
+    }
+}
+
+impl Drop for FileTransfers {
+    /// Memory must not go before the transfers have ended. Their errors are lost: nothing waited for them.
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        while state.running > 0 {
+            state = self.shared.ended.wait_locked(state);
+        }
     }
 }

@@ -66,7 +66,7 @@ impl LeaseBuffer {
 
 /// Host memory outside the arena that exports the buffer protocol (writable bytes, page aligned).
 /// It is freed when the last object that refers to it dies.
-#[pyclass(frozen, module = "memascend._memascend")]
+#[pyclass(frozen, weakref, module = "memascend._memascend")]
 pub(crate) struct HostBuffer {
     block: HostBlock,
     bytes: usize,

@@ -41,7 +41,7 @@ mod _memascend {
     #[pymodule_export]
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
-    use crate::files::ExternalFile;
+    use crate::files::{ExternalFile, FileEngine, FileTransfers};
     #[pymodule_export]
     use crate::gradients::GradientRanges;
     #[pymodule_export]

@@ -45,6 +45,15 @@ pub(crate) fn engine_options(
     Ok(EngineOptions { choice, depth, io_poll, sq_poll })
 }
 
+/// The operation of that name: `read` or `write`.
+pub(crate) fn parse_operation(name: &str) -> PyResult<Operation> {
+    match name {
+        "read" => Ok(Operation::Read),
+        "write" => Ok(Operation::Write),
+        other => Err(PyValueError::new_err(format!("unknown operation {other:?}: read or write"))),
+    }
+}
+
 /// Adds the counters of an engine to `report`.
 pub(crate) fn set_counters(report: &Bound<'_, PyDict>, counters: &CountersSnapshot) -> PyResult<()> {
     let direction = |name: &str, of: &DirectionSnapshot| {
@@ -146,13 +155,7 @@ impl Volume {
         depth: Option<usize>,
     ) -> PyResult<Transfers> {
         let open = self.open()?;
-        let operation = match operation {
-            "read" => Operation::Read,
-            "write" => Operation::Write,
-            other => {
-                return Err(PyValueError::new_err(format!("unknown operation {other:?}: read or write")));
-            }
-        };
+        let operation = parse_operation(operation)?;
         let lease = Arc::clone(&lease.get().lease);
         let count = offsets.len();
         if count.checked_mul(bytes).is_none_or(|needed| needed > lease.capacity()) {

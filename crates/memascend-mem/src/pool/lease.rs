@@ -76,13 +76,27 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// A byte range of a shared lease. An I/O request owns one while the request is in flight.
+/// A byte range of a shared lease, or of memory that is not a pool's. An I/O request owns one while the
+/// request is in flight.
 #[derive(Debug, Clone)]
 pub struct LeaseSlice {
-    lease: Arc<Lease>,
+    owner: Owner,
     offset: usize,
     bytes: usize,
 }
+
+#[derive(Debug, Clone)]
+enum Owner {
+    Lease(Arc<Lease>),
+    /// Address of memory that the maker of the slice keeps alive.
+    Caller(NonNull<u8>),
+}
+
+// SAFETY: a lease can be used by any thread, and so can the caller's memory, as `LeaseSlice::of_caller`
+// demands.
+unsafe impl Send for Owner {}
+// SAFETY: as above.
+unsafe impl Sync for Owner {}
 
 impl LeaseSlice {
     /// The range `offset .. offset + bytes` of `lease`.
@@ -92,7 +106,16 @@ impl LeaseSlice {
     pub fn new(lease: Arc<Lease>, offset: usize, bytes: usize) -> Self {
         let end = offset.checked_add(bytes).expect("slice end overflows");
         assert!(end <= lease.capacity(), "slice {offset}..{end} exceeds a lease of {}", lease.capacity());
-        Self { lease, offset, bytes }
+        Self { owner: Owner::Lease(lease), offset, bytes }
+    }
+
+    /// `bytes` bytes at `address`, in memory that is not a pool's.
+    ///
+    /// # Safety
+    /// The range is valid memory, which any thread may use, while the slice or a clone or part of it
+    /// lives.
+    pub unsafe fn of_caller(address: NonNull<u8>, bytes: usize) -> Self {
+        Self { owner: Owner::Caller(address), offset: 0, bytes }
     }
 
     /// The range `offset .. offset + bytes` of this slice.
@@ -102,13 +125,17 @@ impl LeaseSlice {
     pub fn narrow(&self, offset: usize, bytes: usize) -> Self {
         let end = offset.checked_add(bytes).expect("slice end overflows");
         assert!(end <= self.bytes, "narrowing {offset}..{end} of {}", self.bytes);
-        Self { lease: Arc::clone(&self.lease), offset: self.offset + offset, bytes }
+        Self { owner: self.owner.clone(), offset: self.offset + offset, bytes }
     }
 
     /// First byte.
     pub fn address(&self) -> NonNull<u8> {
-        // SAFETY: the range lies inside the lease, checked by `new` and `narrow`.
-        unsafe { self.lease.address().add(self.offset) }
+        let start = match &self.owner {
+            Owner::Lease(lease) => lease.address(),
+            Owner::Caller(address) => *address,
+        };
+        // SAFETY: the range lies inside the lease or the caller's memory, checked by `new` and `narrow`.
+        unsafe { start.add(self.offset) }
     }
 
     /// Length in bytes.

@@ -1,6 +1,7 @@
 //! Engines, which move bytes between leases and a volume, and the schedule that all engines share.
 
 pub(crate) mod counters;
+pub(crate) mod files;
 pub(crate) mod registered;
 pub(crate) mod ring;
 pub(crate) mod schedule;

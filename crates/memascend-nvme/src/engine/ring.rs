@@ -34,16 +34,21 @@ const SQ_POLL_IDLE_MS: u32 = 2;
 /// io_uring: one ring for a volume, owned by one thread, which keeps the drive's queue full across
 /// requests.
 pub struct RingEngine {
+    ring: Ring,
+    file: Arc<VolumeFile>,
+}
+
+/// A ring and its thread, which carries out requests on any files.
+pub(super) struct Ring {
     mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
-    file: Arc<VolumeFile>,
     counters: Arc<Counters>,
     features: Arc<Mutex<Vec<String>>>,
     origin: Origin,
 }
 
 enum Message {
-    Request(Request, Instant),
+    Request(Arc<VolumeFile>, Request, Instant),
     /// Registers the arena of a pool, and tells whether its changes are to be told.
     Register(Pool, Sender<bool>),
     /// These parts of the registered arena are memory now, or cease to be.
@@ -135,8 +140,15 @@ impl RingEngine {
     /// [`IoError::RingUnavailable`] where the system refuses io_uring (an old kernel, the sysctl
     /// `kernel.io_uring_disabled`, Docker's seccomp profile).
     pub fn new(file: &Arc<VolumeFile>, options: EngineOptions) -> Result<Self> {
+        Ok(Self { ring: Ring::new(Some(file), options)?, file: Arc::clone(file) })
+    }
+}
+
+impl Ring {
+    /// `main_file` is registered with the ring; requests on other files are carried out too.
+    pub(super) fn new(main_file: Option<&Arc<VolumeFile>>, options: EngineOptions) -> Result<Self> {
         let unavailable = |source| IoError::RingUnavailable { source };
-        let built = build(file, options).map_err(unavailable)?;
+        let built = build(main_file, options).map_err(unavailable)?;
         let wake = Arc::new(Wake::new().map_err(unavailable)?);
         let counters = Arc::new(Counters::default());
         let features = Arc::new(Mutex::new(Vec::new()));
@@ -146,8 +158,8 @@ impl RingEngine {
             messages,
             wake: Arc::clone(&wake),
             counters: Arc::clone(&counters),
-            schedule: Schedule::new(file),
-            file: Arc::clone(file),
+            schedule: Schedule::new(None),
+            main_file: main_file.cloned(),
             features: Arc::clone(&features),
             depth: options.depth.max(1),
             polls: built.polls,
@@ -169,23 +181,17 @@ impl RingEngine {
         Ok(Self {
             mailbox: Arc::new(Mailbox { queue, wake }),
             thread: Some(thread),
-            file: Arc::clone(file),
             counters,
             features,
             origin: Origin::here(),
         })
     }
-}
 
-impl Engine for RingEngine {
-    fn name(&self) -> &'static str {
-        "ring"
-    }
-
-    fn submit(&self, request: Request) {
+    pub(super) fn submit(&self, file: &Arc<VolumeFile>, request: Request) {
         let now = Instant::now();
         self.counters.started(now);
-        if let Err(Message::Request(request, started)) = self.mailbox.send(Message::Request(request, now)) {
+        let message = Message::Request(Arc::clone(file), request, now);
+        if let Err(Message::Request(_, request, started)) = self.mailbox.send(message) {
             // The thread has ended, which only a defect can cause. The request still completes.
             let Request { operation, buffer, on_complete, .. } = request;
             self.counters.ended(operation, buffer.bytes(), started, false);
@@ -193,19 +199,11 @@ impl Engine for RingEngine {
         }
     }
 
-    fn flush(&self) -> Result<()> {
-        self.counters.recorder.timed(Activity::Flush, || self.file.sync())
+    pub(super) fn counters(&self) -> &Counters {
+        &self.counters
     }
 
-    fn counters(&self) -> CountersSnapshot {
-        self.counters.snapshot()
-    }
-
-    fn recorder(&self) -> Option<&Recorder> {
-        Some(&self.counters.recorder)
-    }
-
-    fn features(&self) -> Vec<String> {
+    pub(super) fn features(&self) -> Vec<String> {
         self.features.locked().clone()
     }
 
@@ -220,7 +218,37 @@ impl Engine for RingEngine {
     }
 }
 
-impl Drop for RingEngine {
+impl Engine for RingEngine {
+    fn name(&self) -> &'static str {
+        "ring"
+    }
+
+    fn submit(&self, request: Request) {
+        self.ring.submit(&self.file, request);
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.ring.counters.recorder.timed(Activity::Flush, || self.file.sync())
+    }
+
+    fn counters(&self) -> CountersSnapshot {
+        self.ring.counters.snapshot()
+    }
+
+    fn recorder(&self) -> Option<&Recorder> {
+        Some(&self.ring.counters.recorder)
+    }
+
+    fn features(&self) -> Vec<String> {
+        self.ring.features()
+    }
+
+    fn register(&self, pool: &Pool) {
+        self.ring.register(pool);
+    }
+}
+
+impl Drop for Ring {
     fn drop(&mut self) {
         // A forked child does not have the thread, so it cannot wake or join the thread.
         if !self.origin.is_here() {
@@ -247,11 +275,12 @@ struct Built {
 
 /// The ring with as many features as the kernel has. Requested features that the kernel refuses are
 /// listed with the reason.
-fn build(file: &VolumeFile, options: EngineOptions) -> io::Result<Built> {
+fn build(main_file: Option<&Arc<VolumeFile>>, options: EngineOptions) -> io::Result<Built> {
     let mut refused = Vec::new();
     let mut wanted = options;
     if wanted.io_poll
-        && let Err(error) = probe_io_poll(file)
+        && let Err(error) =
+            main_file.map_or(Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)), |file| probe_io_poll(file))
     {
         wanted.io_poll = false;
         refused.push(format!("no io_poll: {error}"));
@@ -338,7 +367,7 @@ struct Driver {
     messages: Receiver<Message>,
     wake: Arc<Wake>,
     counters: Arc<Counters>,
-    file: Arc<VolumeFile>,
+    main_file: Option<Arc<VolumeFile>>,
     features: Arc<Mutex<Vec<String>>>,
     schedule: Schedule,
     depth: usize,
@@ -362,7 +391,8 @@ impl Driver {
             let _ = ready.send(Err(error));
             return;
         }
-        self.fixed_file = ring.submitter().register_files(&[self.file.fd()]).is_ok();
+        let main_file = self.main_file.as_ref();
+        self.fixed_file = main_file.is_some_and(|file| ring.submitter().register_files(&[file.fd()]).is_ok());
         if self.fixed_file {
             features.push("registered_file".into());
         }
@@ -372,10 +402,10 @@ impl Driver {
         }
         self.features.locked().append(features);
         let _ = ready.send(Ok(()));
-        self.run(&mut Ring { submitter, sq, cq });
+        self.run(&mut Enabled { submitter, sq, cq });
     }
 
-    fn run(&mut self, ring: &mut Ring<'_>) {
+    fn run(&mut self, ring: &mut Enabled<'_>) {
         loop {
             self.accept(ring);
             self.arm_wake(ring);
@@ -427,12 +457,12 @@ impl Driver {
     }
 
     /// Moves new requests into the schedule. Each holds a lease, so the arena bounds their number.
-    fn accept(&mut self, ring: &Ring<'_>) {
+    fn accept(&mut self, ring: &Enabled<'_>) {
         while self.open {
             match self.messages.try_recv() {
-                Ok(Message::Request(request, started)) => {
-                    if let Some(ended) = self.schedule.accept(&self.file, request, started) {
-                        ended.tell(&self.file, &self.counters);
+                Ok(Message::Request(file, request, started)) => {
+                    if let Some(ended) = self.schedule.accept(&file, request, started) {
+                        ended.tell(&self.counters);
                     }
                 }
                 Ok(Message::Register(pool, told)) => {
@@ -449,7 +479,7 @@ impl Driver {
     }
 
     /// Registers an arena; whether its changes are to be told.
-    fn register(&mut self, ring: &Ring<'_>, pool: Pool) -> bool {
+    fn register(&mut self, ring: &Enabled<'_>, pool: Pool) -> bool {
         if self.arena.is_some() {
             return false;
         }
@@ -472,7 +502,7 @@ impl Driver {
         watches
     }
 
-    fn note_memory(&mut self, ring: &Ring<'_>, parts: &[Range<usize>], there: bool) {
+    fn note_memory(&mut self, ring: &Enabled<'_>, parts: &[Range<usize>], there: bool) {
         let Some(arena) = &mut self.arena else { return };
         if there {
             if let Err(error) = arena.committed(&ring.submitter, parts) {
@@ -487,7 +517,7 @@ impl Driver {
         }
     }
 
-    fn arm_wake(&mut self, ring: &mut Ring<'_>) {
+    fn arm_wake(&mut self, ring: &mut Enabled<'_>) {
         if self.wake_armed || !self.open || self.polls {
             return;
         }
@@ -502,7 +532,7 @@ impl Driver {
         ring.sq.sync();
     }
 
-    fn fill(&mut self, ring: &mut Ring<'_>) {
+    fn fill(&mut self, ring: &mut Enabled<'_>) {
         ring.sq.sync();
         while self.in_flight < self.depth
             && (self.bytes_in_flight < BYTES_IN_FLIGHT || self.in_flight == 0)
@@ -511,10 +541,10 @@ impl Driver {
             let Some(part) = self.schedule.next() else { break };
             let transfer = self.schedule.transfer(part);
             if transfer.operation == Operation::Write
-                && let Err(error) = self.file.check_length()
+                && let Err(error) = transfer.file.check_length()
             {
                 if let Some(ended) = self.schedule.complete(part, Err(error)) {
-                    ended.tell(&self.file, &self.counters);
+                    ended.tell(&self.counters);
                 }
                 continue;
             }
@@ -532,7 +562,7 @@ impl Driver {
 
     fn entry(&self, transfer: &crate::engine::schedule::Transfer) -> squeue::Entry {
         let length = u32::try_from(transfer.bytes).expect("a part is small");
-        let offset = self.file.position(transfer.offset);
+        let offset = transfer.file.position(transfer.offset);
         let buffer =
             self.arena.as_ref().and_then(|arena| arena.index_of(transfer.address as usize, transfer.bytes));
         let address = transfer.address;
@@ -554,10 +584,11 @@ impl Driver {
                 }
             };
         }
-        if self.fixed_file { on!(types::Fixed(0)) } else { on!(types::Fd(self.file.fd())) }
+        let is_main = self.main_file.as_ref().is_some_and(|main| Arc::ptr_eq(main, &transfer.file));
+        if self.fixed_file && is_main { on!(types::Fixed(0)) } else { on!(types::Fd(transfer.file.fd())) }
     }
 
-    fn take_completions(&mut self, ring: &mut Ring<'_>) {
+    fn take_completions(&mut self, ring: &mut Enabled<'_>) {
         ring.cq.sync();
         for entry in ring.cq.by_ref().take(COMPLETIONS_AT_ONCE) {
             if entry.user_data() == WAKE {
@@ -566,11 +597,11 @@ impl Driver {
             }
             let part = entry.user_data() as usize;
             self.in_flight -= 1;
-            self.bytes_in_flight -= self.schedule.transfer(part).bytes;
+            self.bytes_in_flight -= self.schedule.part_bytes(part);
             let moved = entry.result();
             let result = usize::try_from(moved).map_err(|_| io::Error::from_raw_os_error(-moved));
             if let Some(ended) = self.schedule.complete(part, result) {
-                ended.tell(&self.file, &self.counters);
+                ended.tell(&self.counters);
             }
         }
         ring.cq.sync();
@@ -578,7 +609,7 @@ impl Driver {
 }
 
 /// The parts of an enabled ring.
-struct Ring<'a> {
+struct Enabled<'a> {
     submitter: Submitter<'a>,
     sq: SubmissionQueue<'a>,
     cq: CompletionQueue<'a>,

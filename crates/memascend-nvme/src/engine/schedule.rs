@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
 
 use slab::Slab;
@@ -17,7 +18,7 @@ const RETRIES: u32 = 1000;
 /// How often in a row a transfer may move less than a block.
 const CRUMBS: u32 = 16;
 
-/// The requests of a volume, cut into parts, in the order in which an engine carries the parts out.
+/// The requests of an engine, cut into parts, in the order in which the engine carries the parts out.
 /// Every engine uses a schedule: short transfers, EAGAIN and errors are handled here and nowhere
 /// else.
 ///
@@ -25,9 +26,8 @@ const CRUMBS: u32 = 16;
 /// request does not wait behind a large one, and a read that computation waits for does not wait
 /// behind all write-backs.
 pub(crate) struct Schedule {
-    part_bytes: usize,
-    /// A short transfer is resumed at a multiple of this.
-    block_bytes: usize,
+    /// A geometry that takes the place of the files' own.
+    geometry: Option<Geometry>,
     jobs: Slab<Job>,
     parts: Slab<Part>,
     queues: [VecDeque<usize>; 4],
@@ -38,8 +38,13 @@ pub(crate) struct Schedule {
 
 /// A request being transferred.
 struct Job {
+    file: Arc<VolumeFile>,
     request: Request,
     started: Instant,
+    part_bytes: usize,
+    /// A short transfer is resumed at a multiple of this.
+    block_bytes: usize,
+    queue: usize,
     /// Bytes, from the start, that parts were issued for.
     issued: usize,
     parts: usize,
@@ -69,6 +74,7 @@ struct Part {
 
 /// The transfer that carries out a part.
 pub(crate) struct Transfer {
+    pub(crate) file: Arc<VolumeFile>,
     pub(crate) operation: Operation,
     /// From the beginning of the volume's data.
     pub(crate) offset: u64,
@@ -81,20 +87,17 @@ pub(crate) struct Transfer {
 
 /// A request that has ended.
 pub(crate) struct Ended {
+    file: Arc<VolumeFile>,
     request: Request,
     started: Instant,
     failure: Option<Failure>,
 }
 
 impl Schedule {
-    pub(crate) fn new(file: &VolumeFile) -> Self {
-        Self::with(file.geometry())
-    }
-
-    pub(crate) fn with(geometry: Geometry) -> Self {
+    /// A schedule that follows the geometry of each request's file, or another one for all.
+    pub(crate) fn new(geometry: Option<Geometry>) -> Self {
         Self {
-            part_bytes: geometry.part_bytes,
-            block_bytes: geometry.block_bytes,
+            geometry,
             jobs: Slab::new(),
             parts: Slab::new(),
             queues: Default::default(),
@@ -103,15 +106,33 @@ impl Schedule {
         }
     }
 
-    /// Accepts a request. A request that the volume cannot carry out is returned as ended.
-    pub(crate) fn accept(&mut self, file: &VolumeFile, request: Request, started: Instant) -> Option<Ended> {
+    /// Accepts a request on `file`. One that the file cannot carry out is returned as ended.
+    pub(crate) fn accept(
+        &mut self,
+        file: &Arc<VolumeFile>,
+        request: Request,
+        started: Instant,
+    ) -> Option<Ended> {
+        let file = Arc::clone(file);
         if let Err((errno, hint)) = file.check(request.offset, &request.buffer) {
             let failure = Failure { source: io::Error::from_raw_os_error(errno), hint };
-            return Some(Ended { request, started, failure: Some(failure) });
+            return Some(Ended { file, request, started, failure: Some(failure) });
         }
-        let queue = self.queue_of(&request);
-        let job = self.jobs.insert(Job { request, started, issued: 0, parts: 0, failure: None });
-        self.queues[queue].push_back(job);
+        let Geometry { part_bytes, block_bytes, .. } = self.geometry.unwrap_or(file.geometry());
+        let large = request.buffer.bytes() > part_bytes;
+        let queue = 2 * usize::from(large) + usize::from(request.operation == Operation::Write);
+        let job = Job {
+            file,
+            request,
+            started,
+            part_bytes,
+            block_bytes,
+            queue,
+            issued: 0,
+            parts: 0,
+            failure: None,
+        };
+        self.queues[queue].push_back(self.jobs.insert(job));
         None
     }
 
@@ -128,7 +149,7 @@ impl Schedule {
         let index = self.queues[queue][0];
         let job = &mut self.jobs[index];
         let start = job.issued;
-        let bytes = self.part_bytes.min(job.request.buffer.bytes() - start);
+        let bytes = job.part_bytes.min(job.request.buffer.bytes() - start);
         job.issued += bytes;
         job.parts += 1;
         if job.issued == job.request.buffer.bytes() {
@@ -140,22 +161,28 @@ impl Schedule {
     /// The transfer that carries out `part`.
     pub(crate) fn transfer(&self, part: usize) -> Transfer {
         let Part { job, start, bytes, retries, .. } = self.parts[part];
-        let request = &self.jobs[job].request;
+        let Job { file, request, .. } = &self.jobs[job];
         // SAFETY: `start + bytes` is within the request's buffer.
         let address = unsafe { request.buffer.address().as_ptr().add(start) };
         let offset = request.offset + start as u64;
-        Transfer { operation: request.operation, offset, address, bytes, retries }
+        Transfer { file: Arc::clone(file), operation: request.operation, offset, address, bytes, retries }
+    }
+
+    /// The bytes that `part` moves.
+    pub(crate) fn part_bytes(&self, part: usize) -> usize {
+        self.parts[part].bytes
     }
 
     /// Handles the result of a part: bytes moved, or the system's error. Returns the request if it
     /// has ended. A part that moved only partly is queued again.
     pub(crate) fn complete(&mut self, part: usize, result: io::Result<usize>) -> Option<Ended> {
         let piece = &mut self.parts[part];
+        let block_bytes = self.jobs[piece.job].block_bytes;
         let failure = match result {
             Ok(0) => Some(Failure::made_shorter()),
             Ok(moved) => {
                 let left = piece.bytes;
-                let whole = if moved >= left { left } else { moved / self.block_bytes * self.block_bytes };
+                let whole = if moved >= left { left } else { moved / block_bytes * block_bytes };
                 piece.start += whole;
                 piece.bytes -= whole;
                 (piece.retries, piece.crumbs) =
@@ -193,16 +220,15 @@ impl Schedule {
             if job.issued < job.request.buffer.bytes() {
                 // The remaining parts would fail too, each perhaps after a long time.
                 job.issued = job.request.buffer.bytes();
-                let queue = self.queue_of(&self.jobs[index].request);
-                self.queues[queue].retain(|queued| *queued != index);
+                self.queues[job.queue].retain(|queued| *queued != index);
             }
         }
         let job = &self.jobs[index];
         if job.parts > 0 || job.issued < job.request.buffer.bytes() {
             return None;
         }
-        let Job { request, started, failure, .. } = self.jobs.remove(index);
-        Some(Ended { request, started, failure })
+        let Job { file, request, started, failure, .. } = self.jobs.remove(index);
+        Some(Ended { file, request, started, failure })
     }
 
     /// Ends the parts of a job that wait to be tried again.
@@ -227,17 +253,13 @@ impl Schedule {
     pub(crate) fn drain(&mut self) -> impl Iterator<Item = Request> {
         self.jobs.drain().map(|job| job.request)
     }
-
-    fn queue_of(&self, request: &Request) -> usize {
-        let large = request.buffer.bytes() > self.part_bytes;
-        2 * usize::from(large) + usize::from(request.operation == Operation::Write)
-    }
 }
 
 impl Ended {
     /// Counts the request and calls back.
-    pub(crate) fn tell(self, file: &VolumeFile, counters: &Counters) {
-        let Self { request: Request { operation, offset, buffer, on_complete }, started, failure } = self;
+    pub(crate) fn tell(self, counters: &Counters) {
+        let Self { file, request: Request { operation, offset, buffer, on_complete }, started, failure } =
+            self;
         let bytes = buffer.bytes();
         counters.ended(operation, bytes, started, failure.is_none());
         let result = match failure {

@@ -14,6 +14,12 @@ use crate::{
 
 /// preadv2 and pwritev2 on a few threads, for systems that refuse io_uring.
 pub struct ThreadsEngine {
+    threads: Threads,
+    file: Arc<VolumeFile>,
+}
+
+/// Threads that carry out requests on any files.
+pub(super) struct Threads {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     origin: Origin,
@@ -21,7 +27,6 @@ pub struct ThreadsEngine {
 
 struct Shared {
     kind: &'static Kind,
-    file: Arc<VolumeFile>,
     counters: Counters,
     state: Mutex<State>,
     work: Condvar,
@@ -36,11 +41,11 @@ struct State {
 struct Kind {
     name: &'static str,
     needs_room: bool,
-    carry_out: fn(&VolumeFile, &Transfer) -> io::Result<usize>,
+    carry_out: fn(&Transfer) -> io::Result<usize>,
 }
 
 static MOVING: Kind = Kind { name: "threads", needs_room: true, carry_out: move_bytes };
-static NULL: Kind = Kind { name: "null", needs_room: false, carry_out: |_, transfer| Ok(transfer.bytes) };
+static NULL: Kind = Kind { name: "null", needs_room: false, carry_out: |transfer| Ok(transfer.bytes) };
 
 impl ThreadsEngine {
     /// The default number of threads: enough to keep the queue of a SATA or NVMe drive from
@@ -52,7 +57,7 @@ impl ThreadsEngine {
     /// # Errors
     /// If the system starts no thread.
     pub fn new(file: &Arc<VolumeFile>, threads: usize) -> Result<Self> {
-        Self::of(&MOVING, file, threads)
+        Ok(Self { threads: Threads::new(threads)?, file: Arc::clone(file) })
     }
 
     /// An engine that completes every request at once, on a thread of its own, and moves nothing.
@@ -62,15 +67,20 @@ impl ThreadsEngine {
     /// # Errors
     /// If the system starts no thread.
     pub fn null(file: &Arc<VolumeFile>) -> Result<Self> {
-        Self::of(&NULL, file, 1)
+        Ok(Self { threads: Threads::of(&NULL, 1)?, file: Arc::clone(file) })
+    }
+}
+
+impl Threads {
+    pub(super) fn new(threads: usize) -> Result<Self> {
+        Self::of(&MOVING, threads)
     }
 
-    fn of(kind: &'static Kind, file: &Arc<VolumeFile>, threads: usize) -> Result<Self> {
+    fn of(kind: &'static Kind, threads: usize) -> Result<Self> {
         let shared = Arc::new(Shared {
             kind,
-            file: Arc::clone(file),
             counters: Counters::default(),
-            state: Mutex::new(State { schedule: Schedule::new(file), open: true }),
+            state: Mutex::new(State { schedule: Schedule::new(None), open: true }),
             work: Condvar::new(),
         });
         let mut started = Vec::new();
@@ -87,6 +97,27 @@ impl ThreadsEngine {
             }
         }
         Ok(Self { shared, threads: started, origin: Origin::here() })
+    }
+
+    pub(super) fn submit(&self, file: &Arc<VolumeFile>, request: Request) {
+        let shared = &self.shared;
+        let now = Instant::now();
+        shared.counters.started(now);
+        let large = request.buffer.bytes() > file.geometry().part_bytes;
+        let refused = shared.lock().schedule.accept(file, request, now);
+        match refused {
+            Some(ended) => ended.tell(&shared.counters),
+            None if large => shared.work.notify_all(),
+            None => shared.work.notify_one(),
+        }
+    }
+
+    pub(super) fn counters(&self) -> &Counters {
+        &self.shared.counters
+    }
+
+    pub(super) fn features(&self) -> Vec<String> {
+        vec![format!("{} threads", self.threads.len())]
     }
 }
 
@@ -111,12 +142,12 @@ impl Shared {
             if transfer.retries > 0 {
                 std::thread::sleep(Duration::from_micros(50) * transfer.retries.min(100));
             }
-            let result = (self.kind.carry_out)(&self.file, &transfer);
+            let result = (self.kind.carry_out)(&transfer);
             let mut locked = self.lock();
             let ended = locked.schedule.complete(part, result);
             if let Some(ended) = ended {
                 drop(locked);
-                ended.tell(&self.file, &self.counters);
+                ended.tell(&self.counters);
                 locked = self.lock();
             }
             state = locked;
@@ -124,7 +155,8 @@ impl Shared {
     }
 }
 
-fn move_bytes(file: &VolumeFile, transfer: &Transfer) -> io::Result<usize> {
+fn move_bytes(transfer: &Transfer) -> io::Result<usize> {
+    let file = &transfer.file;
     if transfer.operation == Operation::Write {
         file.check_length()?;
     }
@@ -143,51 +175,42 @@ fn move_bytes(file: &VolumeFile, transfer: &Transfer) -> io::Result<usize> {
 
 impl Engine for ThreadsEngine {
     fn name(&self) -> &'static str {
-        self.shared.kind.name
+        self.threads.shared.kind.name
     }
 
     fn submit(&self, request: Request) {
-        let shared = &self.shared;
-        let now = Instant::now();
-        shared.counters.started(now);
-        let large = request.buffer.bytes() > shared.file.geometry().part_bytes;
-        let refused = shared.lock().schedule.accept(&shared.file, request, now);
-        match refused {
-            Some(ended) => ended.tell(&shared.file, &shared.counters),
-            None if large => shared.work.notify_all(),
-            None => shared.work.notify_one(),
-        }
+        self.threads.submit(&self.file, request);
     }
 
     fn flush(&self) -> Result<()> {
-        if !self.shared.kind.needs_room {
+        if !self.needs_room() {
             return Ok(());
         }
-        self.shared.counters.recorder.timed(Activity::Flush, || self.shared.file.sync())
+        self.threads.counters().recorder.timed(Activity::Flush, || self.file.sync())
     }
 
     fn counters(&self) -> CountersSnapshot {
-        self.shared.counters.snapshot()
+        self.threads.counters().snapshot()
     }
 
     fn recorder(&self) -> Option<&Recorder> {
-        Some(&self.shared.counters.recorder)
+        Some(&self.threads.counters().recorder)
     }
 
     fn features(&self) -> Vec<String> {
-        vec![format!("{} threads", self.threads.len())]
+        self.threads.features()
     }
 
     fn needs_room(&self) -> bool {
-        self.shared.kind.needs_room
+        self.threads.shared.kind.needs_room
     }
 
     fn moves_bytes(&self) -> bool {
-        self.shared.kind.needs_room
+        self.threads.shared.kind.needs_room
     }
 }
 
-impl Drop for ThreadsEngine {
+impl Drop for Threads {
     fn drop(&mut self) {
         // A forked child does not have the threads, so it cannot wake or join them.
         if !self.origin.is_here() {

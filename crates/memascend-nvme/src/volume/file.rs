@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_mem::LeaseSlice;
 
-use crate::error::flush_error;
+use crate::error::{file_error, flush_error};
 use crate::unforked::Unforked;
 use crate::volume::geometry::has_poll_queues;
 use crate::{Geometry, Result};
@@ -29,6 +29,29 @@ pub struct VolumeFile {
 }
 
 impl VolumeFile {
+    /// A file that another program may change.
+    pub(crate) fn opened(file: File, path: &Path, geometry: Geometry) -> Self {
+        Self {
+            _unforked: Unforked::of(&file),
+            file,
+            path: path.to_owned(),
+            geometry,
+            base: 0,
+            data_bytes: None,
+            least_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// What the system knows of it.
+    pub(crate) fn metadata(&self) -> Result<std::fs::Metadata> {
+        self.file.metadata().map_err(|source| file_error("look at", &self.path, source))
+    }
+
+    /// Its length in bytes.
+    pub(crate) fn length(&self) -> Result<u64> {
+        self.metadata().map(|metadata| metadata.len())
+    }
+
     /// The descriptor to transfer on.
     pub fn fd(&self) -> RawFd {
         self.file.as_raw_fd()

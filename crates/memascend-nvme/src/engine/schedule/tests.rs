@@ -14,7 +14,7 @@ const PAGE: usize = 4096;
 const PART: usize = 4 * PAGE;
 
 fn schedule(block_bytes: usize) -> Schedule {
-    Schedule::with(Geometry { block_bytes, memory_bytes: 512, part_bytes: PART })
+    Schedule::new(Some(Geometry { block_bytes, memory_bytes: 512, part_bytes: PART }))
 }
 
 /// An open file without a name: the schedule asks it for alignments and a path, nothing moves.
@@ -150,7 +150,7 @@ impl Trial {
             _ => {}
         }
         if let Some(ended) = self.schedule.complete(part, answer.result(moved)) {
-            ended.tell(&FILE, &self.counters);
+            ended.tell(&self.counters);
             let (told, completion) = self.receiver.try_recv().expect("told at once");
             prop_assert_eq!(told, id, "the request whose part ended");
             prop_assert!(request.out.is_empty(), "told while parts are at the system");
@@ -321,7 +321,7 @@ fn a_part_that_never_moves_ends_after_a_bound_and_progress_starts_the_count_anew
         assert!(schedule.is_empty() && schedule.next().is_none());
         let counters = Counters::default();
         counters.started(Instant::now());
-        ended.tell(&FILE, &counters);
+        ended.tell(&counters);
         let error = receiver.try_recv().unwrap().unwrap_err();
         assert_eq!(error.errno(), Some(libc::EAGAIN));
         assert!(error.to_string().contains("for a long time"), "{error}");

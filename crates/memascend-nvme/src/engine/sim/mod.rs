@@ -57,7 +57,7 @@ impl SimEngine {
     /// An engine without a thread: calls of `submit` and [`SimEngine::drain`] carry requests out.
     /// With one calling thread a run repeats exactly.
     pub fn new(file: &Arc<VolumeFile>, disk: Arc<SimDisk>) -> Self {
-        let schedule = Schedule::with(disk.geometry());
+        let schedule = Schedule::new(Some(disk.geometry()));
         let state = State { schedule, held: BinaryHeap::new(), clock: 0, taken: 0, open: true };
         let shared = Arc::new(Shared {
             disk,
@@ -148,7 +148,7 @@ impl Shared {
 
     fn tell(&self, ended: Option<Ended>) {
         if let Some(ended) = ended {
-            ended.tell(&self.file, &self.counters);
+            ended.tell(&self.counters);
         }
     }
 }

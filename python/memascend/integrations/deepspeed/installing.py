@@ -1,0 +1,241 @@
+"""Puts memascend's parts in the place of DeepSpeed's, and takes them away again."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from threading import Lock
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memascend.integrations.deepspeed import adam, files, versions
+from memascend.integrations.deepspeed.pinned import PinHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MISSING = object()
+#: Where DeepSpeed keeps the module of `pin_memory`, whichever of its packages has loaded it.
+_PIN_MEMORY_ATTRIBUTE = "_deepspeed_pin_memory_op_module"
+
+
+@dataclass
+class Part:
+    """A part of memascend that is in force, what it takes the place of, and how to take it away."""
+
+    name: str
+    replaces: str
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until `undo`."""
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        self.undo.append(lambda: delattr(owner, name) if before is _MISSING else setattr(owner, name, before))
+
+    def set_item(self, owner: dict[str, Any], name: str, value: Any) -> None:
+        """Set an item of a dictionary until `undo`."""
+        before = owner.get(name, _MISSING)
+        owner[name] = value
+
+        def undo() -> None:
+            if before is _MISSING:
+                owner.pop(name, None)
+            else:
+                owner[name] = before
+
+        self.undo.append(undo)
+
+
+_lock = Lock()
+_parts: list[Part] = []
+
+
+def installed() -> list[str]:
+    """Return the names of the parts that are in force."""
+    return [part.name for part in _parts]
+
+
+def install() -> list[str]:
+    """Put memascend behind DeepSpeed in this process; the names of the parts. A second call changes nothing.
+
+    Call it before `deepspeed.initialize`: engines that exist go on as they are. Says on stderr, in the first process of
+    a run, what takes the place of what.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError(f"memascend.deepspeed needs DeepSpeed ({error}): pip install deepspeed") from error
+
+    with _lock:
+        if _parts:
+            return installed()
+        if not versions.is_supported(deepspeed.__version__):
+            warnings.warn(
+                f"memascend.deepspeed is made for DeepSpeed {versions.FIRST_VERSION} up to {versions.END_VERSION}, and "
+                f"leaves this one, {deepspeed.__version__}, as it is: install one of those",
+                stacklevel=2,
+            )
+            return []
+        _parts.extend(_operators())
+        tiers = os.environ.get("MEMASCEND_DEEPSPEED_TIERS", "ABC")
+        if "B" in tiers:
+            _parts.extend(_memory(deepspeed.__version__, streaming="C" in tiers))
+        if os.environ.get("RANK", "0") == "0":
+            said = "; ".join(f"{part.name} in place of {part.replaces}" for part in _parts)
+            print(f"memascend behind DeepSpeed {deepspeed.__version__}: {said}", file=sys.stderr)
+        return installed()
+
+
+def uninstall() -> None:
+    """Put DeepSpeed's own parts back. Without `install` before, nothing happens."""
+    with _lock:
+        while _parts:
+            undo = _parts.pop().undo
+            while undo:
+                undo.pop()()
+
+
+def _operators() -> Iterator[Part]:
+    """Fill in the operators that DeepSpeed would compile or load."""
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    pin_memory = _module("pin_memory", pin_handle=PinHandle)
+    async_io = _module(
+        "async_io",
+        aio_handle=files.AioHandle,
+        aio_read=files.aio_read,
+        aio_write=files.aio_write,
+        deepspeed_memcpy=files.deepspeed_memcpy,
+    )
+    cpu_adam = _module(
+        "cpu_adam",
+        create_adam=adam.create_adam,
+        adam_update=adam.adam_update,
+        adam_rollback=adam.adam_rollback,
+        destroy_adam=adam.destroy_adam,
+    )
+    modules = [
+        (async_io, "AsyncIOBuilder", "libaio"),
+        (pin_memory, "PinMemoryBuilder", "malloc and mlock"),
+        (cpu_adam, "CPUAdamBuilder", "compiled Adam"),
+    ]
+    if get_accelerator()._name == "cpu":
+        fused_adam = _module("fused_adam", multi_tensor_adam=adam.multi_tensor_adam)
+        modules.append((fused_adam, "FusedAdamBuilder", "compiled fused Adam"))
+    for module, builder, replaces in modules:
+        part = Part(module.__name__, replaces)
+        for package in _builder_packages():
+            part.set_item(package.builder.OpBuilder._loaded_ops, module.__name__, module)
+        if module is pin_memory:
+            part.set_attribute(sys, _PIN_MEMORY_ATTRIBUTE, module)
+        for cls in _builders(builder):
+            part.set_attribute(cls, "is_compatible", lambda self, verbose=False: True)
+        yield part
+
+    if not _can_compile():
+        # DeepSpeed raises where it finds that it cannot; gloo carries on alone.
+        part = Part("gloo", "compiled collectives, which need ninja and a compiler")
+        for cls in _builders("ShareMemCommBuilder"):
+            part.set_attribute(cls, "is_compatible", lambda self, verbose=False: False)
+        yield part
+
+    # What DeepSpeed has found out about its operators it finds out anew.
+    vars(deepspeed.ops).pop("__compatible_ops__", None)
+
+
+def _memory(version: str, streaming: bool) -> Iterator[Part]:
+    """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step."""
+    from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
+    from deepspeed.runtime.swap_tensor import utils as swap_utils
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
+    try:
+        from memascend.integrations.deepspeed import buffers, gradients, parameters
+        from memascend.integrations.deepspeed import streaming as steps
+    except (ImportError, KeyError, AttributeError) as error:
+        _warn_of_parts(version, [str(error)])
+        return
+    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    changed = [
+        *versions.unknown(partitioned_param_swapper, "AsyncPartitionedParameterSwapper"),
+        *versions.unknown(swap_utils, "SwapBufferManager"),
+        *versions.unknown(optimizer_utils, "OptimizerSwapper"),
+        *versions.unknown(partitioned_optimizer_swapper, "PartitionedOptimizerSwapper"),
+        *versions.unknown(stage3, optimizer.__name__, [*gradients.METHODS, *steps.METHODS]),
+    ]
+    if changed:
+        _warn_of_parts(version, changed)
+        return
+
+    part = Part("parameter pools", "one pool of the largest parameter")
+    part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
+    part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
+    yield part
+    part = Part("gradients", "a copy of all gradients, and checks with temporaries")
+    for name, function in gradients.METHODS.items():
+        part.set_attribute(optimizer, name, function)
+    yield part
+    if streaming:
+        part = Part("streaming step", "buffers for whole sub-groups")
+        for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
+            part.set_attribute(stage3, name, steps.in_place_of(getattr(stage3, name)))
+        for name, function in steps.METHODS.items():
+            part.set_attribute(optimizer, name, function)
+        yield part
+
+
+def _warn_of_parts(version: str, changed: list[str]) -> None:
+    warnings.warn(
+        f"memascend.deepspeed replaces the operators of DeepSpeed {version} but not its swappers, gradients and step, "
+        f"whose code it does not know: {', '.join(changed)}. Versions of DeepSpeed that it knows: "
+        f"{versions.KNOWN_VERSIONS}",
+        stacklevel=4,
+    )
+
+
+def _module(name: str, **contents: Any) -> ModuleType:
+    """Return an operator as a module, which has no file."""
+    module = ModuleType(name)
+    vars(module).update(contents)
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(
+            f"memascend's {name} has no {attribute}: for what needs DeepSpeed's own, leave memascend.deepspeed out or "
+            "call memascend.deepspeed.uninstall() first"
+        )
+
+    vars(module)["__getattr__"] = missing
+    return module
+
+
+def _builder_packages() -> Iterator[ModuleType]:
+    """Yield the packages of operator builders; a source checkout has a second one."""
+    for name in ("deepspeed.ops.op_builder", "op_builder"):
+        if name == "deepspeed.ops.op_builder" or name in sys.modules:
+            importlib.import_module(f"{name}.builder")
+            yield sys.modules[name]
+
+
+def _builders(name: str) -> list[type]:
+    """Return the classes of that name, of every accelerator that has its own."""
+    found = []
+    for package in _builder_packages():
+        for where in (package, sys.modules.get(f"{package.__name__}.cpu")):
+            cls = getattr(where, name, None)
+            if isinstance(cls, type) and cls not in found:
+                found.append(cls)
+    return found
+
+
+def _can_compile() -> bool:
+    from shutil import which
+
+    return which("ninja") is not None and any(which(name) for name in (os.environ.get("CXX") or "c++", "g++"))
