@@ -55,10 +55,8 @@ def unknown(module: ModuleType, cls: str, methods: Sequence[str] | None = None) 
     """
     lines = inspect.getsource(module).splitlines(keepends=True)
     nodes = [node for node in ast.parse("".join(lines)).body if isinstance(node, ast.ClassDef) and node.name == cls]
-    if methods is None:
-        found = {cls: node for node in nodes}
-    else:
-        found = {child.name: child for node in nodes for child in node.body if isinstance(child, ast.FunctionDef)}
+    children = [child for node in nodes for child in node.body if isinstance(child, ast.FunctionDef)]
+    found = {node.name: node for node in (nodes if methods is None else children)}
     names = [cls] if methods is None else methods
     return [name for name in names if name not in found or _digest(found[name], lines) not in KNOWN.get(name, ())]
 
