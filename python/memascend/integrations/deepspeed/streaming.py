@@ -344,7 +344,8 @@ def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(**options: Any) -> Any:
         inner = options["optimizer"]
-        fits = type(inner) is DeepSpeedCPUAdam and inner.fp32_optimizer_states and options["dtype"] == torch.float32
+        # With fp32_optimizer_states=False moments have the dtype of the masters, which is float32 too.
+        fits = type(inner) is DeepSpeedCPUAdam and options["dtype"] == torch.float32
         return (StreamingSwapper if fits else stock)(**options)
 
     return make
@@ -358,7 +359,6 @@ def applies(optimizer: Any) -> bool:
         and optimizer.swap_optimizer
         and isinstance(optimizer.optimizer_swapper, StreamingSwapper)
         and type(inner) is DeepSpeedCPUAdam
-        and inner.fp32_optimizer_states
         and optimizer.master_weights_and_grads_dtype == torch.float32
         and not getattr(optimizer, "torch_autocast_gradscaler", None)
         and optimizer.partial_offload == 1.0
