@@ -48,7 +48,9 @@ SHAPES = {
     "1.6b": ((2560, 6784, 20, 40, 20), 32_768),
     "3b": ((3072, 8192, 28, 24, 8), 32_768),
 }
-VARIANTS = ("stock", "A", "AB", "ABC")
+#: DeepSpeed alone, and memascend's operators (A), pools and gradients (B) and streaming step (C) behind it: with
+#: moments in bfloat16, and with all memory that it likes, which keeps gradients there.
+VARIANTS = ("stock", "A", "AB", "ABC", "ABC-bfloat16", "ABC-bfloat16-memory")
 #: What the issue and the paper ask for: peak, tokens/s and latency of the overflow check, beside stock's.
 PEAK_RATIO, SPEED_RATIO, OVERFLOW_RATIO = 0.40, 1.6, 0.02
 
@@ -103,7 +105,7 @@ def child(job: dict) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
     if job["variant"] != "stock":
-        os.environ["MEMASCEND_DEEPSPEED_TIERS"] = job["variant"]
+        os.environ["MEMASCEND_DEEPSPEED_TIERS"] = job["variant"].split("-")[0]
         import memascend.deepspeed  # noqa: F401
     import deepspeed
     import torch
@@ -116,6 +118,10 @@ def child(job: dict) -> None:
     baseline, peak = rss()["hwm"], SystemPeak()
     shape, vocabulary = job["shape"]
     config = configuration(job["configuration"], job["folder"], job["dtype"])
+    if "bfloat16" in job["variant"]:
+        config["memascend"] = {"states": "bfloat16"}
+    if "memory" in job["variant"]:
+        config["memascend"]["host_memory"] = "64GiB"
     dtype = getattr(torch, job["dtype"])
     torch.manual_seed(SEED)
     deepspeed.init_distributed(dist_backend="gloo")

@@ -11,7 +11,7 @@ from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memascend.integrations.deepspeed import adam, files, versions
+from memascend.integrations.deepspeed import adam, files, options, versions
 from memascend.integrations.deepspeed.pinned import PinHandle
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
     except (ImportError, KeyError, AttributeError) as error:
         _warn_of_parts(version, [str(error)])
         return
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
     changed = [
         *versions.unknown(partitioned_param_swapper, "AsyncPartitionedParameterSwapper"),
@@ -178,6 +180,13 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
     part = Part("parameter pools", "one pool of the largest parameter")
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
     part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
+    initialize_params = DeepSpeedConfig._initialize_params
+
+    def read_options(self: Any, param_dict: dict[str, Any]) -> None:
+        options.read(param_dict)
+        initialize_params(self, param_dict)
+
+    part.set_attribute(DeepSpeedConfig, "_initialize_params", read_options)
     yield part
     part = Part("gradients", "a copy of all gradients, and checks with temporaries")
     for name, function in gradients.METHODS.items():
