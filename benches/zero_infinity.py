@@ -242,20 +242,16 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
                     if "failed" in got:
                         rows.append([*name, got["failed"], "", "", "", "", "", ""])
                     else:
-                        ratio = lambda key: f"{got[key] / stock[key]:.2f}" if stock.get(key) else ""  # noqa: E731
                         per = (got["ssd_bytes_read"] + got["ssd_bytes_written"]) / numel
-                        rows.append(
-                            [
-                                *name,
-                                f"{got['hwm_bytes'] / GB:.2f}",
-                                ratio("hwm_bytes"),
-                                f"{got['system_peak_bytes'] / GB:.2f}",
-                                ratio("system_peak_bytes"),
-                                f"{got['tokens_per_second']:.1f}",
-                                ratio("tokens_per_second"),
-                                f"{per:.1f}",
-                            ]
-                        )
+                        figures = [
+                            ("hwm_bytes", GB, ".2f"),
+                            ("system_peak_bytes", GB, ".2f"),
+                            ("tokens_per_second", 1, ".1f"),
+                        ]
+                        for key, unit, form in figures:
+                            ratio = f"{got[key] / stock[key]:.2f}" if key in stock else ""
+                            name += [f"{got[key] / unit:{form}}", ratio]
+                        rows.append([*name, f"{per:.1f}"])
                     print(markdown(HEADER, rows[-1:]).splitlines()[-1], flush=True)
     print("\n" + markdown(HEADER, rows))
     results = {

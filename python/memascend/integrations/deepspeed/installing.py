@@ -189,15 +189,15 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
     part.set_attribute(DeepSpeedConfig, "_initialize_params", read_options)
     yield part
     part = Part("gradients", "a copy of all gradients, and checks with temporaries")
-    for name, function in gradients.METHODS.items():
-        part.set_attribute(optimizer, name, function)
+    for name, method in gradients.METHODS.items():
+        part.set_attribute(optimizer, name, method)
     yield part
     if streaming:
         part = Part("streaming step", "buffers for whole sub-groups")
         for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
             part.set_attribute(stage3, name, steps.in_place_of(getattr(stage3, name)))
-        for name, function in steps.METHODS.items():
-            part.set_attribute(optimizer, name, function)
+        for name, replaced in steps.METHODS.items():
+            part.set_attribute(optimizer, name, replaced)
         yield part
 
 
