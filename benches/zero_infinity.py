@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -51,8 +52,7 @@ SHAPES = {
 #: DeepSpeed alone, and memascend's operators (A), pools and gradients (B) and streaming step (C) behind it: with
 #: moments in bfloat16, and with all memory that it likes, which keeps gradients there.
 VARIANTS = ("stock", "A", "AB", "ABC", "ABC-bfloat16", "ABC-bfloat16-memory")
-#: What the issue and the paper ask for: peak, tokens/s and latency of the overflow check, beside stock's.
-PEAK_RATIO, SPEED_RATIO, OVERFLOW_RATIO = 0.40, 1.6, 0.02
+GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def configuration(name: str, folder: str, dtype: str) -> dict:
@@ -99,6 +99,8 @@ class SystemPeak:
 
 
 def child(job: dict) -> None:
+    if job["group"]:
+        (Path(job["group"]) / "cgroup.procs").write_text(str(os.getpid()))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -211,16 +213,22 @@ def measure(workdir: Path, args: argparse.Namespace, model: str, tokens: int, co
         "steps": args.steps,
         "folder": str(folder),
         "overflow": args.overflow,
+        "group": None,
     }
+    group = GROUPS / f"memascend-bench-{os.getpid()}"
     try:
+        if args.limit_gib is not None:
+            group.mkdir()
+            (group / "memory.limit_in_bytes").write_text(str(int(args.limit_gib * 2**30)))
+            job["group"] = str(group)
         command = [sys.executable, __file__, "--child"]
         return start(command, job, f"{model}-{tokens}-{configuration}-{variant}", workdir, args.limit_s, {})
     except ChildFailed as error:
         return {"failed": str(error)}
     finally:
-        import shutil
-
         shutil.rmtree(folder)
+        if group.exists():
+            group.rmdir()
 
 
 def compare(workdir: Path, args: argparse.Namespace) -> int:
@@ -259,6 +267,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         "fio": fio(workdir),
         "dtype": args.dtype,
         "steps": args.steps,
+        "memory_cgroup_gib": args.limit_gib,
         "runs": entries,
     }
     return finish(results, args.json, [])
@@ -290,6 +299,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=4, help="iterations, of which the first is dropped")
     parser.add_argument("--overflow", action="store_true", help="time the overflow check too (float16)")
+    parser.add_argument("--limit-gib", type=float, help="GiB of a memory cgroup for each run (root, cgroup v1)")
     parser.add_argument("--limit-s", type=float, default=3600)
     parser.add_argument("--workdir", type=Path, help="on the drive to measure; empty (default: made here)")
     parser.add_argument("--json", type=Path)
