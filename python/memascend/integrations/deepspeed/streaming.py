@@ -107,6 +107,14 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         if padding:
             writer.write(torch.zeros(padding, dtype=self.dtype), path, numel * self.dtype.itemsize)
 
+    def register_moments(self, parameter: Any) -> None:
+        """Let DeepSpeed know that the files of a sub-group's moments hold them."""
+        state = self.optimizer.state[parameter]
+        for name in STATES:
+            state[name] = torch.empty(0, dtype=torch.float32)
+            state[name].ds_id = f"{name}-{self.parameter_id(parameter)}"
+        self._get_param_swap_info(parameter).add_state_tensors([state[name] for name in STATES])
+
     def write_gradient(self, parameter: Any, gradient: torch.Tensor, offset: int) -> None:
         """Start to write a part of a sub-group's gradient; it may change when this returns."""
         name = self.parameter_id(parameter)
@@ -330,13 +338,9 @@ class Step:
             return
         numel = chunk.start + chunk.numel
         padding = self.swapper._io_aligned_numel(numel) - numel
-        parameter = self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group]
-        state = self.optimizer.optimizer.state[parameter]
-        for name, path in zip(STATES, self._paths(chunk.sub_group)[1:], strict=True):
-            if padding:
-                slot.writes.async_pwrite(torch.zeros(padding), path, numel * 4)
-            state[name].ds_id = f"{name}-{self.swapper.parameter_id(parameter)}"
-        info.add_state_tensors([state[name] for name in STATES])
+        for path in self._paths(chunk.sub_group)[1:] if padding else ():
+            slot.writes.async_pwrite(torch.zeros(padding), path, numel * 4)
+        self.swapper.register_moments(self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group])
 
 
 def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
