@@ -153,12 +153,13 @@ def _operators() -> Iterator[Part]:
 
 def _memory(version: str, streaming: bool) -> Iterator[Part]:
     """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step."""
+    from deepspeed.runtime import engine
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.swap_tensor import utils as swap_utils
     from deepspeed.runtime.zero import partition_parameters, stage3
 
     try:
-        from memascend.integrations.deepspeed import buffers, gradients, parameters
+        from memascend.integrations.deepspeed import buffers, checkpoints, gradients, parameters
         from memascend.integrations.deepspeed import streaming as steps
     except (ImportError, KeyError, AttributeError) as error:
         _warn_of_parts(version, [str(error)])
@@ -172,6 +173,7 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
         *versions.unknown(optimizer_utils, "OptimizerSwapper"),
         *versions.unknown(partitioned_optimizer_swapper, "PartitionedOptimizerSwapper"),
         *versions.unknown(stage3, optimizer.__name__, [*gradients.METHODS, *steps.METHODS]),
+        *versions.unknown(engine, "DeepSpeedEngine", list(checkpoints.METHODS)),
     ]
     if changed:
         _warn_of_parts(version, changed)
@@ -198,6 +200,10 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
             part.set_attribute(stage3, name, steps.in_place_of(getattr(stage3, name)))
         for name, replaced in steps.METHODS.items():
             part.set_attribute(optimizer, name, replaced)
+        yield part
+        part = Part("loading of checkpoints", "one that leaves out what is not in swap files")
+        for name, load in checkpoints.METHODS.items():
+            part.set_attribute(engine.DeepSpeedEngine, name, load)
         yield part
 
 

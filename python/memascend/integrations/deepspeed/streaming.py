@@ -115,6 +115,33 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         super().purge_state()
         self.stepped.clear()
 
+    def paths(self, parameter: Any) -> list[str]:
+        """Return the files of a sub-group's masters and moments."""
+        name = self.parameter_id(parameter)
+        suffix = "" if self.moment_dtype == torch.float32 else "-bfloat16"
+        prefixes = ["", *(f"{state}{suffix}-" for state in STATES)]
+        return [os.path.join(self.swap_folder, f"{prefix}{name}.tensor.swp") for prefix in prefixes]
+
+    def register_moments(self, sub_group: int, parameter: Any) -> None:
+        """Note that the files of a sub-group's moments hold them, and let DeepSpeed know if they are as its own.
+
+        Raises:
+            MemascendError: the files are of moments in the other dtype.
+        """
+        if not all(os.path.exists(path) for path in self.paths(parameter)):
+            raise MemascendError(
+                f'the moments of this checkpoint are not in {self.moment_dtype}: set "states" of "memascend" in '
+                "DeepSpeed's configuration to what it was when the checkpoint was saved (without it: float32)"
+            )
+        self.stepped.add(sub_group)
+        state = self.optimizer.state[parameter]
+        for name in STATES:
+            state[name] = torch.empty(0, dtype=self.moment_dtype)
+        if self.moment_dtype == torch.float32:
+            for name in STATES:
+                state[name].ds_id = f"{name}-{self.parameter_id(parameter)}"
+            self._get_param_swap_info(parameter).add_state_tensors([state[name] for name in STATES])
+
     def write_gradient(self, parameter: Any, gradient: torch.Tensor, offset: int) -> None:
         """Start to write a part of a sub-group's gradient; it may change when this returns."""
         name = self.parameter_id(parameter)
@@ -265,22 +292,13 @@ class Step:
         return self.swapper._get_param_swap_info(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
     def _paths(self, sub_group: int) -> list[str]:
-        name = self.swapper.parameter_id(self.optimizer.fp32_partitioned_groups_flat[sub_group])
-        folder = self.swapper.swap_folder
-        suffix = "" if self.swapper.moment_dtype == torch.float32 else "-bfloat16"
-        prefixes = ["", *(f"{state}{suffix}-" for state in STATES)]
-        return [os.path.join(folder, f"{prefix}{name}.tensor.swp") for prefix in prefixes]
+        return self.swapper.paths(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
     def _start_to_read(self, index: int) -> None:
         chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
         slot.writes.wait()
         info = self._info(chunk.sub_group)
         stepped = info.has_state_tensors or chunk.sub_group in self.swapper.stepped
-        if info.has_state_tensors and self.swapper.moment_dtype != torch.float32:
-            raise MemascendError(
-                'the moments of a checkpoint in DeepSpeed\'s own format are float32: take "states": "bfloat16" out of '
-                '"memascend" in DeepSpeed\'s configuration to go on with them'
-            )
         for buffer, path in zip(slot.states, self._paths(chunk.sub_group), strict=True):
             if buffer is slot.states[0] or stepped:
                 slot.reads.async_pread(buffer.narrow(0, 0, chunk.numel), path, chunk.start * buffer.itemsize)
@@ -338,20 +356,15 @@ class Step:
             place += partition.ds_numel
 
     def _finish_files(self, chunk: _Chunk, slot: _Slot) -> None:
-        """After a sub-group's first step, let DeepSpeed know of its moments, in files as long as its own."""
-        info = self._info(chunk.sub_group)
-        self.swapper.stepped.add(chunk.sub_group)
-        if info.has_state_tensors or self.swapper.moment_dtype != torch.float32:
+        """After a sub-group's first step, note its moments, in files as long as DeepSpeed's."""
+        if chunk.sub_group in self.swapper.stepped or self._info(chunk.sub_group).has_state_tensors:
             return
         numel = chunk.start + chunk.numel
         padding = self.swapper._io_aligned_numel(numel) - numel
-        parameter = self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group]
-        state = self.optimizer.optimizer.state[parameter]
-        for name, path in zip(STATES, self._paths(chunk.sub_group)[1:], strict=True):
-            if padding:
-                slot.writes.async_pwrite(torch.zeros(padding), path, numel * 4)
-            state[name].ds_id = f"{name}-{self.swapper.parameter_id(parameter)}"
-        info.add_state_tensors([state[name] for name in STATES])
+        dtype = self.swapper.moment_dtype
+        for path in self._paths(chunk.sub_group)[1:] if padding else ():
+            slot.writes.async_pwrite(torch.zeros(padding, dtype=dtype), path, numel * dtype.itemsize)
+        self.swapper.register_moments(chunk.sub_group, self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group])
 
 
 def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
