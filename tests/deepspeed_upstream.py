@@ -33,7 +33,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "unit/runtime/zero/test_zero_tensor_fragment.py": ("-k", "nvme"),
     # The rest of the file is of backward passes without offloading.
     "unit/v1/zero/test_zero_user_backward.py": ("-k", "offload"),
-    "unit/ops/adam/test_cpu_adam.py": (),
+    # What is left out expects a tensor on a GPU to be refused; without a GPU it does not come to an end.
+    "unit/ops/adam/test_cpu_adam.py": ("-k", "not gpu_error"),
     "unit/runtime/half_precision/test_zero_optim_overflow.py": (),
     "unit/v1/half_precision/test_bf16.py": (),
 }

@@ -52,7 +52,9 @@ def load_checkpoint(
             tag = file.read().strip()
     ranks = self._get_all_zero_checkpoints(load_dir, tag)
     if ranks is not None:
+        self.optimizer.checkpoint_event_prologue()
         restore(self.optimizer, ranks[dist.get_rank(group=self.optimizer.dp_process_group)])
+        self.optimizer.checkpoint_event_epilogue()
     return loaded
 
 
@@ -72,6 +74,8 @@ def restore(optimizer: Any, saved: dict[str, Any]) -> None:
     for sub_group, (parameter, saved_parameter) in enumerate(masters):
         if not streaming.streams(optimizer, sub_group):
             parameter.data.copy_(saved_parameter.data)
+            # DeepSpeed has taken these weights from the masters that were there before.
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
             continue
         state = optimizer.optimizer.state[parameter]
         if all(name in state for name in streaming.STATES):
