@@ -42,6 +42,11 @@ def create_adam(
     return 0
 
 
+def optimizers() -> dict[int, bool]:
+    """Return which optimizers exist, by their number, and whether each is AdamW."""
+    return dict(_decoupled)
+
+
 def destroy_adam(optimizer_id: int) -> int:
     """Forget the optimizer of that number; 0."""
     _decoupled.pop(optimizer_id, None)

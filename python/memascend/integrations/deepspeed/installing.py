@@ -122,6 +122,7 @@ def _operators() -> Iterator[Part]:
         adam_rollback=adam.adam_rollback,
         destroy_adam=adam.destroy_adam,
     )
+    _hand_zenflow_over(cpu_adam)
     modules = [
         (async_io, "AsyncIOBuilder", "libaio"),
         (pin_memory, "PinMemoryBuilder", "malloc and mlock"),
@@ -229,6 +230,36 @@ def _module(name: str, **contents: Any) -> ModuleType:
 
     vars(module)["__getattr__"] = missing
     return module
+
+
+def _hand_zenflow_over(cpu_adam: ModuleType) -> None:
+    """Have DeepSpeed's compiled Adam take over as a whole where ZenFlow asks for its functions, which use it inside."""
+    refuse = vars(cpu_adam)["__getattr__"]
+
+    def missing(attribute: str) -> Any:
+        if not attribute.startswith("zenflow_"):
+            return refuse(attribute)
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        loaded = CPUAdamBuilder._loaded_ops
+        ours = loaded.pop(cpu_adam.__name__, None)
+        try:
+            compiled = CPUAdamBuilder().load(verbose=False)
+        except (RuntimeError, OSError, ImportError) as error:
+            raise AttributeError(
+                f"ZenFlow needs DeepSpeed's own Adam, which cannot be compiled here: {error}"
+            ) from error
+        finally:
+            if ours is not None:
+                loaded[cpu_adam.__name__] = ours
+        for optimizer_id, decoupled in adam.optimizers().items():
+            # The other options come with each step.
+            compiled.create_adam(optimizer_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
+        functions = {name: value for name, value in vars(compiled).items() if not name.startswith("__")}
+        vars(cpu_adam).update(functions)
+        return functions[attribute]
+
+    vars(cpu_adam)["__getattr__"] = missing
 
 
 def _builder_packages() -> Iterator[ModuleType]:
