@@ -64,12 +64,23 @@ def _streams(optimizer: Any) -> bool:
 
 def restore(optimizer: Any, saved: dict[str, Any]) -> None:
     """Restore what a ZeRO checkpoint holds of an optimizer whose swap files are in place."""
+    swapper = optimizer.optimizer_swapper
+    states = saved[OPTIMIZER_STATE_DICT]["state"].values()
+    # Of moments that were in swap files no elements are saved, but their dtype. A file alone says nothing: it may be
+    # left over from another run in the same folder.
+    swapped = [state[name] for state in states for name in streaming.STATES if name in state and not len(state[name])]
+    for dtype in {moments.dtype for moments in swapped} - {swapper.moment_dtype}:
+        raise MemascendError(
+            f'the moments of this checkpoint are not in {swapper.moment_dtype} but in {dtype}: set "states" of '
+            '"memascend" in DeepSpeed\'s configuration to what it was when the checkpoint was saved (without it: '
+            "float32)"
+        )
     optimizer.loss_scaler = saved[LOSS_SCALER]
     optimizer.dynamic_loss_scale, optimizer.overflow = saved["dynamic_loss_scale"], saved["overflow"]
     optimizer._set_fp32_optimizer_param_groups()
     optimizer.optimizer.load_state_dict(saved[OPTIMIZER_STATE_DICT])
     optimizer._clear_fp32_optimizer_param_groups()
-    optimizer.optimizer_swapper.purge_state()
+    swapper.purge_state()
     masters = zip(optimizer.fp32_partitioned_groups_flat, saved[FP32_FLAT_GROUPS], strict=True)
     for sub_group, (parameter, saved_parameter) in enumerate(masters):
         if not streaming.streams(optimizer, sub_group):
@@ -79,7 +90,7 @@ def restore(optimizer: Any, saved: dict[str, Any]) -> None:
             continue
         state = optimizer.optimizer.state[parameter]
         if all(name in state for name in streaming.STATES):
-            optimizer.optimizer_swapper.register_moments(sub_group, parameter)
+            swapper.register_moments(sub_group, parameter)
 
 
 #: The function above, by the name of the method of `DeepSpeedEngine` whose place it takes.

@@ -19,7 +19,6 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import stage3
 
-from memascend.errors import MemascendError
 from memascend.integrations.deepspeed import adam, gradients
 from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
@@ -123,16 +122,7 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         return [os.path.join(self.swap_folder, f"{prefix}{name}.tensor.swp") for prefix in prefixes]
 
     def register_moments(self, sub_group: int, parameter: Any) -> None:
-        """Note that the files of a sub-group's moments hold them, and let DeepSpeed know if they are as its own.
-
-        Raises:
-            MemascendError: the files are of moments in the other dtype.
-        """
-        if not all(os.path.exists(path) for path in self.paths(parameter)):
-            raise MemascendError(
-                f'the moments of this checkpoint are not in {self.moment_dtype}: set "states" of "memascend" in '
-                "DeepSpeed's configuration to what it was when the checkpoint was saved (without it: float32)"
-            )
+        """Note that the files of a sub-group's moments hold them, and let DeepSpeed know if they are as its own."""
         self.stepped.add(sub_group)
         state = self.optimizer.state[parameter]
         for name in STATES:
