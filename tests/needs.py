@@ -25,6 +25,7 @@ NEEDS = {
     "liger": "pip install 'memascend[test]'",
     "trl": "pip install 'memascend[test]'",
     "accelerate": "pip install 'memascend[test]'",
+    "deepspeed": "pip install 'memascend[test]'",
     "cupy": "pip install 'memascend[test]'",
     "expecttest": "pip install 'memascend[test]'",
     "gpu": "run on a machine with a CUDA device and a PyTorch that can use it",

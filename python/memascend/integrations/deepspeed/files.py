@@ -106,8 +106,9 @@ class AioHandle(PinHandle):
         **named: bool,
     ) -> int:
         """Read `buffer` from the file. Return 0 at once if the fourth argument, `async`, is true, else `wait()`."""
+        at_once = _asynchronous(asynchronous, named)
         self._read(buffer, filename, file_offset, validate)
-        return 0 if _asynchronous(asynchronous, named) else self.wait()
+        return 0 if at_once else self.wait()
 
     def pwrite(
         self,
@@ -119,8 +120,9 @@ class AioHandle(PinHandle):
         **named: bool,
     ) -> int:
         """Write `buffer` to the file. Return 0 at once if the fourth argument, `async`, is true, else `wait()`."""
+        at_once = _asynchronous(asynchronous, named)
         self._write(buffer, filename, file_offset, validate)
-        return 0 if _asynchronous(asynchronous, named) else self.wait()
+        return 0 if at_once else self.wait()
 
     def sync_pread(self, buffer: torch.Tensor, filename: Path, file_offset: int = 0) -> int:
         """Read `buffer` from the file and wait; how many transfers were waited for."""
@@ -154,18 +156,21 @@ class AioHandle(PinHandle):
             StoreError: the first failure.
         """
         with self._lock:
-            count = self._transfers.wait()
+            try:
+                count = self._transfers.wait()
+            except StoreError:
+                self._afterwards = []
+                raise
             afterwards, self._afterwards = self._afterwards, []
         for action in afterwards:
             action()
         return count
 
     def _read(self, buffer: torch.Tensor, filename: Path, offset: int, validate: bool = False) -> None:
-        target = buffer
-        if not _is_plain(buffer):
-            target = torch.empty(buffer.shape, dtype=buffer.dtype)
-            self._later(lambda: _copy(target, buffer))
+        target = buffer if _is_plain(buffer) else torch.empty(buffer.shape, dtype=buffer.dtype)
         self._start("read", target, filename, offset, validate)
+        if target is not buffer:
+            self._later(lambda: _copy(target, buffer))
 
     def _write(self, buffer: torch.Tensor, filename: Path, offset: int, validate: bool = False) -> None:
         source = buffer if _is_plain(buffer) else buffer.detach().cpu().contiguous()

@@ -100,11 +100,11 @@ def uninstall() -> None:
             undo = _parts.pop().undo
             while undo:
                 undo.pop()()
+        _forget_compatible()
 
 
 def _operators() -> Iterator[Part]:
     """Fill in the operators that DeepSpeed would compile or load."""
-    import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
 
     pin_memory = _module("pin_memory", pin_handle=PinHandle)
@@ -148,8 +148,14 @@ def _operators() -> Iterator[Part]:
             part.set_attribute(cls, "is_compatible", lambda self, verbose=False: False)
         yield part
 
-    # What DeepSpeed has found out about its operators it finds out anew.
-    vars(deepspeed.ops).pop("__compatible_ops__", None)
+    _forget_compatible()
+
+
+def _forget_compatible() -> None:
+    """Have DeepSpeed find out anew which of its operators there are."""
+    operators = sys.modules.get("deepspeed.ops")
+    if operators is not None:
+        vars(operators).pop("__compatible_ops__", None)
 
 
 def _memory(version: str, streaming: bool) -> Iterator[Part]:
