@@ -4,8 +4,9 @@
 
 PATH_TO_TESTS is the folder `tests` of a checkout of DeepSpeed, near the version that is installed; nothing is fetched.
 The interpreter needs deepspeed, pytest, transformers and memascend; DeepSpeed as it is also needs a C++ compiler and
-ninja, with which it compiles its operators on first use (minutes), and libaio. The tests run on the CPU unless
-DS_ACCELERATOR says otherwise.
+ninja, with which it compiles its operators on first use (minutes), and libaio. Where programs with another PyTorch run
+DeepSpeed meanwhile, give this one a TORCH_EXTENSIONS_DIR of its own: they would compile the same files again and again.
+The tests run on the CPU unless DS_ACCELERATOR says otherwise.
 
 Every test that passes with DeepSpeed as it is has to pass with memascend. The exit status is 1 if one is lost, or if
 nothing was compared.
