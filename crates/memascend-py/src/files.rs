@@ -81,8 +81,6 @@ impl FileEngine {
 pub(crate) struct FileTransfers {
     engine: Arc<memascend_nvme::FileEngine>,
     shared: Arc<Started>,
-    /// The objects whose memory the transfers use.
-    owners: Mutex<Vec<Py<PyAny>>>,
     origin: Origin,
 }
 
@@ -98,6 +96,9 @@ struct StartedState {
     count: usize,
     running: usize,
     error: Option<IoError>,
+    /// The objects whose memory the transfers use. They are dropped without the lock: what that runs may
+    /// give the interpreter's lock to a thread that waits for this one.
+    owners: Vec<Py<PyAny>>,
 }
 
 impl Started {
@@ -110,12 +111,7 @@ impl Started {
 impl FileTransfers {
     #[new]
     fn new(engine: &Bound<'_, FileEngine>) -> Self {
-        Self {
-            engine: Arc::clone(&engine.get().0),
-            shared: Arc::default(),
-            owners: Mutex::default(),
-            origin: Origin::here(),
-        }
+        Self { engine: Arc::clone(&engine.get().0), shared: Arc::default(), origin: Origin::here() }
     }
 
     /// Transfers that were started and not waited for.
@@ -148,12 +144,12 @@ impl FileTransfers {
             }
             None => return Err(PyValueError::new_err("a transfer needs memory: the address is 0")),
         };
-        self.owners.locked().push(owner);
         let shared = Arc::clone(&self.shared);
         {
             let mut state = shared.lock();
             state.count += 1;
             state.running += 1;
+            state.owners.push(owner);
         }
         py.detach(|| {
             let on_end = Box::new(move |result: memascend_nvme::Result<()>| {
@@ -174,25 +170,22 @@ impl FileTransfers {
     /// Waits until all have ended, and returns how many they were. Raises the first error, after all
     /// have ended.
     fn wait(&self, py: Python<'_>) -> PyResult<usize> {
-        loop {
-            let over = py.detach(|| {
-                let state = self.shared.lock();
-                if state.running == 0 {
-                    return true;
+        let ended = loop {
+            let ended = py.detach(|| {
+                let mut state = self.shared.lock();
+                if state.running > 0 {
+                    state = self.shared.ended.wait_locked_for(state, Duration::from_millis(100));
                 }
-                self.shared.ended.wait_locked_for(state, Duration::from_millis(100)).running == 0
+                (state.running == 0).then(|| std::mem::take(&mut *state))
             });
-            if over {
-                break;
+            match ended {
+                Some(ended) => break ended,
+                // Ctrl-C: the transfers go on, and can be waited for again.
+                None => py.check_signals()?,
             }
-            // Ctrl-C: the transfers go on, and can be waited for again.
-            py.check_signals()?;
-        }
-        let (count, error) = {
-            let mut state = self.shared.lock();
-            (std::mem::take(&mut state.count), state.error.take())
         };
-        self.owners.locked().clear();
+        let StartedState { count, error, owners, .. } = ended;
+        drop(owners);
         error.map_or(Ok(count), |error| Err(io_error(&error)))
     }
 }
