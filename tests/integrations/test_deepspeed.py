@@ -164,13 +164,14 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
 # ---- a script of its own ------------------------------------------------------------------------------------
 
 
-def alone(folder: Path, path: str | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Start one run as a script that imports memascend.deepspeed."""
-    folder.mkdir(parents=True, exist_ok=True)
+def alone(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start one run as a script that imports memascend.deepspeed, where no compiler is found."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
     file = folder / "run.json"
     tiers = options.get("tiers", "ABC")
     file.write_text(json.dumps([{"folder": str(folder), "steps": 3} | options]))
-    variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, **({} if path is None else {"PATH": path}))
+    variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, PATH=str(programs))
     for name in ("CC", "CXX"):
         variables.pop(name, None)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -178,9 +179,7 @@ def alone(folder: Path, path: str | None = None, **options: Any) -> subprocess.P
 
 
 def test_no_compiler_is_needed(trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    process = alone(tmp_path / "run", path=str(programs), **CASES["bfloat16"])
+    process = alone(tmp_path / "run", **CASES["bfloat16"])
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "gloo in place of compiled collectives" in err
