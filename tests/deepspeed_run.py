@@ -49,6 +49,8 @@ class Run:
     initial_scale_power: int = 8
     weight_decay: float = 0.01
     pipelined: bool = False
+    #: Elements of parameters that are not on the drive.
+    in_memory: int = 0
     #: Elements of each buffer of parameters, if not DeepSpeed's 100 millions.
     buffer_size: int = 700_000
     seed: int = 1
@@ -77,7 +79,13 @@ class Run:
             adam |= {"torch_adam": True, "fused": True}
         else:
             device = {"device": self.device, "nvme_path": self.swap or f"{self.folder}/swap", "pin_memory": True}
-            zero["offload_param"] = device | ({"buffer_size": self.buffer_size} if self.buffer_size else {})
+            zero["offload_param"] = device | {"max_in_cpu": self.in_memory}
+            if self.buffer_size:
+                zero["offload_param"]["buffer_size"] = self.buffer_size
+            if "B" not in self.tiers:
+                # DeepSpeed's own swapper needs a buffer for each parameter, and fails if one is read ahead twice.
+                zero["offload_param"]["buffer_count"] = 32 if self.buffer_size else 5
+                zero["stage3_prefetch_bucket_size"] = 0
             zero["offload_optimizer"] = device | (
                 {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12} if self.pipelined else {}
             )
