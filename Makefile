@@ -39,7 +39,7 @@ SOAK_KILLS ?= 60
 SOAK_PROGRAMS ?= 10000
 soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
-	export MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+	export MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)

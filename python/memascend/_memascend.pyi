@@ -15,6 +15,8 @@ __all__ = [
     "CudaEvent",
     "DeviceLink",
     "ExternalFile",
+    "FileEngine",
+    "FileTransfers",
     "GradientRanges",
     "HostBuffer",
     "KeptStore",
@@ -221,6 +223,31 @@ class ExternalFile:
     def direct(self) -> bool: ...
     @property
     def bytes_read(self) -> int: ...
+
+@final
+class FileEngine:
+    def __new__(cls, *, engine: str = "auto", depth: int = 128) -> FileEngine: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def notice(self) -> str | None: ...
+    def counters(self) -> dict[str, Any]: ...
+
+@final
+class FileTransfers:
+    def __new__(cls, engine: FileEngine) -> FileTransfers: ...
+    @property
+    def pending(self) -> int: ...
+    def start(
+        self,
+        operation: str,
+        path: str | PathLike[str],
+        offset: int,
+        address: int,
+        bytes: int,
+        owner: object,
+    ) -> None: ...
+    def wait(self) -> int: ...
 
 @final
 class Runtime:

@@ -384,7 +384,14 @@ def wait_for_records(room, process, count, name="metrics.jsonl"):
     return found[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak),
+    ],
+)
 def test_one_signal_finishes_the_step_and_keeps_the_model(room, number, code):
     process = start_process(room)
     try:
@@ -458,7 +465,7 @@ def test_a_second_signal_abandons_the_run(room):
     assert sorted(p.name for p in room.iterdir()) == ["metrics.jsonl", "model", "store", "text.txt"]
 
 
-@pytest.mark.parametrize("where", ["in --out", "--metrics"])
+@pytest.mark.parametrize("where", ["in --out", pytest.param("--metrics", marks=pytest.mark.soak)])
 def test_a_killed_run_that_goes_on_has_the_metrics_of_every_step_once(room, where, capfd):
     chosen = {"steps": 60, "metrics": room / "metrics.jsonl" if where == "--metrics" else None}
     process = start_process(room, **chosen)

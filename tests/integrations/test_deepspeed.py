@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -42,10 +44,13 @@ MIB = 1 << 20
 #: partitions are no multiples of what drives read.
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"clip": 0.0, "buffer_size": 0, "in_memory": 1_000_000_000},
-    "float32 in sub-groups": {"dtype": "float32", "clip": 0.0, "sub_group": 1_000_000},
     "clipping, sub-groups, accumulated": {"layers": 2, "sub_group": 1_000_000, "accumulated": 2},
     "some weights in memory": {"layers": 2, "sub_group": 1_000_000, "clip": 0.0, "in_memory": 3_000_000},
     "float16 with overflows": {"dtype": "float16", "initial_scale_power": 22, "steps": 6},
+}
+#: In `make soak`.
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "float32 in sub-groups": {"dtype": "float32", "clip": 0.0, "sub_group": 1_000_000},
     "float16 with overflows, accumulated": {
         "dtype": "float16",
         "initial_scale_power": 22,
@@ -55,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "norms in memory, pipelined": {"persistent": 100_000, "sub_group": 100_000, "pipelined": True},
 }
+if os.environ.get("MEMASCEND_DEEPSPEED_CASES") == "all":
+    CASES |= MORE_CASES
 #: Of losses and norms relative to those without offload, where gradients are clipped: DeepSpeed rounds the norm to
 #: float32 there, and here keeps float64. One unit in the last place of the norm moves some bfloat16 weights by one.
 CLIPPED = 2e-4
@@ -71,28 +78,38 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each run has found, by the name of the run."""
-    folder = tmp_path_factory.mktemp("trained")
+    """What each rank of each run has found, by the name of the run. One of pytest's processes has it all trained."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "trained"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _train(folder)
+
+
+def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, dict[str, Any]] = {}
     for case, options in CASES.items():
-        for tiers in TIERS:
+        for tiers in TIERS if case == "bfloat16" else ("A", "ABC"):
             runs[f"{case} {tiers}"] = options | {"tiers": tiers}
         runs[f"{case} none"] = options | {"tiers": "", "device": "none"}
     for tiers in ("A", "ABC"):
         runs[f"ranks {tiers}"] = {"tiers": tiers, "ranks": 2, "sub_group": 1_000_000}
         runs[f"saved {tiers}"] = SAVED | {"tiers": tiers, "save": f"{folder}/saved {tiers}"}
-    for saved in ("A", "ABC"):
-        for tiers in ("A", "ABC"):
-            options = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
-            runs[f"loaded {saved} {tiers}"] = options
+    for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
+        runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
     for tiers in ("A", "ABC"):
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
     listed = [options | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
     file = folder / "runs.json"
-    file.write_text(json.dumps(listed))
-    done = subprocess.run([sys.executable, SCRIPT, str(file)], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.with_suffix(".found").read_text())
+    results = file.with_suffix(".found")
+    if not results.exists():
+        file.write_text(json.dumps(listed))
+        done = subprocess.run([sys.executable, SCRIPT, str(file)], env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
     return dict(zip(runs, found, strict=True))
 
 
@@ -104,8 +121,9 @@ def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_all_parts_give_the_same_bits(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     expected = without_memory(trained[f"{case} A"])
-    for tiers in ("AB", "ABC"):
-        assert without_memory(trained[f"{case} {tiers}"]) == expected
+    for tiers in TIERS[1:]:
+        if f"{case} {tiers}" in trained:
+            assert without_memory(trained[f"{case} {tiers}"]) == expected
     (streamed,) = trained[f"{case} ABC"]
     assert streamed["streams"] == streamed["sub_groups"]
     assert (streamed["sub_groups"] > 1) == ("sub_group" in CASES[case])
@@ -154,9 +172,12 @@ def test_two_ranks(trained: dict[str, list[dict[str, Any]]]) -> None:
 
 def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]]) -> None:
     assert without_memory(trained["saved A"]) == without_memory(trained["saved ABC"])
-    expected = without_memory(trained["loaded A A"])
-    for saved, tiers in (("A", "ABC"), ("ABC", "A"), ("ABC", "ABC")):
-        assert without_memory(trained[f"loaded {saved} {tiers}"]) == expected
+    for tiers in ("A", "ABC"):
+        expected = without_memory(trained[f"loaded A {tiers}"])
+        assert without_memory(trained[f"loaded ABC {tiers}"]) == expected
+    # DeepSpeed's own begins with moments of zeros again.
+    assert expected[0]["losses"][0] == trained["loaded A A"][0]["losses"][0]
+    assert expected[0]["losses"] != trained["loaded A A"][0]["losses"]
     # It has gone on: not from the start, and not from where the checkpoint is.
     assert expected[0]["losses"][0] != trained["saved A"][0]["losses"][0]
     assert expected[0]["weights"] != trained["saved A"][0]["weights"]
@@ -269,7 +290,7 @@ def changed(before: dict[tuple[str, str], dict[str, Any]]) -> set[tuple[str, str
 
 
 PARTS = ["async_io", "pin_memory", "cpu_adam", "fused_adam"]
-LARGER_PARTS = ["parameter pools", "gradients", "streaming step"]
+LARGER_PARTS = ["parameter pools", "gradients", "streaming step", "loading of checkpoints"]
 
 
 def test_uninstall_leaves_nothing(stock: types.ModuleType) -> None:

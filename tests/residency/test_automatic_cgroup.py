@@ -123,7 +123,7 @@ def begin() -> Iterator[Callable[..., Told]]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("durability", ["none", "step"])
+@pytest.mark.parametrize("durability", [pytest.param("none", marks=pytest.mark.soak), "step"])
 def test_a_limit_that_drops_by_half_and_comes_back(
     group: Path, begin: Callable[..., Told], tmp_path: Path, durability: str
 ) -> None:

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use memascend_mem::{LeaseSlice, LockExt, WaitExt};
+use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
 use memascend_nvme::IoError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -83,6 +83,7 @@ pub(crate) struct FileTransfers {
     shared: Arc<Started>,
     /// The objects whose memory the transfers use.
     owners: Mutex<Vec<Py<PyAny>>>,
+    origin: Origin,
 }
 
 #[derive(Default)]
@@ -109,7 +110,12 @@ impl Started {
 impl FileTransfers {
     #[new]
     fn new(engine: &Bound<'_, FileEngine>) -> Self {
-        Self { engine: Arc::clone(&engine.get().0), shared: Arc::default(), owners: Mutex::default() }
+        Self {
+            engine: Arc::clone(&engine.get().0),
+            shared: Arc::default(),
+            owners: Mutex::default(),
+            origin: Origin::here(),
+        }
     }
 
     /// Transfers that were started and not waited for.
@@ -194,6 +200,10 @@ impl FileTransfers {
 impl Drop for FileTransfers {
     /// Memory must not go before the transfers have ended. Their errors are lost: nothing waited for them.
     fn drop(&mut self) {
+        // They are its parent's, and end there.
+        if !self.origin.is_here() {
+            return;
+        }
         let mut state = self.shared.lock();
         while state.running > 0 {
             state = self.shared.ended.wait_locked(state);

@@ -456,7 +456,7 @@ impl Driver {
         }
     }
 
-    /// Moves new requests into the schedule. Each holds a lease, so the arena bounds their number.
+    /// Moves new requests into the schedule. Each holds memory, which bounds their number.
     fn accept(&mut self, ring: &Enabled<'_>) {
         while self.open {
             match self.messages.try_recv() {

@@ -18,7 +18,11 @@ _NO_CORRECTION = 1 << 52
 #: Elements that are converted to float32 at a time.
 _CHUNK = 1 << 20
 
-_RULE = Rule("adamw", "float32", "float32", True)
+#: Rules of float32 weights, by the dtype of the moments.
+_RULES = {
+    torch.float32: Rule("adamw", "float32", "float32", True),
+    torch.bfloat16: Rule("adamw", "bfloat16", "float32", True),
+}
 #: Whether weight decay is decoupled, by the number that DeepSpeed has given the optimizer.
 _decoupled: dict[int, bool] = {}
 
@@ -36,6 +40,11 @@ def create_adam(
     """Note whether the optimizer of that number is AdamW (`adamw_mode`) or Adam; 0. The rest comes with each step."""
     _decoupled[optimizer_id] = adamw_mode
     return 0
+
+
+def optimizers() -> dict[int, bool]:
+    """Return which optimizers exist, by their number, and whether each is AdamW."""
+    return dict(_decoupled)
 
 
 def destroy_adam(optimizer_id: int) -> int:
@@ -140,11 +149,14 @@ def scalars(
     )
 
 
-def step_float32(with_scalars: Scalars, tensors: Sequence[torch.Tensor]) -> None:
-    """Do a step on weight, gradient and moments: contiguous float32 tensors in host memory, updated in place."""
+def step_masters(with_scalars: Scalars, tensors: Sequence[torch.Tensor]) -> None:
+    """Do a step on weight, gradient and moments: contiguous tensors in host memory, updated in place.
+
+    Weight and gradient are float32, moments float32 or bfloat16.
+    """
     p, g, m, v = tensors
     planes = [m.data_ptr(), v.data_ptr()]
-    step_host(_RULE, p.numel(), p.data_ptr(), planes, g.data_ptr(), with_scalars, torch.get_num_threads())
+    step_host(_RULES[m.dtype], p.numel(), p.data_ptr(), planes, g.data_ptr(), with_scalars, torch.get_num_threads())
 
 
 def _update(
@@ -156,11 +168,11 @@ def _update(
 ) -> None:
     of_step = scalars(decoupled, step, options, bias_correction)
     if all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors):
-        step_float32(of_step, tensors)
+        step_masters(of_step, tensors)
         return
     for parts in _chunks(tensors):
         p, g, m, v = (part.to(torch.float32).contiguous() for part in parts)
-        step_float32(of_step, (p, g, m, v))
+        step_masters(of_step, (p, g, m, v))
         for part, new in zip((parts[0], *parts[2:]), (p, m, v), strict=True):
             if part.data_ptr() != new.data_ptr():
                 part.copy_(new)

@@ -151,13 +151,10 @@ class AioHandle(PinHandle):
         self, buffer: torch.Tensor, filename: Path | int | None = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
         """Start to write `buffer` to the file, given by its name or by a descriptor that stays open; 0."""
-        if isinstance(filename, int):
-            fd = filename
-        if fd is not None:
-            filename = f"/proc/self/fd/{fd}"
-        if filename is None:
+        given = fd if filename is None else filename
+        if given is None:
             raise TypeError("async_pwrite needs a filename or fd")
-        self._write(buffer, filename, file_offset)
+        self._write(buffer, f"/proc/self/fd/{given}" if isinstance(given, int) else given, file_offset)
         return 0
 
     def wait(self) -> int:
@@ -253,9 +250,9 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _compare(tensor: torch.Tensor, filename: Path, offset: int) -> None:
     """Check that the file holds what lies in `tensor`."""
-    found = torch.empty(tensor.nbytes, dtype=torch.uint8)
     with open(filename, "rb") as file:
         file.seek(offset)
-        count = file.readinto(found.numpy())
-    if count != tensor.nbytes or not torch.equal(found, tensor.detach().reshape(-1).view(torch.uint8)):
+        found = bytearray(file.read(tensor.nbytes))
+    expected = tensor.detach().reshape(-1).view(torch.uint8)
+    if len(found) != tensor.nbytes or not torch.equal(torch.frombuffer(found, dtype=torch.uint8), expected):
         raise StoreError(None, f"{os.fspath(filename)} does not hold what was transferred at {offset}", filename)

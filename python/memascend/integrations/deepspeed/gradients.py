@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from deepspeed.runtime.zero import stage3
 
 from memascend._memascend import check_overflow
 from memascend.errors import MemascendError
+from memascend.integrations.deepspeed import options as settings
+from memascend.integrations.deepspeed import plan
 from memascend.integrations.deepspeed.pinned import PINNED
 
 if TYPE_CHECKING:
@@ -46,10 +49,33 @@ def _setup_for_real_optimizer(self: Any) -> None:
         for dtype, bucket in self.ipg_buckets.items():
             device = get_accelerator().current_device_name()
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
-    # Allocated when gradients are added up over several backward passes; else none is kept.
+    # Allocated when gradients are added up over several backward passes, or where there is room; else none is kept.
     self.grad_partitions_flat_buffer = None
     setattr(self, _PARTITIONS, {})
     self._memascend_non_finite = False
+    if self.swap_optimizer or self.params_in_nvme_and_cpu:
+        lines, keeps = plan.decide(_shapes(self), settings.current)
+        if dist.get_rank() == 0:
+            print(plan.table(lines), file=sys.stderr)
+        if keeps:
+            keep_gradients(self)
+
+
+def _shapes(self: Any) -> plan.Shapes:
+    """Return the sizes that a plan is made of."""
+    sub_groups = [[param.partition_numel() for param in group] for group in self.fp16_groups]
+    swapper = getattr(self.fp16_groups[0][0], "nvme_swapper", None)
+    offload = getattr(swapper, "swap_config", None)
+    return plan.Shapes(
+        params=list(itertools.chain.from_iterable(sub_groups)),
+        sub_groups=sub_groups,
+        itemsize=self.dtype.itemsize,
+        buffer_count=offload.buffer_count if offload is not None else 0,
+        buffer_size=offload.buffer_size if offload is not None else 0,
+        max_in_cpu=int(self.max_params_in_cpu) if self.params_in_nvme_and_cpu else 1 << 60,
+        gradient_itemsize=self.gradient_accumulation_dtype.itemsize,
+        accumulates=self.gradient_accumulation_steps > 1,
+    )
 
 
 def keep_gradients(self: Any) -> None:

@@ -11,7 +11,7 @@ from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memascend.integrations.deepspeed import adam, files, versions
+from memascend.integrations.deepspeed import adam, files, options, versions
 from memascend.integrations.deepspeed.pinned import PinHandle
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _operators() -> Iterator[Part]:
         adam_rollback=adam.adam_rollback,
         destroy_adam=adam.destroy_adam,
     )
+    _hand_zenflow_over(cpu_adam)
     modules = [
         (async_io, "AsyncIOBuilder", "libaio"),
         (pin_memory, "PinMemoryBuilder", "malloc and mlock"),
@@ -159,16 +160,19 @@ def _forget_compatible() -> None:
 
 def _memory(version: str, streaming: bool) -> Iterator[Part]:
     """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step."""
+    from deepspeed.runtime import engine
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.swap_tensor import utils as swap_utils
     from deepspeed.runtime.zero import partition_parameters, stage3
 
     try:
-        from memascend.integrations.deepspeed import buffers, gradients, parameters
+        from memascend.integrations.deepspeed import buffers, checkpoints, gradients, parameters
         from memascend.integrations.deepspeed import streaming as steps
     except (ImportError, KeyError, AttributeError) as error:
         _warn_of_parts(version, [str(error)])
         return
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
     changed = [
         *versions.unknown(partitioned_param_swapper, "AsyncPartitionedParameterSwapper"),
@@ -176,6 +180,7 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
         *versions.unknown(optimizer_utils, "OptimizerSwapper"),
         *versions.unknown(partitioned_optimizer_swapper, "PartitionedOptimizerSwapper"),
         *versions.unknown(stage3, optimizer.__name__, [*gradients.METHODS, *steps.METHODS]),
+        *versions.unknown(engine, "DeepSpeedEngine", list(checkpoints.METHODS)),
     ]
     if changed:
         _warn_of_parts(version, changed)
@@ -184,17 +189,28 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
     part = Part("parameter pools", "one pool of the largest parameter")
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
     part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
+    initialize_params = DeepSpeedConfig._initialize_params
+
+    def read_options(self: Any, param_dict: dict[str, Any]) -> None:
+        options.read(param_dict)
+        initialize_params(self, param_dict)
+
+    part.set_attribute(DeepSpeedConfig, "_initialize_params", read_options)
     yield part
     part = Part("gradients", "a copy of all gradients, and checks with temporaries")
-    for name, function in gradients.METHODS.items():
-        part.set_attribute(optimizer, name, function)
+    for name, method in gradients.METHODS.items():
+        part.set_attribute(optimizer, name, method)
     yield part
     if streaming:
         part = Part("streaming step", "buffers for whole sub-groups")
         for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
             part.set_attribute(stage3, name, steps.in_place_of(getattr(stage3, name)))
-        for name, function in steps.METHODS.items():
-            part.set_attribute(optimizer, name, function)
+        for name, replaced in steps.METHODS.items():
+            part.set_attribute(optimizer, name, replaced)
+        yield part
+        part = Part("loading of checkpoints", "one that leaves out what is not in swap files")
+        for name, load in checkpoints.METHODS.items():
+            part.set_attribute(engine.DeepSpeedEngine, name, load)
         yield part
 
 
@@ -220,6 +236,36 @@ def _module(name: str, **contents: Any) -> ModuleType:
 
     vars(module)["__getattr__"] = missing
     return module
+
+
+def _hand_zenflow_over(cpu_adam: ModuleType) -> None:
+    """Have DeepSpeed's compiled Adam take over as a whole where ZenFlow asks for its functions, which use it inside."""
+    refuse = vars(cpu_adam)["__getattr__"]
+
+    def missing(attribute: str) -> Any:
+        if not attribute.startswith("zenflow_"):
+            return refuse(attribute)
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        loaded = CPUAdamBuilder._loaded_ops
+        ours = loaded.pop(cpu_adam.__name__, None)
+        try:
+            compiled = CPUAdamBuilder().load(verbose=False)
+        except (RuntimeError, OSError, ImportError) as error:
+            raise AttributeError(
+                f"ZenFlow needs DeepSpeed's own Adam, which cannot be compiled here: {error}"
+            ) from error
+        finally:
+            if ours is not None:
+                loaded[cpu_adam.__name__] = ours
+        for optimizer_id, decoupled in adam.optimizers().items():
+            # The other options come with each step.
+            compiled.create_adam(optimizer_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
+        functions = {name: value for name, value in vars(compiled).items() if not name.startswith("__")}
+        vars(cpu_adam).update(functions)
+        return functions[attribute]
+
+    vars(cpu_adam)["__getattr__"] = missing
 
 
 def _builder_packages() -> Iterator[ModuleType]:

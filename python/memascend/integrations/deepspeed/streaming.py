@@ -20,18 +20,17 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import stage3
 
 from memascend.integrations.deepspeed import adam, gradients
+from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
 from memascend.integrations.deepspeed.files import AioHandle
 from memascend.integrations.deepspeed.pinned import PINNED
+from memascend.integrations.deepspeed.plan import CHUNK, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
 
-#: Elements that are read, updated and written together.
-CHUNK = 1 << 19
-SLOTS = 3
 #: Elements to which the places of weights in a slot are aligned, which are whole pages in any dtype.
 _PAGE = 4096
 #: The most pieces of a chunk that are aligned; smaller ones are not.
@@ -59,11 +58,14 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         """Take what DeepSpeed gives its own swapper."""
         super().__init__(*args, **options)
         self.swap_buffer_manager.keep = False
+        self.moment_dtype: torch.dtype = getattr(torch, settings.current.states)
         #: The gradients of the next step, and those of the step before for programs that ask for them.
         self.gradients: dict[str, Gradient] = {}
         self.spent: dict[str, Gradient] = {}
         self._gradient_writers: dict[torch.dtype, CastWriter] = {}
         self.slots: list[_Slot] = []
+        #: Sub-groups whose moments lie in files.
+        self.stepped: set[int] = set()
 
     def initialize_parameters(self, parameters: Sequence[Any], src_tensors: Sequence[torch.Tensor]) -> None:
         """Write the masters of sub-groups, from weights in memory."""
@@ -106,6 +108,29 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         padding = self._io_aligned_numel(numel) - numel
         if padding:
             writer.write(torch.zeros(padding, dtype=self.dtype), path, numel * self.dtype.itemsize)
+
+    def purge_state(self) -> None:
+        """Forget the moments: others are loaded."""
+        super().purge_state()
+        self.stepped.clear()
+
+    def paths(self, parameter: Any) -> list[str]:
+        """Return the files of a sub-group's masters and moments."""
+        name = self.parameter_id(parameter)
+        suffix = "" if self.moment_dtype == torch.float32 else "-bfloat16"
+        prefixes = ["", *(f"{state}{suffix}-" for state in STATES)]
+        return [os.path.join(self.swap_folder, f"{prefix}{name}.tensor.swp") for prefix in prefixes]
+
+    def register_moments(self, sub_group: int, parameter: Any) -> None:
+        """Note that the files of a sub-group's moments hold them, and let DeepSpeed know if they are as its own."""
+        self.stepped.add(sub_group)
+        state = self.optimizer.state[parameter]
+        for name in STATES:
+            state[name] = torch.empty(0, dtype=self.moment_dtype)
+        if self.moment_dtype == torch.float32:
+            for name in STATES:
+                state[name].ds_id = f"{name}-{self.parameter_id(parameter)}"
+            self._get_param_swap_info(parameter).add_state_tensors([state[name] for name in STATES])
 
     def write_gradient(self, parameter: Any, gradient: torch.Tensor, offset: int) -> None:
         """Start to write a part of a sub-group's gradient; it may change when this returns."""
@@ -167,8 +192,8 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
 class _Slot:
     """Buffers for a chunk, and what is under way with them."""
 
-    def __init__(self, weight_dtype: torch.dtype) -> None:
-        self.states = [PINNED.empty(CHUNK, torch.float32) for _ in range(3)]
+    def __init__(self, weight_dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
+        self.states = [PINNED.empty(CHUNK, dtype) for dtype in (torch.float32, moment_dtype, moment_dtype)]
         self.gradient = PINNED.empty(CHUNK, torch.float32)
         self.read_gradient: dict[torch.dtype, torch.Tensor] = {torch.float32: self.gradient}
         self.weight = PINNED.empty(CHUNK + _ALIGNED_PIECES * _PAGE, weight_dtype)
@@ -197,7 +222,7 @@ class Step:
         self.swapper: StreamingSwapper = optimizer.optimizer_swapper
         self.swapper.wait_for_gradients()
         if not self.swapper.slots:
-            self.swapper.slots = [_Slot(optimizer.dtype) for _ in range(SLOTS)]
+            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.moment_dtype) for _ in range(SLOTS)]
         self._chunks = list(self._cut())
         self._read = self._computed = 0
         self.scale: dict[int, Any] = {}
@@ -242,7 +267,7 @@ class Step:
             state["step"] = 0
             for name in STATES:
                 # The values lie in files from the first step on.
-                state[name] = torch.empty(0, dtype=torch.float32)
+                state[name] = torch.empty(0, dtype=self.swapper.moment_dtype)
         state["step"] += 1
         group = optimizer.param_groups[self.optimizer.sub_group_to_group_id[sub_group]]
         options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
@@ -257,18 +282,16 @@ class Step:
         return self.swapper._get_param_swap_info(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
     def _paths(self, sub_group: int) -> list[str]:
-        name = self.swapper.parameter_id(self.optimizer.fp32_partitioned_groups_flat[sub_group])
-        folder = self.swapper.swap_folder
-        return [os.path.join(folder, f"{prefix}{name}.tensor.swp") for prefix in ("", "exp_avg-", "exp_avg_sq-")]
+        return self.swapper.paths(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
     def _start_to_read(self, index: int) -> None:
         chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
         slot.writes.wait()
         info = self._info(chunk.sub_group)
-        offset = chunk.start * 4
+        stepped = info.has_state_tensors or chunk.sub_group in self.swapper.stepped
         for buffer, path in zip(slot.states, self._paths(chunk.sub_group), strict=True):
-            if buffer is slot.states[0] or info.has_state_tensors:
-                slot.reads.async_pread(buffer.narrow(0, 0, chunk.numel), path, offset)
+            if buffer is slot.states[0] or stepped:
+                slot.reads.async_pread(buffer.narrow(0, 0, chunk.numel), path, chunk.start * buffer.itemsize)
             else:
                 buffer.zero_()
         gradient = self._gradient(chunk.sub_group)
@@ -290,10 +313,9 @@ class Step:
             gradient.copy_(found.memory.narrow(0, chunk.start, chunk.numel))
         elif found.dtype != torch.float32:
             gradient.copy_(slot.gradient_of(found.dtype).narrow(0, 0, chunk.numel))
-        adam.step_float32(scalars, (states[0], gradient, *states[1:]))
-        offset = chunk.start * 4
+        adam.step_masters(scalars, (states[0], gradient, *states[1:]))
         for buffer, path in zip(states, self._paths(chunk.sub_group), strict=True):
-            slot.writes.async_pwrite(buffer, path, offset)
+            slot.writes.async_pwrite(buffer, path, chunk.start * buffer.itemsize)
         self._write_weights(chunk, slot, states[0])
         if chunk.is_last:
             self._finish_files(chunk, slot)
@@ -324,19 +346,15 @@ class Step:
             place += partition.ds_numel
 
     def _finish_files(self, chunk: _Chunk, slot: _Slot) -> None:
-        """After a sub-group's first step, let DeepSpeed know of its moments, in files as long as its own."""
-        info = self._info(chunk.sub_group)
-        if info.has_state_tensors:
+        """After a sub-group's first step, note its moments, in files as long as DeepSpeed's."""
+        if chunk.sub_group in self.swapper.stepped or self._info(chunk.sub_group).has_state_tensors:
             return
         numel = chunk.start + chunk.numel
         padding = self.swapper._io_aligned_numel(numel) - numel
-        parameter = self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group]
-        state = self.optimizer.optimizer.state[parameter]
-        for name, path in zip(STATES, self._paths(chunk.sub_group)[1:], strict=True):
-            if padding:
-                slot.writes.async_pwrite(torch.zeros(padding), path, numel * 4)
-            state[name].ds_id = f"{name}-{self.swapper.parameter_id(parameter)}"
-        info.add_state_tensors([state[name] for name in STATES])
+        dtype = self.swapper.moment_dtype
+        for path in self._paths(chunk.sub_group)[1:] if padding else ():
+            slot.writes.async_pwrite(torch.zeros(padding, dtype=dtype), path, numel * dtype.itemsize)
+        self.swapper.register_moments(chunk.sub_group, self.optimizer.fp32_partitioned_groups_flat[chunk.sub_group])
 
 
 def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,7 +362,8 @@ def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(**options: Any) -> Any:
         inner = options["optimizer"]
-        fits = type(inner) is DeepSpeedCPUAdam and inner.fp32_optimizer_states and options["dtype"] == torch.float32
+        # With fp32_optimizer_states=False moments have the dtype of the masters, which is float32 too.
+        fits = type(inner) is DeepSpeedCPUAdam and options["dtype"] == torch.float32
         return (StreamingSwapper if fits else stock)(**options)
 
     return make
@@ -358,7 +377,6 @@ def applies(optimizer: Any) -> bool:
         and optimizer.swap_optimizer
         and isinstance(optimizer.optimizer_swapper, StreamingSwapper)
         and type(inner) is DeepSpeedCPUAdam
-        and inner.fp32_optimizer_states
         and optimizer.master_weights_and_grads_dtype == torch.float32
         and not getattr(optimizer, "torch_autocast_gradscaler", None)
         and optimizer.partial_offload == 1.0

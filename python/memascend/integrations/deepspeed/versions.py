@@ -20,6 +20,7 @@ KNOWN_VERSIONS = "0.19.5 to 0.19.8"
 
 #: Of each method or class that is replaced or derived from: the digests of its source in those versions.
 KNOWN: dict[str, set[str]] = {
+    "load_checkpoint": {"b06341e8eb59be93"},
     "_setup_for_real_optimizer": {"6c8852daaf78362f"},
     "partition_grads": {"3ca6b17c5709c583"},
     "_constant_buffered_norm2": {"6feb2ed6e42555fd", "42bbd11ec3514ee6"},

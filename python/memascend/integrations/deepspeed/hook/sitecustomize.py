@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -11,20 +12,22 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 class _Finder:
     """Finds deepspeed as the others do, and has memascend installed when it has been imported."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return deepspeed's spec, whose loader then also installs memascend."""
         if name != "deepspeed":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             execute(module)
             import memascend.integrations.deepspeed  # noqa: F401
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
