@@ -49,6 +49,8 @@ class Run:
     initial_scale_power: int = 8
     weight_decay: float = 0.01
     pipelined: bool = False
+    #: Elements of parameters that are not on the drive.
+    in_memory: int = 0
     #: Elements of each buffer of parameters, if not DeepSpeed's 100 millions.
     buffer_size: int = 700_000
     seed: int = 1
@@ -77,7 +79,13 @@ class Run:
             adam |= {"torch_adam": True, "fused": True}
         else:
             device = {"device": self.device, "nvme_path": self.swap or f"{self.folder}/swap", "pin_memory": True}
-            zero["offload_param"] = device | ({"buffer_size": self.buffer_size} if self.buffer_size else {})
+            zero["offload_param"] = device | {"max_in_cpu": self.in_memory}
+            if self.buffer_size:
+                zero["offload_param"]["buffer_size"] = self.buffer_size
+            if "B" not in self.tiers:
+                # DeepSpeed's own swapper needs a buffer for each parameter, and fails if one is read ahead twice.
+                zero["offload_param"]["buffer_count"] = 32 if self.buffer_size else 5
+                zero["stage3_prefetch_bucket_size"] = 0
             zero["offload_optimizer"] = device | (
                 {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12} if self.pipelined else {}
             )
@@ -258,6 +266,18 @@ def preload() -> None:
     cpuinfo.get_cpu_info = lambda: about
 
 
+def gloo_alone() -> None:
+    """Have DeepSpeed compile no collectives.
+
+    All runs of a user on a machine share the memory of these, by the name of their master's address and port: two runs
+    without such variables, or what one has left behind, stop each other.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    type(builder).is_compatible = lambda self, verbose=False: False
+
+
 def main() -> None:
     """Do what the arguments say."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
@@ -270,6 +290,7 @@ def main() -> None:
         print(json.dumps(asdict(train(run))))
         return
     preload()
+    gloo_alone()
     runs = [Run(**options) for options in json.loads(Path(sys.argv[1]).read_text())]
     Path(sys.argv[1]).with_suffix(".found").write_text(json.dumps(results(runs)))
 

@@ -43,8 +43,9 @@ MIB = 1 << 20
 #: Every case is trained with each of `TIERS`, and without offload by PyTorch's fused AdamW. The sizes of the model's
 #: partitions are no multiples of what drives read.
 CASES: dict[str, dict[str, Any]] = {
-    "bfloat16": {"clip": 0.0, "buffer_size": 0},
+    "bfloat16": {"clip": 0.0, "buffer_size": 0, "in_memory": 1_000_000_000},
     "clipping, sub-groups, accumulated": {"layers": 2, "sub_group": 1_000_000, "accumulated": 2},
+    "some weights in memory": {"layers": 2, "sub_group": 1_000_000, "clip": 0.0, "in_memory": 3_000_000},
     "float16 with overflows": {"dtype": "float16", "initial_scale_power": 22, "steps": 6},
 }
 #: In `make soak`.
@@ -185,13 +186,14 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
 # ---- a script of its own ------------------------------------------------------------------------------------
 
 
-def alone(folder: Path, path: str | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Start one run as a script that imports memascend.deepspeed."""
-    folder.mkdir(parents=True, exist_ok=True)
+def alone(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start one run as a script that imports memascend.deepspeed, where no compiler is found."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
     file = folder / "run.json"
     tiers = options.get("tiers", "ABC")
     file.write_text(json.dumps([{"folder": str(folder), "steps": 3} | options]))
-    variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, **({} if path is None else {"PATH": path}))
+    variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, PATH=str(programs))
     for name in ("CC", "CXX"):
         variables.pop(name, None)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -199,9 +201,7 @@ def alone(folder: Path, path: str | None = None, **options: Any) -> subprocess.P
 
 
 def test_no_compiler_is_needed(trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    process = alone(tmp_path / "run", path=str(programs), **CASES["bfloat16"])
+    process = alone(tmp_path / "run", **CASES["bfloat16"])
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "gloo in place of compiled collectives" in err
@@ -575,6 +575,32 @@ def test_validation_finds_other_bytes(handle: Any, tmp_path: Path) -> None:
     handle.pwrite(data, str(path), True, True)
     data[5000] ^= 1
     with pytest.raises(memascend.StoreError, match=str(path)):
+        handle.wait()
+    assert handle.wait() == 0
+
+
+def test_transfers_of_the_same_bytes_keep_their_order(handle: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "file")
+    size = 2 * MIB
+    found = [torch.zeros(size, dtype=torch.uint8) for _ in range(20)]
+    handle.async_pwrite(torch.full((size,), 255, dtype=torch.uint8), path)
+    for number, target in enumerate(found):
+        # Over the end of one write and the beginning of another.
+        handle.async_pread(target, path, 0)
+        handle.async_pwrite(torch.full((size,), number, dtype=torch.uint8), path)
+        handle.async_pwrite(torch.full((MIB,), 100 + number, dtype=torch.uint8), path, MIB + 1000)
+    handle.async_pread(torch.zeros(10), str(tmp_path / "file"), MIB)
+    # Those that were waited for early are counted too.
+    assert handle.wait() == 62
+    assert found[0].eq(255).all()
+    for number, target in enumerate(found[1:]):
+        assert target[: MIB + 1000].eq(number).all()
+        assert target[MIB + 1000 :].eq(100 + number).all()
+    # So are their failures kept.
+    missing = str(tmp_path / "missing" / "file")
+    for _ in range(3):
+        handle.async_pwrite(found[0], missing)
+    with pytest.raises(memascend.StoreError, match=missing):
         handle.wait()
     assert handle.wait() == 0
 

@@ -41,6 +41,9 @@ class AioHandle(PinHandle):
     on any device, and a file offset any number of bytes. What is contiguous in host memory is transferred where it
     lies.
 
+    Transfers run side by side, but none overtakes an earlier one of the same handle that it has bytes of a file in
+    common with, unless both read: after a step that was skipped DeepSpeed writes the next gradients behind the last.
+
     Unlike in DeepSpeed's own operator, a transfer that fails raises, in `wait()` or in the call that waits, after all
     others have ended: a StoreError (an OSError) that names the file and the remedy.
     """
@@ -57,6 +60,11 @@ class AioHandle(PinHandle):
         self._options = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._transfers = FileTransfers(engine())
         self._lock = Lock()
+        #: Of each file, the bytes of transfers that may be under way, and whether they are written.
+        self._under_way: dict[str, list[tuple[int, int, bool]]] = {}
+        #: Transfers that were waited for early, and the first failure of them.
+        self._early = 0
+        self._failure: StoreError | None = None
         #: What remains to be done with what was read, and checks that were asked for.
         self._afterwards: list[Callable[[], None]] = []
 
@@ -156,12 +164,12 @@ class AioHandle(PinHandle):
             StoreError: the first failure.
         """
         with self._lock:
-            try:
-                count = self._transfers.wait()
-            except StoreError:
-                self._afterwards = []
-                raise
+            self._end()
+            count, self._early = self._early, 0
+            failure, self._failure = self._failure, None
             afterwards, self._afterwards = self._afterwards, []
+        if failure is not None:
+            raise failure
         for action in afterwards:
             action()
         return count
@@ -179,9 +187,22 @@ class AioHandle(PinHandle):
     def _start(self, operation: str, tensor: torch.Tensor, filename: Path, offset: int, validate: bool) -> None:
         if offset < 0:
             raise ValueError(f"a file offset is not negative: {offset}")
-        self._transfers.start(operation, filename, offset, tensor.data_ptr(), tensor.nbytes, tensor)
+        name, ours = os.fspath(filename), (offset, offset + tensor.nbytes, operation == "write")
+        with self._lock:
+            if any(_in_order(ours, other) for other in self._under_way.get(name, ())):
+                self._end()
+            self._under_way.setdefault(name, []).append(ours)
+            self._transfers.start(operation, filename, offset, tensor.data_ptr(), tensor.nbytes, tensor)
         if validate:
             self._later(lambda: _compare(tensor, filename, offset))
+
+    def _end(self) -> None:
+        """Wait until what was started has ended; `wait` tells of it."""
+        try:
+            self._early += self._transfers.wait()
+        except StoreError as error:
+            self._failure = self._failure or error
+        self._under_way.clear()
 
     def _later(self, action: Callable[[], None]) -> None:
         with self._lock:
@@ -211,6 +232,11 @@ def _asynchronous(given: bool | None, named: dict[str, bool]) -> bool:
     if given is None or named:
         raise TypeError(f"pread and pwrite take buffer, filename, validate, async, file_offset; got {sorted(named)}")
     return given
+
+
+def _in_order(one: tuple[int, int, bool], other: tuple[int, int, bool]) -> bool:
+    """Return whether two transfers have bytes in common that one of them writes."""
+    return one[0] < other[1] and other[0] < one[1] and (one[2] or other[2])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
