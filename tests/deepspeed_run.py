@@ -65,6 +65,8 @@ class Run:
     leave_free: int = -1
     #: For swap files, if not in `folder`.
     swap: str = ""
+    #: "host_memory" of the section "memascend".
+    host_memory: str = ""
 
     def configuration(self) -> dict[str, Any]:
         """Return the contents of DeepSpeed's JSON file."""
@@ -102,6 +104,7 @@ class Run:
             "zero_optimization": zero,
             "aio": {"block_size": 1 << 17, "queue_depth": 64},
             **modes[self.dtype],
+            **({"memascend": {"host_memory": self.host_memory}} if self.host_memory else {}),
         }
 
 
@@ -116,6 +119,8 @@ class Found:
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
+    #: Bytes of masters and moments that stay in memory.
+    kept_bytes: int = 0
     #: A digest of each parameter after the last step.
     weights: dict[str, str] | None = None
     #: The most memory that was resident while the run went on beyond what was there at its start.
@@ -187,6 +192,8 @@ def train(run: Run, rank: int = 0) -> Found:
         from memascend.integrations.deepspeed import streaming
 
         found.streams = sum(streaming.streams(optimizer, group) for group in range(found.sub_groups))
+        if found.streams:
+            found.kept_bytes = optimizer.optimizer_swapper.kept.nbytes
     found.peak_bytes = memory("VmHWM") - before
     found.weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
     return found
