@@ -60,7 +60,7 @@ def _setup_for_real_optimizer(self: Any) -> None:
     setattr(self, _PARTITIONS, {})
     self._memascend_non_finite = False
     if self.swap_optimizer or self.params_in_nvme_and_cpu:
-        decision = plan.decide(_shapes(self), settings.current)
+        decision = self._memascend_plan = plan.decide(_shapes(self), settings.current)
         if dist.get_rank() == 0:
             print(plan.table(decision.lines), file=sys.stderr)
         if decision.keeps_gradients:
