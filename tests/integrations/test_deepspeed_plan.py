@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("deepspeed") is None:
     needs.unmet("deepspeed", "deepspeed is not installed")
 
-from memascend.integrations.deepspeed import kept, options, plan
+from memascend.integrations.deepspeed import buffers, kept, options, plan
+from memascend.integrations.deepspeed.pinned import PINNED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -114,3 +115,24 @@ def test_what_could_not_be_written_is_written_later(chunks: Any, tmp_path: Path)
     folder.rmdir()
     chunks.write()
     assert torch.equal(torch.from_file(str(folder), size=1000), chunk.states[1])
+
+
+def test_a_pool_gives_free_buffers_up_for_others() -> None:
+    before = PINNED.nbytes
+    pool = buffers.BufferPool(torch.float32)
+    pool.limit_bytes = 4 * 12_000
+    large, small = pool.lend(8_000), pool.lend(2_000)
+    pool.take_back(large)
+    pool.take_back(small)
+    del large
+    assert pool.nbytes == 40_000
+    # There is room for 2,000 elements beside what is free, and for 4,000 if the largest goes.
+    other = pool.lend(2_000)
+    assert pool.nbytes == 40_000 and other.data_ptr() == small.data_ptr()
+    middle = pool.lend(4_000)
+    assert pool.nbytes == PINNED.nbytes - before == 24_000
+    # What is in use is not refused, however much it is.
+    more = [pool.lend(8_000) for _ in range(2)]
+    assert pool.nbytes == 24_000 + 64_000
+    for buffer in (other, middle, *more):
+        pool.take_back(buffer)

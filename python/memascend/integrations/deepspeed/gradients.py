@@ -63,6 +63,9 @@ def _setup_for_real_optimizer(self: Any) -> None:
         decision = self._memascend_plan = plan.decide(_shapes(self), settings.current)
         if dist.get_rank() == 0:
             print(plan.table(decision.lines), file=sys.stderr)
+        limit_pool = getattr(getattr(self.fp16_groups[0][0], "nvme_swapper", None), "limit_pool", None)
+        if limit_pool is not None:
+            limit_pool(plan.pool_bytes(decision.lines))
         if decision.keeps_gradients:
             keep_gradients(self)
         if decision.kept_states:

@@ -21,6 +21,9 @@ SLOTS = 3
 CASTS = 2 * (4 << 20)
 
 
+_POOL = "parameter pool"
+
+
 @dataclass(frozen=True)
 class Line:
     """A consumer of host memory, in bytes."""
@@ -77,7 +80,7 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     gradients = stock.gradient_buffer_bytes(total, shapes.gradient_itemsize)
     return [
         Line(
-            "parameter pool",
+            _POOL,
             stock.parameter_pool_bytes(shapes.buffer_size, shapes.buffer_count, shapes.itemsize),
             pool if swaps_weights else 0,
         ),
@@ -87,6 +90,11 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
         Line("gradients", gradients, gradients if keeps_gradients else CASTS),
         Line("start and first step", 2 * 4 * sum(largest), CASTS),
     ]
+
+
+def pool_bytes(plan: Sequence[Line]) -> int:
+    """Return what a plan has for the parameter pool, in bytes."""
+    return sum(line.ours for line in plan if line.name == _POOL)
 
 
 def decide(shapes: Shapes, options: Options) -> Decision:
