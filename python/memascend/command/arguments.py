@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_report(subcommands)
     _add_bench(subcommands)
     _add_format(subcommands)
+    _add_doctor(subcommands)
     _add_demo(subcommands)
     return whole
 
@@ -379,6 +380,24 @@ def _add_format(subcommands: Any) -> None:
     add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
     text = "DEVICE again, to allow that its contents are destroyed; a mounted or used device is always refused"
     add("--destroy", type=Path, metavar="DEVICE", help=text)
+
+
+def _add_doctor(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "doctor",
+        help="say what of this machine and its software fits memascend, with remedies",
+        description="Look at versions, kernel, memory, processors and the drives of stores. Each line is ok,\n"
+        "note (works, but not as well as it could) or problem (does not work; the exit code is 1).\n"
+        "Put the page into bug reports.",
+    )
+    add = parser.add_argument
+    text = (
+        "where a store will be; a file of 1 GiB is written there for ten seconds and removed; several times for several"
+    )
+    add("--store", type=Path, action="append", default=[], metavar="DIR_OR_DEVICE", help=text)
+    add("--no-measure", action="store_true", help="do not time the drives")
+    add("--json", action="store_true", help="a JSON list of lines instead of a page")
 
 
 def _add_demo(subcommands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memascend import doctor
 from memascend._memascend import format_device
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
@@ -298,6 +300,17 @@ def _format(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(chosen: argparse.Namespace) -> int:
+    quiet_libraries()
+    with Interrupts():  # SIGTERM too leaves nothing behind
+        findings = doctor.check(chosen.store, measure=not chosen.no_measure, progress=tell)
+    if chosen.json:
+        print(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        print(doctor.as_text(findings, shutil.get_terminal_size((100, 24)).columns))
+    return FAILED if doctor.has_problem(findings) else 0
+
+
 #: Each takes the arguments and returns the exit code.
 SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "finetune": _finetune,
@@ -309,5 +322,6 @@ SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "bench": _bench,
     "format": _format,
+    "doctor": _doctor,
     "demo": _demo,
 }

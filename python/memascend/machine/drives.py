@@ -78,26 +78,26 @@ def identity(location: Location) -> str | None:
         if is_device(location):
             uuid = device_uuid(location)
             return None if uuid is None else f"UUID={uuid}"
-        mounted = _mounted(Path(os.path.realpath(location)))
+        filesystem = mounted(Path(os.path.realpath(location)))
     except (OSError, StoreError):
         return None
-    if mounted is None:
+    if filesystem is None:
         return None
-    kind, source = mounted
+    kind, source = filesystem
     return f"{kind} {_filesystem_uuid(source) or source}"
 
 
-def _mounted(path: Path) -> tuple[str, str] | None:
+def mounted(path: Path) -> tuple[str, str] | None:
     """Return type and source of the filesystem of a path: those of the last mount on the nearest mount point above it.
 
     Device numbers do not identify it: Btrfs shows other numbers to stat than in the list of mounts.
     """
     filesystem, nearest = None, -1
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        fields, _, mounted = line.partition(" - ")
+        fields, _, about = line.partition(" - ")
         mount_point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
         if path.is_relative_to(mount_point) and len(mount_point.parts) >= nearest:
-            kind, source = mounted.split()[:2]
+            kind, source = about.split()[:2]
             filesystem, nearest = (kind, source), len(mount_point.parts)
     return filesystem
 
@@ -107,11 +107,11 @@ def notices_of(locations: Sequence[Location]) -> list[str]:
     notices = []
     for location in locations:
         with contextlib.suppress(OSError):
-            mounted = None if is_device(location) else _mounted(Path(os.path.realpath(location)))
-            if mounted is not None and mounted[0] in IN_MEMORY:
+            filesystem = None if is_device(location) else mounted(Path(os.path.realpath(location)))
+            if filesystem is not None and filesystem[0] in IN_MEMORY:
                 notices.append(
-                    f"{os.fspath(location)} is on {mounted[0]}, which is memory: the store takes memory that no budget "
-                    "counts, and is gone when the machine restarts; put it on an SSD"
+                    f"{os.fspath(location)} is on {filesystem[0]}, which is memory: the store takes memory that no "
+                    "budget counts, and is gone when the machine restarts; put it on an SSD"
                 )
     return notices
 
@@ -148,7 +148,7 @@ def measure(
     Raises:
         StoreError: the location cannot be used, or a transfer failed.
     """
-    with _writable(location) as path:
+    with scratch(location) as path:
         with _opened(path, engine) as volume:
             progress(f"writing {size / 1e9:.1f} GB")
             volume.reserve(size)
@@ -194,7 +194,7 @@ def _polling_gains(
 
 
 @contextlib.contextmanager
-def _writable(location: Location) -> Iterator[Location]:
+def scratch(location: Location) -> Iterator[Location]:
     """Give a device as it is, or a temporary directory in a directory."""
     if is_device(location):
         yield location

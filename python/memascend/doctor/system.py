@@ -1,0 +1,129 @@
+"""The kernel, the memory and the processors of this machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend._memascend import FileEngine, HostBuffer, instruction_set
+from memascend.common.sizes import format_size
+from memascend.doctor.findings import Finding, note, ok, problem
+from memascend.errors import MemascendError
+from memascend.machine import limits, products
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Bytes that are page-locked to find out whether that works: more than the 8 MiB that many systems allow.
+LOCKED_BYTES = 64 << 20
+#: Less than this leaves no room for a model beside PyTorch.
+SMALL_BYTES = 4 << 30
+
+
+def system() -> Iterator[Finding]:
+    """Yield what the kernel and the machine have."""
+    yield from _kernel()
+    yield _io_uring()
+    yield _locked_memory()
+    yield _memory()
+    yield from _swap()
+    yield from _processor()
+    yield _gpu()
+
+
+def _kernel() -> Iterator[Finding]:
+    name = os.uname()
+    if name.sysname != "Linux":
+        yield problem("system", name.sysname, "memascend needs Linux")
+        return
+    yield ok("kernel", f"{name.release}, {name.machine}")
+    if "microsoft" in name.release.lower():
+        yield note(
+            "WSL",
+            "the Windows Subsystem for Linux: CUDA pins only a part of the memory, and /mnt/c is a network filesystem",
+            "Put stores on the Linux side, in a directory of your home",
+        )
+
+
+def _io_uring() -> Finding:
+    try:
+        FileEngine(engine="ring")
+    except (MemascendError, OSError) as error:
+        return note(
+            "io_uring",
+            f"refused ({error}): threads move bytes in its place, with more processor time",
+            "Ask for kernel.io_uring_disabled=0, and in a container for a seccomp profile that allows io_uring "
+            "(Docker: --security-opt seccomp=FILE)",
+        )
+    filtered = _status("Seccomp") not in ("", "0")
+    return ok("io_uring", "available" + (", within a seccomp filter" if filtered else ""))
+
+
+def _status(name: str) -> str:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
+    try:
+        HostBuffer(LOCKED_BYTES, "locked", False)
+    except (MemascendError, OSError, MemoryError) as error:
+        return note(
+            "page-locked memory",
+            f"{format_size(LOCKED_BYTES)} cannot be locked ({error}); ulimit -l is {limit}: the kernel may swap the "
+            "pool out, and transfers take more processor time",
+            "Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity of a service, --ulimit memlock=-1 of Docker",
+        )
+    return ok("page-locked memory", f"works; ulimit -l is {limit}")
+
+
+def _memory() -> Finding:
+    left, why = limits.available_memory()
+    text = f"{format_size(limits.total_memory())}, of which a process can have {format_size(left)} ({why})"
+    if left < SMALL_BYTES:
+        return note(
+            "memory", text, "Give the container more, or close other programs: PyTorch alone takes about 0.7 GB"
+        )
+    return ok("memory", text)
+
+
+def _swap() -> Iterator[Finding]:
+    swaps = [line.split() for line in Path("/proc/swaps").read_text().splitlines()[1:]]
+    if swaps:
+        names = ", ".join(fields[0] for fields in swaps)
+        yield note(
+            "swap",
+            f"{names}: what is not page-locked may be swapped out, so that a run gets slow before it fails",
+            "swapoff it for a run, or keep it on another drive than the store",
+        )
+
+
+def _processor() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    yield ok("processor", f"{cores} cores for this process; kernels for {instruction_set()}")
+    if products.is_slow(torch.bfloat16):
+        yield note(
+            "bfloat16", products.rates_text(torch.bfloat16), "Train in float32: --dtype auto does, by this figure"
+        )
+    else:
+        yield ok("bfloat16", products.rates_text(torch.bfloat16))
+
+
+def _gpu() -> Finding:
+    built_for = getattr(torch.version, "cuda", None)
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        return ok("GPU", f"{device.name}, {format_size(device.total_memory)}, CUDA {built_for}")
+    if not Path("/proc/driver/nvidia").exists():
+        return ok("GPU", "none: models are computed on the processor")
+    return note(
+        "GPU",
+        f"a driver is loaded, but PyTorch (CUDA {built_for}) finds no device: models are computed on the processor",
+        "Install a build of PyTorch that fits the driver (nvidia-smi shows its CUDA version)",
+    )
