@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -572,7 +573,10 @@ def test_tensors_that_are_not_contiguous(handle: Any, tmp_path: Path) -> None:
 def test_validation_finds_other_bytes(handle: Any, tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = random_bytes(10_000)
+    expected = data.numpy().tobytes()
     handle.pwrite(data, str(path), True, True)
+    while not path.exists() or path.read_bytes() != expected:
+        time.sleep(0.001)
     data[5000] ^= 1
     with pytest.raises(memascend.StoreError, match=str(path)):
         handle.wait()
