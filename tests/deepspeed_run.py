@@ -10,6 +10,7 @@ memascend first of all, and ends as its errors have it end.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ import lab
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import LlamaConfig
 
 #: Runs at the same time.
 AT_ONCE = 2
@@ -116,6 +118,8 @@ class Found:
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
+    #: What deepspeed.initialize has said on stderr.
+    told: str = ""
     #: A digest of each parameter after the last step.
     weights: dict[str, str] | None = None
     #: The most memory that was resident while the run went on beyond what was there at its start.
@@ -124,22 +128,27 @@ class Found:
     error: str = ""
 
 
+def model_config(run: Run) -> LlamaConfig:
+    """Return the configuration of the model."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=run.hidden,
+        intermediate_size=2 * run.hidden,
+        num_hidden_layers=run.layers,
+        num_attention_heads=run.hidden // 64,
+        num_key_value_heads=run.hidden // 64,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
+
+
 def build(run: Run) -> nn.Module:
     """Return the model; its weights do not depend on how it is offloaded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=run.hidden,
-            intermediate_size=2 * run.hidden,
-            num_hidden_layers=run.layers,
-            num_attention_heads=run.hidden // 64,
-            num_key_value_heads=run.hidden // 64,
-            vocab_size=512,
-            tie_word_embeddings=False,
-            max_position_embeddings=64,
-        )
-    )
+    return LlamaForCausalLM(model_config(run))
 
 
 def train(run: Run, rank: int = 0) -> Found:
@@ -161,7 +170,10 @@ def train(run: Run, rank: int = 0) -> Found:
     # Not with `dtype=`: on processors that do not compute in float16 DeepSpeed takes it for bfloat16, whatever it is.
     with deepspeed.zero.Init(config_dict_or_path=configuration):
         model = build(run)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration)
+    found.told = told.getvalue()
     if run.load:
         engine.load_checkpoint(run.load, tag="checkpoint")
     if run.leave_free >= 0:

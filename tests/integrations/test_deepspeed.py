@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import memascend
+from memascend.forecast.deepspeed.forecast import as_text, forecast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ if os.environ.get("MEMASCEND_DEEPSPEED_CASES") == "all":
 #: float32 there, and here keeps float64. One unit in the last place of the norm moves some bfloat16 weights by one.
 CLIPPED = 2e-4
 SAVED = {"sub_group": 1_000_000, "steps": 2}
+RANKS = {"ranks": 2, "sub_group": 1_000_000}
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -97,7 +99,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
             runs[f"{case} {tiers}"] = options | {"tiers": tiers}
         runs[f"{case} none"] = options | {"tiers": "", "device": "none"}
     for tiers in ("A", "ABC"):
-        runs[f"ranks {tiers}"] = {"tiers": tiers, "ranks": 2, "sub_group": 1_000_000}
+        runs[f"ranks {tiers}"] = RANKS | {"tiers": tiers}
         runs[f"saved {tiers}"] = SAVED | {"tiers": tiers, "save": f"{folder}/saved {tiers}"}
     for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
@@ -116,7 +118,9 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    return [{name: value for name, value in rank.items() if name not in ("peak_bytes", "streams")} for rank in found]
+    return [
+        {name: value for name, value in rank.items() if name not in ("peak_bytes", "streams", "told")} for rank in found
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,6 +186,19 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
     # It has gone on: not from the start, and not from where the checkpoint is.
     assert expected[0]["losses"][0] != trained["saved A"][0]["losses"][0]
     assert expected[0]["weights"] != trained["saved A"][0]["weights"]
+
+
+@pytest.mark.parametrize("case", [*CASES, "ranks"])
+def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    run = deepspeed_run.Run(str(tmp_path), **CASES.get(case, RANKS))
+    deepspeed_run.model_config(run).save_pretrained(tmp_path)
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(run.configuration()))
+    planned = forecast(tmp_path, file, ranks=run.ranks)
+    (told, *others) = (rank["told"] for rank in trained[f"{case} ABC"])
+    assert as_text(planned).split("\n\n")[1] in told
+    assert not any("host memory" in other for other in others)
+    assert (planned["sub_groups"] > 1) == ("sub_group" in CASES.get(case, RANKS))
 
 
 # ---- a script of its own ------------------------------------------------------------------------------------
