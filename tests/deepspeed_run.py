@@ -63,6 +63,9 @@ class Run:
     #: The number of steps after which the swap files of this kind are cut to half their length.
     cut_after: int = 0
     cut: str = ""
+    #: After that many steps, the file behind the drive that shrinks, and the bytes that are left of it.
+    backing: str = ""
+    left: int = 0
     #: Leave this many bytes of the drive free before the first step.
     leave_free: int = -1
     #: For swap files, if not in `folder`.
@@ -188,8 +191,7 @@ def train(run: Run, rank: int = 0) -> Found:
         found.losses.append(loss.item())
         found.norms.append(float(engine.get_global_grad_norm() or 0))
         if run.cut_after == step + 1:
-            for file in Path(run.swap or run.folder).rglob(run.cut):
-                os.truncate(file, file.stat().st_size // 2)
+            damage(run)
     if run.save:
         engine.save_checkpoint(run.save, tag="checkpoint")
     optimizer = engine.optimizer
@@ -202,6 +204,16 @@ def train(run: Run, rank: int = 0) -> Found:
     found.peak_bytes = memory("VmHWM") - before
     found.weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
     return found
+
+
+def damage(run: Run) -> None:
+    """Have swap files lose their second half, or the drive everything beyond a place."""
+    for file in Path(run.swap or run.folder).rglob(run.cut) if run.cut else ():
+        os.truncate(file, file.stat().st_size // 2)
+    if run.backing:
+        backing = os.open(run.backing, os.O_RDWR)
+        lab.LoopDevice(Path(), backing, 0, -1).shrink(run.left)
+        os.close(backing)
 
 
 def digest(parameter: torch.Tensor) -> str:

@@ -251,6 +251,21 @@ def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
         assert "free" in last.split("No space left on device")[1]
 
 
+@pytest.mark.root
+def test_a_drive_that_fails_ends_the_script(tmp_path: Path) -> None:
+    with lab.mounted("ext4", 128 * MIB, tmp_path / "drive") as drive:
+        assert drive.device is not None
+        backing = f"/proc/{os.getpid()}/fd/{drive.device.backing}"
+        process = alone(tmp_path / "run", swap=str(drive.path), cut_after=2, backing=backing, left=32 * MIB, steps=4)
+        out, err = process.communicate()
+        assert process.returncode == 1, err
+        assert '"losses"' not in out
+        last = err[err.rindex("memascend.errors.StoreError: ") :]
+        assert f"{drive.path}/" in last
+        assert "Input/output error" in last
+        assert "dmesg" in last.split("Input/output error")[1]
+
+
 # ---- installing ---------------------------------------------------------------------------------------------
 
 
@@ -747,6 +762,37 @@ def test_a_full_drive_is_told_with_its_remedy(
         with monkeypatch.context() as patch:
             patch.setattr(files, "_engine", None)
             fill(str(drive.path / "file"))
+        gc.collect()
+
+
+@pytest.mark.root
+def test_a_drive_that_fails_is_told_with_its_remedy(
+    deepspeed: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from memascend.integrations.deepspeed import files
+    from memascend.integrations.deepspeed.pinned import PINNED
+
+    def fail(path: str, device: lab.LoopDevice) -> None:
+        handle = files.AioHandle()
+        # Whole pages of memory and of the file: they do not pass through the kernel's cache.
+        data = PINNED.empty(MIB, torch.uint8)
+        handle.sync_pwrite(data, path)
+        os.sync()
+        device.shrink(0)
+        for start in (handle.async_pread, handle.async_pwrite):
+            start(data, path)
+            with pytest.raises(memascend.StoreError, match=path) as caught:
+                handle.wait()
+            assert caught.value.errno == errno.EIO
+            assert caught.value.filename == path
+            assert "dmesg" in caught.value.hint
+            assert handle.wait() == 0
+
+    with lab.mounted("ext4", lab.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
+        assert drive.device is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_engine", None)
+            fail(str(drive.path / "file"), drive.device)
         gc.collect()
 
 
