@@ -24,6 +24,7 @@ import lab
 import needs
 import pytest
 import torch
+from deepspeed_run import environment
 
 import memascend
 from memascend.forecast.deepspeed.forecast import as_text, forecast
@@ -69,14 +70,6 @@ if os.environ.get("MEMASCEND_DEEPSPEED_CASES") == "all":
 CLIPPED = 2e-4
 SAVED = {"sub_group": 1_000_000, "steps": 2}
 RANKS = {"ranks": 2, "sub_group": 1_000_000}
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return the variables of a process that finds what is found here and has this machine's processor alone."""
-    ours = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    path = os.pathsep.join(filter(None, sys.path))
-    kept = {name: value for name, value in os.environ.items() if name != "MEMASCEND_DEEPSPEED_TIERS"}
-    return kept | ours | {"PYTHONPATH": path} | variables
 
 
 @pytest.fixture(scope="module")
