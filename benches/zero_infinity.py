@@ -50,8 +50,8 @@ SHAPES = {
     "3b": ((3072, 8192, 28, 24, 8), 32_768),
 }
 #: DeepSpeed alone, and memascend's operators (A), pools and gradients (B) and streaming step (C) behind it: with
-#: moments in bfloat16, and with all memory that it likes, which keeps gradients there.
-VARIANTS = ("stock", "A", "AB", "ABC", "ABC-bfloat16", "ABC-bfloat16-memory")
+#: moments in bfloat16, and with `--share` of the memory that DeepSpeed takes in the same case.
+VARIANTS = ("stock", "A", "AB", "ABC", "ABC-memory", "ABC-bfloat16", "ABC-bfloat16-memory")
 GROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -122,9 +122,12 @@ def child(job: dict) -> None:
     config = configuration(job["configuration"], job["folder"], job["dtype"])
     if "bfloat16" in job["variant"]:
         config["memascend"] = {"states": "bfloat16"}
-    if "memory" in job["variant"]:
-        config["memascend"]["host_memory"] = "64GiB"
+    if job["host_memory"] is not None:
+        config.setdefault("memascend", {})["host_memory"] = job["host_memory"]
     dtype = getattr(torch, job["dtype"])
+    if dtype == torch.float16:
+        # DeepSpeed refuses it where the processor has no instructions for it; PyTorch computes it everywhere.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(SEED)
     deepspeed.init_distributed(dist_backend="gloo")
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
@@ -152,6 +155,9 @@ def child(job: dict) -> None:
         "system_peak_bytes": peak.end(),
         "hwm_bytes": rss()["hwm"] - baseline,
         "after_start": after_start,
+        "planned_bytes": sum(line.ours for line in engine.optimizer._memascend_plan.lines)
+        if job["variant"] not in ("stock", "A")
+        else None,
         "baseline_bytes": baseline,
         "ssd_bytes_read": sum(read for read, _ in moved[1:]) / len(moved[1:]),
         "ssd_bytes_written": sum(written for _, written in moved[1:]) / len(moved[1:]),
@@ -201,7 +207,14 @@ def overflow(engine) -> dict[str, float]:
     }
 
 
-def measure(workdir: Path, args: argparse.Namespace, model: str, tokens: int, configuration: str, variant: str) -> dict:
+def measure(
+    workdir: Path,
+    args: argparse.Namespace,
+    case: tuple[str, int, str],
+    variant: str,
+    host_memory: int | None = None,
+) -> dict:
+    model, tokens, configuration = case
     folder = workdir / "nvme"
     folder.mkdir()
     job = {
@@ -213,6 +226,7 @@ def measure(workdir: Path, args: argparse.Namespace, model: str, tokens: int, co
         "steps": args.steps,
         "folder": str(folder),
         "overflow": args.overflow,
+        "host_memory": host_memory,
         "group": None,
     }
     group = GROUPS / f"memascend-bench-{os.getpid()}"
@@ -234,18 +248,27 @@ def measure(workdir: Path, args: argparse.Namespace, model: str, tokens: int, co
 def compare(workdir: Path, args: argparse.Namespace) -> int:
     for variant in {"stock", *args.variants}:
         warm = argparse.Namespace(**{**vars(args), "steps": 2, "overflow": False})
-        measure(workdir, warm, "tiny", 64, "defaults", variant)  # compiles operators and bytecode
+        measure(workdir, warm, ("tiny", 64, "defaults"), variant)  # compiles operators and bytecode
     rows, entries = [], []
     for model in args.model:
         numel = parameter_count(*SHAPES[model])
         for tokens in args.tokens:
             for configuration in args.configuration:
                 stock: dict = {}
+                least: dict = {}
                 for variant in args.variants:
-                    got = measure(workdir, args, model, tokens, configuration, variant)
+                    host_memory = None
+                    if variant.endswith("-memory"):
+                        if "hwm_bytes" not in stock or "hwm_bytes" not in least:
+                            continue  # They say how much that is.
+                        # What the plan does not have comes on top of it: activations, logits, Python.
+                        beside = least["hwm_bytes"] - least["planned_bytes"]
+                        host_memory = int(args.share * stock["hwm_bytes"] - beside)
+                    got = measure(workdir, args, (model, tokens, configuration), variant, host_memory)
                     stock = got if variant == "stock" else stock
+                    least = got if variant == "ABC" else least
                     case = {"model": model, "numel": numel, "tokens": tokens, "configuration": configuration}
-                    entries.append({**case, "variant": variant, **got})
+                    entries.append({**case, "variant": variant, "host_memory": host_memory, **got})
                     name = [model, str(tokens), configuration, variant]
                     if "failed" in got:
                         rows.append([*name, got["failed"], "", "", "", "", "", ""])
@@ -268,6 +291,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "steps": args.steps,
         "memory_cgroup_gib": args.limit_gib,
+        "share": args.share,
         "runs": entries,
     }
     return finish(results, args.json, [])
@@ -299,6 +323,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=4, help="iterations, of which the first is dropped")
     parser.add_argument("--overflow", action="store_true", help="time the overflow check too (float16)")
+    parser.add_argument(
+        "--share", type=float, default=0.38, help='of the peak of "stock" that "-memory" may have; after "stock", "ABC"'
+    )
     parser.add_argument("--limit-gib", type=float, help="GiB of a memory cgroup for each run (root, cgroup v1)")
     parser.add_argument("--limit-s", type=float, default=3600)
     parser.add_argument("--workdir", type=Path, help="on the drive to measure; empty (default: made here)")

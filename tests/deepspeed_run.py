@@ -80,6 +80,8 @@ class Run:
     leave_free: int = -1
     #: For swap files, if not in `folder`.
     swap: str = ""
+    #: "host_memory" of the section "memascend".
+    host_memory: str = ""
 
     def configuration(self) -> dict[str, Any]:
         """Return the contents of DeepSpeed's JSON file."""
@@ -120,6 +122,7 @@ class Run:
             "zero_optimization": zero,
             "aio": {"block_size": 1 << 17, "queue_depth": 64},
             **modes[self.dtype],
+            **({"memascend": {"host_memory": self.host_memory}} if self.host_memory else {}),
         }
 
 
@@ -136,6 +139,8 @@ class Found:
     streams: int = 0
     #: What deepspeed.initialize has said on stderr.
     told: str = ""
+    #: Bytes of masters and moments that stay in memory.
+    kept_bytes: int = 0
     #: A digest of each parameter after the last step.
     weights: dict[str, str] | None = None
     #: The most memory that was resident while the run went on beyond what was there at its start.
@@ -179,7 +184,7 @@ def train(run: Run, rank: int = 0) -> Found:
     meeting = f"file://{run.folder}/meeting"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.ranks)}
     deepspeed.init_distributed(init_method=meeting, rank=rank, world_size=run.ranks, auto_mpi_discovery=False)
-    if run.compiled_adam:
+    if run.compiled_adam and run.tiers:
         use_compiled_adam()
     before = memory("VmRSS")
     found = Found([], [])
@@ -218,6 +223,8 @@ def train(run: Run, rank: int = 0) -> Found:
         from memascend.integrations.deepspeed import streaming
 
         found.streams = sum(streaming.streams(optimizer, group) for group in range(found.sub_groups))
+        if found.streams:
+            found.kept_bytes = optimizer.optimizer_swapper.kept.nbytes
     found.peak_bytes = memory("VmHWM") - before
     found.weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
     return found

@@ -15,7 +15,7 @@ from memascend.errors import BudgetError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.deepspeed.configuration import read_configuration
 from memascend.forecast.deepspeed.forecast import forecast
-from memascend.forecast.deepspeed.plan import traffic
+from memascend.forecast.deepspeed.plan import Decision, traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.core
 NVME: dict[str, Any] = {"device": "nvme", "nvme_path": "/nvme"}
 ZERO: dict[str, Any] = {"stage": 3, "offload_param": NVME | {"max_in_cpu": 0}, "offload_optimizer": NVME}
 WHOLE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": ZERO}
+TABLES = ("host_memory", "ssd_traffic")
 LARGE = Path(__file__).parents[2] / "benches" / "configs" / "qwen2.5-7b.json"
 #: Two of 1 MiB in bfloat16, which are swapped, one that is too small for that, and one of no whole block.
 NUMELS = [1 << 19, 100, 1 << 19, 700_001]
@@ -129,17 +130,17 @@ def test_options_that_contradict_the_file_are_told(written: Callable[..., Path])
 
 def test_traffic_of_deepspeed_is_that_of_its_formula(written: Callable[..., Path]) -> None:
     shapes = read(written()).shapes(NUMELS, 1)
-    found = traffic(shapes, keeps_gradients=False, moment_itemsize=4, passes=3)
+    found = traffic(shapes, Decision([], keeps_gradients=False), moment_itemsize=4, passes=3)
     total, small = sum(NUMELS), 100
     # Weights below 1 MiB stay in memory.
     expected = sum(zero_infinity.ssd_traffic_bytes(total, 2, 3)) - small * 2 * (2 * 3 + 1)
     assert sum(line.stock for line in found) == expected
     ours = {line.name: line.ours for line in found}
     assert ours["gradients"] == total * 4 and ours["masters and moments"] == total * 24
-    halves = traffic(shapes, keeps_gradients=True, moment_itemsize=2, passes=3)
-    assert [line.ours for line in halves] == [ours["weights"], total * 16, 0]
+    halves = traffic(shapes, Decision([], keeps_gradients=True, kept_states=total), moment_itemsize=2, passes=3)
+    assert [line.ours for line in halves] == [ours["weights"], total * (16 - 2), 0]
     on_cpu = read(written(zero_optimization=ZERO | {"offload_optimizer": {"device": "cpu"}})).shapes(NUMELS, 1)
-    assert [line.name for line in traffic(on_cpu, True, 4, 3)] == ["weights"]
+    assert [line.name for line in traffic(on_cpu, Decision([], True), 4, 3)] == ["weights"]
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +156,14 @@ def test_the_budget_of_the_section_is_kept(written: Callable[..., Path]) -> None
         forecast(LARGE, written(memascend={"host_memory": needed - 1}))
     assert caught.value.smallest_bytes == needed
     assert forecast(LARGE, written(memascend={"host_memory": needed})) == least
-    most = forecast(LARGE, written(memascend={"host_memory": "1TiB", "states": "bfloat16"}))
-    assert most["keeps_gradients"]
-    moved = {line["consumer"]: line["memascend_bytes"] for line in most["ssd_traffic"]}
-    assert moved["gradients"] == 0 and moved["masters and moments"] == 16 * most["parameters"]
+    for host_memory in ("32GiB", "1TiB"):
+        found = forecast(LARGE, written(memascend={"host_memory": host_memory, "states": "bfloat16"}))
+        assert found["keeps_gradients"]
+        held, moved = ({line["consumer"]: line["memascend_bytes"] for line in found[name]} for name in TABLES)
+        states = 8 * found["parameters"]
+        assert moved["gradients"] == 0
+        assert moved["masters and moments"] == 2 * (states - held["states that stay in memory"])
+        assert (moved["masters and moments"] == 0) == (host_memory == "1TiB")
 
 
 def test_the_command_prints_tables_or_one_error(

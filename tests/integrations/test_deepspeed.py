@@ -96,6 +96,13 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
         runs[f"saved {tiers}"] = SAVED | {"tiers": tiers, "save": f"{folder}/saved {tiers}"}
     for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
+    # Some states stay in memory in the first, all in the second, and gradients in both.
+    for name, host_memory in (("some", "70MiB"), ("all", "1GiB")):
+        keeps = {"tiers": "ABC", "host_memory": host_memory}
+        runs[f"bfloat16 {name} kept"] = CASES["bfloat16"] | keeps
+        runs[f"saved {name} kept"] = SAVED | keeps | {"save": f"{folder}/saved {name} kept"}
+        for saved in ("ABC", f"{name} kept"):
+            runs[f"loaded {saved} {name} kept"] = SAVED | keeps | {"seed": 2, "load": f"{folder}/saved {saved}"}
     for tiers in ("A", "ABC"):
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
     listed = [options | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
@@ -111,9 +118,8 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    return [
-        {name: value for name, value in rank.items() if name not in ("peak_bytes", "streams", "told")} for rank in found
-    ]
+    of_memory = ("peak_bytes", "kept_bytes", "streams", "told")
+    return [{name: value for name, value in rank.items() if name not in of_memory} for rank in found]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -192,6 +198,23 @@ def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict
     assert as_text(planned).split("\n\n")[1] in told
     assert not any("host memory" in other for other in others)
     assert (planned["sub_groups"] > 1) == ("sub_group" in CASES.get(case, RANKS))
+
+
+@pytest.mark.parametrize("kept", ["some kept", "all kept"])
+def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict[str, Any]]]) -> None:
+    for run in ("bfloat16", "saved"):
+        assert without_memory(trained[f"{run} {kept}"]) == without_memory(trained[f"{run} ABC"])
+    # Checkpoints hold what was in memory, and what is loaded takes its place.
+    expected = without_memory(trained["loaded ABC ABC"])
+    assert without_memory(trained[f"loaded ABC {kept}"]) == expected
+    assert without_memory(trained[f"loaded {kept} {kept}"]) == expected
+    states = 12 * sum(parameter_numels())
+    (found,) = trained[f"bfloat16 {kept}"]
+    assert found["kept_bytes"] == states if kept == "all kept" else 0.1 * states < found["kept_bytes"] < 0.9 * states
+
+
+def parameter_numels() -> list[int]:
+    return [parameter.numel() for parameter in deepspeed_run.build(deepspeed_run.Run("")).parameters()]
 
 
 # ---- a script of its own ------------------------------------------------------------------------------------

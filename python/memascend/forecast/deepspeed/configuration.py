@@ -47,6 +47,8 @@ class Configuration:
     def shapes(self, numels: Sequence[int], ranks: int) -> Shapes:
         """Return what a plan is made of, for parameters of these sizes: each is cut into as many parts as ranks."""
         parts = [-(-numel // ranks) for numel in numels]
+        moment_itemsize = _ITEMSIZES[self.options.states]
+        streamed = sum(parts) * (stock.MASTER_BYTES + 2 * moment_itemsize) if self.swaps_states else 0
         return Shapes(
             params=parts,
             sub_groups=stock.sub_groups(parts, self.sub_group_size),
@@ -56,6 +58,7 @@ class Configuration:
             max_in_cpu=self.max_in_cpu,
             gradient_itemsize=_ITEMSIZES[self.gradient_dtype],
             accumulates=self.passes > 1,
+            streamed_states=streamed,
             swaps_states=self.swaps_states,
         )
 

@@ -39,9 +39,10 @@ def forecast(
     empty = empty_model(config, model if model.is_dir() else model.parent, torch.float32)
     numels = [parameter.numel() for parameter in empty.parameters() if parameter.requires_grad]
     shapes = settings.shapes(numels, ranks)
-    plan, keeps_gradients = decide(shapes, settings.options)
+    decision = decide(shapes, settings.options)
+    plan = decision.lines
     moment_itemsize = 2 if settings.options.states == "bfloat16" else 4
-    moved = traffic(shapes, keeps_gradients, moment_itemsize, settings.passes)
+    moved = traffic(shapes, decision, moment_itemsize, settings.passes)
     parts = sum(shapes.params)
     return {
         "model": str(model),
@@ -57,7 +58,7 @@ def forecast(
         "ssd_traffic": [_as_dict(line) for line in moved],
         "ssd_deepspeed_bytes_per_parameter": round(sum(line.stock for line in moved) / parts, 2),
         "ssd_memascend_bytes_per_parameter": round(sum(line.ours for line in moved) / parts, 2),
-        "keeps_gradients": keeps_gradients,
+        "keeps_gradients": decision.keeps_gradients,
         "notes": settings.notes,
     }
 

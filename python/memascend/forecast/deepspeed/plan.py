@@ -22,6 +22,9 @@ SLOTS = 3
 CASTS = 2 * (4 << 20)
 
 
+_POOL = "parameter pool"
+
+
 @dataclass(frozen=True)
 class Line:
     """A consumer of host memory, in bytes."""
@@ -47,8 +50,19 @@ class Shapes:
     max_in_cpu: int
     gradient_itemsize: int
     accumulates: bool
+    #: Bytes of masters and moments that can stay in memory: of all sub-groups that are updated in a stream.
+    streamed_states: int = 0
     #: Whether masters and moments are on the SSD; else they stay in memory, where DeepSpeed has them too.
     swaps_states: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, whether gradients stay in memory, and bytes of masters and moments that do."""
+
+    lines: list[Line]
+    keeps_gradients: bool
+    kept_states: int = 0
 
 
 def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
@@ -66,7 +80,7 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     gradients = stock.gradient_buffer_bytes(total, shapes.gradient_itemsize)
     return [
         Line(
-            "parameter pool",
+            _POOL,
             stock.parameter_pool_bytes(shapes.buffer_size, shapes.buffer_count, shapes.itemsize),
             pool if swaps_weights else 0,
         ),
@@ -78,13 +92,18 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     ]
 
 
+def pool_bytes(plan: Sequence[Line]) -> int:
+    """Return what a plan has for the parameter pool, in bytes."""
+    return sum(line.ours for line in plan if line.name == _POOL)
+
+
 def _staying(shapes: Shapes) -> Sequence[Sequence[int]]:
     """Return the sub-groups whose weights stay in memory: the first ones, as many as `max_in_cpu` holds."""
     ends = itertools.accumulate(map(sum, shapes.sub_groups))
     return shapes.sub_groups[: sum(end <= shapes.max_in_cpu for end in ends)]
 
 
-def traffic(shapes: Shapes, keeps_gradients: bool, moment_itemsize: int, passes: int) -> list[Line]:
+def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: int) -> list[Line]:
     """Return the bytes that a step reads from the SSD and writes to it, by kind.
 
     Weights are read in the forward and the backward pass of each of `passes` batches, and written once. DeepSpeed
@@ -96,22 +115,24 @@ def traffic(shapes: Shapes, keeps_gradients: bool, moment_itemsize: int, passes:
     weights *= (2 * passes + 1) * shapes.itemsize
     found = [Line("weights", weights, weights)]
     if shapes.swaps_states:
-        gradients = 0 if keeps_gradients else 2 * total * shapes.gradient_itemsize
-        moments = 2 * total * (stock.MASTER_BYTES + 2 * moment_itemsize)
-        found.append(Line("masters and moments", 2 * total * 3 * stock.MASTER_BYTES, moments))
+        gradients = 0 if decision.keeps_gradients else 2 * total * shapes.gradient_itemsize
+        states = total * (stock.MASTER_BYTES + 2 * moment_itemsize) - decision.kept_states
+        found.append(Line("masters and moments", 2 * total * 3 * stock.MASTER_BYTES, 2 * states))
         found.append(Line("gradients", 2 * total * stock.MASTER_BYTES, gradients))
     return found
 
 
-def decide(shapes: Shapes, options: Options) -> tuple[list[Line], bool]:
-    """Return the plan within `host_memory`, and whether gradients stay in memory.
+def decide(shapes: Shapes, options: Options) -> Decision:
+    """Return the plan within `host_memory`: what is needed, then gradients, then states, as far as there is room.
+
+    Each saves two bytes of transfers in a step for a byte of memory; states can stay in part.
 
     Raises:
         BudgetError: the budget is below what is needed.
     """
     least = lines(shapes, shapes.accumulates)
     if options.host_memory is None:
-        return least, shapes.accumulates
+        return Decision(least, shapes.accumulates)
     needed = sum(line.ours for line in least)
     if needed > options.host_memory:
         message = (
@@ -119,10 +140,14 @@ def decide(shapes: Shapes, options: Options) -> tuple[list[Line], bool]:
             f"swapping needs {format_size(needed)}: give it that, or lower max_in_cpu or buffer_count of offload_param"
         )
         raise BudgetError(f"{message}\n{table(least)}", needed)
-    most = lines(shapes, True)
-    if sum(line.ours for line in most) <= options.host_memory:
-        return most, True
-    return least, shapes.accumulates
+    with_gradients = lines(shapes, True)
+    keeps_gradients = shapes.accumulates or sum(line.ours for line in with_gradients) <= options.host_memory
+    chosen = with_gradients if keeps_gradients else least
+    room = options.host_memory - sum(line.ours for line in chosen)
+    kept = min(room, shapes.streamed_states)
+    if kept:
+        chosen = [*chosen, Line("states that stay in memory", 0, kept)]
+    return Decision(chosen, keeps_gradients, kept)
 
 
 def table(plan: Sequence[Line], title: str = "host memory for swapping") -> str:

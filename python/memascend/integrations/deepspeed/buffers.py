@@ -21,6 +21,7 @@ class BufferPool:
 
     A buffer that is returned serves the next request of its class. So a class holds as many as were ever in use at the
     same time, and the pool as much as the tensors that were present together, in place of that many of the largest.
+    Beyond `limit_bytes` free buffers of other classes are given up for a new one. What is in use is never refused.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -28,8 +29,9 @@ class BufferPool:
         self.dtype = dtype
         self._free: dict[int, list[torch.Tensor]] = {}
         self._lent: dict[int, torch.Tensor] = {}
-        #: Bytes of all buffers.
+        #: Bytes of all buffers, and what the plan has for them.
         self.nbytes = 0
+        self.limit_bytes: int | None = None
 
     def lend(self, numel: int) -> torch.Tensor:
         """Return a buffer of `numel` elements, with anything in it."""
@@ -37,6 +39,7 @@ class BufferPool:
         if free:
             buffer = free.pop()
         else:
+            self._make_room(numel * self.dtype.itemsize)
             buffer = PINNED.empty(numel, self.dtype)
             self.nbytes += buffer.nbytes
         self._lent[buffer.data_ptr()] = buffer
@@ -46,6 +49,13 @@ class BufferPool:
         """Take a buffer back; it is the one that was lent, or begins where that one does."""
         lent = self._lent.pop(buffer.data_ptr())
         self._free.setdefault(lent.numel(), []).append(lent)
+
+    def _make_room(self, nbytes: int) -> None:
+        if self.limit_bytes is None:
+            return
+        for numel in sorted(self._free, reverse=True):
+            while self._free[numel] and self.nbytes + nbytes > self.limit_bytes:
+                self.nbytes -= self._free[numel].pop().nbytes
 
 
 class StateBuffers:

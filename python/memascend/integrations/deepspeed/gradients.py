@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
 
+#: The most elements of gradients in host memory that are reduced together. DeepSpeed's default, 500 millions, holds all
+#: gradients of many a model back to the end of the backward pass, in three copies.
+BUCKET = 1 << 24
+
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -45,20 +49,27 @@ def _setup_for_real_optimizer(self: Any) -> None:
     self._create_next_swappable_fp32_groups()
     self.initialize_optimizer_states()
     dist.barrier()
+    device = get_accelerator().current_device_name()
+    if torch.device(device).type == "cpu":
+        self.reduce_bucket_size = min(self.reduce_bucket_size, BUCKET)
     if self.contiguous_gradients:
         for dtype, bucket in self.ipg_buckets.items():
-            device = get_accelerator().current_device_name()
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
     # Allocated when gradients are added up over several backward passes, or where there is room; else none is kept.
     self.grad_partitions_flat_buffer = None
     setattr(self, _PARTITIONS, {})
     self._memascend_non_finite = False
     if self.swap_optimizer or self.params_in_nvme_and_cpu:
-        lines, keeps = plan.decide(_shapes(self), settings.current)
+        decision = self._memascend_plan = plan.decide(_shapes(self), settings.current)
         if dist.get_rank() == 0:
-            print(plan.table(lines), file=sys.stderr)
-        if keeps:
+            print(plan.table(decision.lines), file=sys.stderr)
+        limit_pool = getattr(getattr(self.fp16_groups[0][0], "nvme_swapper", None), "limit_pool", None)
+        if limit_pool is not None:
+            limit_pool(plan.pool_bytes(decision.lines))
+        if decision.keeps_gradients:
             keep_gradients(self)
+        if decision.kept_states:
+            self.optimizer_swapper.kept.room_bytes = decision.kept_states
 
 
 def _shapes(self: Any) -> plan.Shapes:
@@ -66,6 +77,8 @@ def _shapes(self: Any) -> plan.Shapes:
     sub_groups = [[param.partition_numel() for param in group] for group in self.fp16_groups]
     swapper = getattr(self.fp16_groups[0][0], "nvme_swapper", None)
     offload = getattr(swapper, "swap_config", None)
+    # Without the streaming step the swapper is DeepSpeed's own.
+    state_bytes = getattr(getattr(self, "optimizer_swapper", None), "state_bytes", None)
     return plan.Shapes(
         params=list(itertools.chain.from_iterable(sub_groups)),
         sub_groups=sub_groups,
@@ -75,6 +88,7 @@ def _shapes(self: Any) -> plan.Shapes:
         max_in_cpu=int(self.max_params_in_cpu) if self.params_in_nvme_and_cpu else 1 << 60,
         gradient_itemsize=self.gradient_accumulation_dtype.itemsize,
         accumulates=self.gradient_accumulation_steps > 1,
+        streamed_states=state_bytes(self) if state_bytes is not None else 0,
     )
 
 

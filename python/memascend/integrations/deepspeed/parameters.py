@@ -46,6 +46,10 @@ class ParameterSwapper(AsyncPartitionedParameterSwapper):
         self._pool = BufferPool(self.dtype)
         self._casts = CastWriter(self.dtype)
 
+    def limit_pool(self, nbytes: int) -> None:
+        """Have the pool keep no free buffers beyond this many bytes in all."""
+        self._pool.limit_bytes = nbytes
+
     def _lend(self, param: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Give a parameter a buffer: the part for its elements, and all that is read or written."""
         param_id = param.ds_id

@@ -3,6 +3,6 @@
 It lies in `memascend.forecast`, where it can be imported without DeepSpeed.
 """
 
-from memascend.forecast.deepspeed.plan import CHUNK, SLOTS, Line, Shapes, decide, lines, table
+from memascend.forecast.deepspeed.plan import CHUNK, SLOTS, Decision, Line, Shapes, decide, lines, pool_bytes, table
 
-__all__ = ["CHUNK", "SLOTS", "Line", "Shapes", "decide", "lines", "table"]
+__all__ = ["CHUNK", "SLOTS", "Decision", "Line", "Shapes", "decide", "lines", "pool_bytes", "table"]

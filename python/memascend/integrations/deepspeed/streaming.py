@@ -23,6 +23,7 @@ from memascend.integrations.deepspeed import adam, gradients
 from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
 from memascend.integrations.deepspeed.files import AioHandle
+from memascend.integrations.deepspeed.kept import Kept, KeptStates, spread
 from memascend.integrations.deepspeed.pinned import PINNED
 from memascend.integrations.deepspeed.plan import CHUNK, SLOTS
 
@@ -64,11 +65,13 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         self.spent: dict[str, Gradient] = {}
         self._gradient_writers: dict[torch.dtype, CastWriter] = {}
         self.slots: list[_Slot] = []
+        self.kept = KeptStates()
         #: Sub-groups whose moments lie in files.
         self.stepped: set[int] = set()
 
     def initialize_parameters(self, parameters: Sequence[Any], src_tensors: Sequence[torch.Tensor]) -> None:
         """Write the masters of sub-groups, from weights in memory."""
+        self.kept.forget()
         paths = self._get_swap_paths(parameters=parameters, num_elems=[source.numel() for source in src_tensors])
         writer = CastWriter(self.dtype)
         for path, source in zip(paths, src_tensors, strict=True):
@@ -84,6 +87,7 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
         fp32_parameters: Sequence[Any],
     ) -> None:
         """Write the masters of sub-groups, from the weights' files."""
+        self.kept.forget()
         paths = self._get_swap_paths(parameters=fp32_parameters, num_elems=fp16_num_elems)
         writer, reader = CastWriter(self.dtype), AioHandle()
         buffer = torch.empty(0)
@@ -112,7 +116,19 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
     def purge_state(self) -> None:
         """Forget the moments: others are loaded."""
         super().purge_state()
+        self.kept.forget()
         self.stepped.clear()
+
+    @property
+    def state_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of masters and moments, in their files and in memory."""
+        return [torch.float32, self.moment_dtype, self.moment_dtype]
+
+    def state_bytes(self, optimizer: Any) -> int:
+        """Return the bytes of masters and moments of the sub-groups that are updated in a stream."""
+        numels = optimizer.fp16_partitioned_groups_flat_numel
+        streamed = sum(int(numel) for index, numel in enumerate(numels) if streams(optimizer, index))
+        return streamed * sum(dtype.itemsize for dtype in self.state_dtypes)
 
     def paths(self, parameter: Any) -> list[str]:
         """Return the files of a sub-group's masters and moments."""
@@ -159,8 +175,9 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
 
     def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any = None) -> None:
         """Read all states of a sub-group, and its gradient, into buffers of their own."""
-        super().swap_in_optimizer_state(parameter, async_parameter)
         name = self.parameter_id(parameter)
+        self.kept.hand_over(name)
+        super().swap_in_optimizer_state(parameter, async_parameter)
         gradient = self.gradients.get(name) or self.spent.get(name)
         info = self._get_param_swap_info(parameter)
         if gradient is None or info is None or parameter.grad is not None:
@@ -192,12 +209,19 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
 class _Slot:
     """Buffers for a chunk, and what is under way with them."""
 
-    def __init__(self, weight_dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
-        self.states = [PINNED.empty(CHUNK, dtype) for dtype in (torch.float32, moment_dtype, moment_dtype)]
+    def __init__(self, weight_dtype: torch.dtype, state_dtypes: Sequence[torch.dtype]) -> None:
+        self.states = [PINNED.empty(CHUNK, dtype) for dtype in state_dtypes]
         self.gradient = PINNED.empty(CHUNK, torch.float32)
         self.read_gradient: dict[torch.dtype, torch.Tensor] = {torch.float32: self.gradient}
         self.weight = PINNED.empty(CHUNK + _ALIGNED_PIECES * _PAGE, weight_dtype)
         self.reads, self.writes = AioHandle(), AioHandle()
+        #: The chunk in hand if its states stay in memory, outside `states`.
+        self.kept: Kept | None = None
+
+    def states_of(self, chunk: _Chunk) -> list[torch.Tensor]:
+        if self.kept is not None:
+            return self.kept.states
+        return [buffer.narrow(0, 0, chunk.numel) for buffer in self.states]
 
     def gradient_of(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self.read_gradient:
@@ -221,9 +245,10 @@ class Step:
         self.optimizer = optimizer
         self.swapper: StreamingSwapper = optimizer.optimizer_swapper
         self.swapper.wait_for_gradients()
-        if not self.swapper.slots:
-            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.moment_dtype) for _ in range(SLOTS)]
         self._chunks = list(self._cut())
+        if not self.swapper.slots:
+            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.state_dtypes) for _ in range(SLOTS)]
+            self._keep()
         self._read = self._computed = 0
         self.scale: dict[int, Any] = {}
 
@@ -234,6 +259,15 @@ class Step:
                 for start in range(0, numel, CHUNK):
                     count = min(CHUNK, numel - start)
                     yield _Chunk(sub_group, start, count, start + count == numel)
+
+    def _keep(self) -> None:
+        """Choose the chunks whose states stay in memory, and allocate it."""
+        dtypes = self.swapper.state_dtypes
+        per_element = sum(dtype.itemsize for dtype in dtypes)
+        for index in spread([chunk.numel * per_element for chunk in self._chunks], self.swapper.kept.room_bytes):
+            chunk = self._chunks[index]
+            states = [PINNED.empty(chunk.numel, dtype) for dtype in dtypes]
+            self.swapper.kept.add(self._name(chunk.sub_group), Kept(states, self._paths(chunk.sub_group), chunk.start))
 
     def run(self, sub_group: int) -> None:
         """Update one sub-group, and start to read those that follow."""
@@ -281,23 +315,31 @@ class Step:
     def _info(self, sub_group: int) -> Any:
         return self.swapper._get_param_swap_info(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
+    def _name(self, sub_group: int) -> str:
+        return self.swapper.parameter_id(self.optimizer.fp32_partitioned_groups_flat[sub_group])
+
     def _paths(self, sub_group: int) -> list[str]:
         return self.swapper.paths(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
     def _start_to_read(self, index: int) -> None:
         chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
         slot.writes.wait()
-        info = self._info(chunk.sub_group)
-        stepped = info.has_state_tensors or chunk.sub_group in self.swapper.stepped
-        for buffer, path in zip(slot.states, self._paths(chunk.sub_group), strict=True):
-            if buffer is slot.states[0] or stepped:
-                slot.reads.async_pread(buffer.narrow(0, 0, chunk.numel), path, chunk.start * buffer.itemsize)
-            else:
-                buffer.zero_()
+        slot.kept = self.swapper.kept.get(self._name(chunk.sub_group), chunk.start)
+        if slot.kept is None or not slot.kept.is_current:
+            self._start_to_read_states(chunk, slot)
         gradient = self._gradient(chunk.sub_group)
         if gradient.path is not None:
             read = slot.gradient_of(gradient.dtype).narrow(0, 0, chunk.numel)
             slot.reads.async_pread(read, gradient.path, chunk.start * gradient.dtype.itemsize)
+
+    def _start_to_read_states(self, chunk: _Chunk, slot: _Slot) -> None:
+        info = self._info(chunk.sub_group)
+        stepped = info.has_state_tensors or chunk.sub_group in self.swapper.stepped
+        masters, *moments = zip(slot.states_of(chunk), self._paths(chunk.sub_group), strict=True)
+        for buffer, path in (masters, *moments) if stepped else (masters,):
+            slot.reads.async_pread(buffer, path, chunk.start * buffer.itemsize)
+        for buffer, _ in () if stepped else moments:
+            buffer.zero_()
 
     def _gradient(self, sub_group: int) -> Gradient:
         parameter = self.optimizer.fp32_partitioned_groups_flat[sub_group]
@@ -307,15 +349,18 @@ class Step:
     def _compute(self, index: int, scalars: adam.Scalars) -> None:
         chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
         slot.reads.wait()
-        states = [buffer.narrow(0, 0, chunk.numel) for buffer in slot.states]
+        states = slot.states_of(chunk)
         found, gradient = self._gradient(chunk.sub_group), slot.gradient.narrow(0, 0, chunk.numel)
         if found.memory is not None:
             gradient.copy_(found.memory.narrow(0, chunk.start, chunk.numel))
         elif found.dtype != torch.float32:
             gradient.copy_(slot.gradient_of(found.dtype).narrow(0, 0, chunk.numel))
         adam.step_masters(scalars, (states[0], gradient, *states[1:]))
-        for buffer, path in zip(states, self._paths(chunk.sub_group), strict=True):
-            slot.writes.async_pwrite(buffer, path, chunk.start * buffer.itemsize)
+        if slot.kept is not None:
+            slot.kept.is_current, slot.kept.is_written = True, False
+        else:
+            for buffer, path in zip(states, self._paths(chunk.sub_group), strict=True):
+                slot.writes.async_pwrite(buffer, path, chunk.start * buffer.itemsize)
         self._write_weights(chunk, slot, states[0])
         if chunk.is_last:
             self._finish_files(chunk, slot)
@@ -516,6 +561,20 @@ def _post_step(self: Any, timer_names: Any) -> None:
     ORIGINALS["_post_step"](self, timer_names)
 
 
+def checkpoint_event_prologue(self: Any) -> None:
+    """Have the swap files hold all states: a checkpoint copies them."""
+    if applies(self):
+        self.optimizer_swapper.kept.write()
+    ORIGINALS["checkpoint_event_prologue"](self)
+
+
+def reset_swap_buffers(self: Any) -> None:
+    """Take the states from the swap files, which a checkpoint has replaced."""
+    if applies(self):
+        self.optimizer_swapper.kept.forget()
+    ORIGINALS["reset_swap_buffers"](self)
+
+
 METHODS = {
     function.__name__: function
     for function in (
@@ -528,6 +587,8 @@ METHODS = {
         _reassign_or_swap_out_partitioned_parameters,
         _release_sub_group,
         _post_step,
+        checkpoint_event_prologue,
+        reset_swap_buffers,
     )
 }
 ORIGINALS = {name: vars(Optimizer)[name] for name in METHODS}

@@ -35,6 +35,8 @@ KNOWN: dict[str, set[str]] = {
     "_reassign_or_swap_out_partitioned_parameters": {"0caffa936674edf2"},
     "_release_sub_group": {"31475e7f11762f3e"},
     "_post_step": {"feaee230b6a1ce67"},
+    "checkpoint_event_prologue": {"d32f3d66bf433689"},
+    "reset_swap_buffers": {"3db4f3fc93453af5"},
     "AsyncPartitionedParameterSwapper": {"7b00be971f896b15"},
     "SwapBufferManager": {"f67f41c87631a621"},
     "OptimizerSwapper": {"4fff3a5e262122da", "ec71630359faa68b"},
