@@ -3,6 +3,9 @@
 `python deepspeed_run.py FILE` does the runs of a JSON file, a list of the options of `Run`, and writes a list of what
 each rank of each run has found. What takes seconds is imported once, in the process that the others are forked from.
 
+`python deepspeed_run.py --scripts FILE` runs scripts in the same way: a JSON list of their `words`, the number of
+`ranks`, the `folder` for what they print, and whether `python -m memascend.deepspeed` has `launched` them.
+
 `python deepspeed_run.py --alone FILE` does one run in this process, as a training script of a user's would: it imports
 memascend first of all, and ends as its errors have it end.
 """
@@ -10,8 +13,11 @@ memascend first of all, and ends as its errors have it end.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import runpy
+import socket
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -23,6 +29,7 @@ import lab
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import LlamaConfig
 
 #: Runs at the same time.
 AT_ONCE = 2
@@ -36,8 +43,11 @@ class Run:
     folder: str
     #: Those of MEMASCEND_DEEPSPEED_TIERS; without any, DeepSpeed runs without memascend.
     tiers: str = "ABC"
-    #: Where parameters and optimizer states are: on "nvme", or "none" for ZeRO-3 without offload and PyTorch's AdamW.
+    #: Where parameters and optimizer states are: on "nvme", "cpu", or "none" for ZeRO-3 without offload and PyTorch's
+    #: AdamW.
     device: str = "nvme"
+    #: Whether DeepSpeed's own Adam, which it compiles, updates.
+    compiled_adam: bool = False
     dtype: str = "bfloat16"
     hidden: int = 576
     layers: int = 1
@@ -54,6 +64,8 @@ class Run:
     #: Elements of each buffer of parameters, if not DeepSpeed's 100 millions.
     buffer_size: int = 700_000
     seed: int = 1
+    #: After so many batches the same come again; 0: all are new.
+    batches: int = 0
     ranks: int = 1
     save: str = ""
     #: Checkpoints to begin with.
@@ -61,6 +73,9 @@ class Run:
     #: The number of steps after which the swap files of this kind are cut to half their length.
     cut_after: int = 0
     cut: str = ""
+    #: After that many steps, the file behind the drive that shrinks, and the bytes that are left of it.
+    backing: str = ""
+    left: int = 0
     #: Leave this many bytes of the drive free before the first step.
     leave_free: int = -1
     #: For swap files, if not in `folder`.
@@ -80,8 +95,11 @@ class Run:
             # The fused one: memascend gives its bits, square roots included.
             adam |= {"torch_adam": True, "fused": True}
         else:
-            device = {"device": self.device, "nvme_path": self.swap or f"{self.folder}/swap", "pin_memory": True}
-            zero["offload_param"] = device | {"max_in_cpu": self.in_memory}
+            device: dict[str, Any] = {"device": self.device, "pin_memory": True}
+            zero["offload_param"] = dict(device)
+            if self.device == "nvme":
+                device["nvme_path"] = self.swap or f"{self.folder}/swap"
+                zero["offload_param"] |= device | {"max_in_cpu": self.in_memory}
             if self.buffer_size:
                 zero["offload_param"]["buffer_size"] = self.buffer_size
             if "B" not in self.tiers:
@@ -119,6 +137,8 @@ class Found:
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
+    #: What deepspeed.initialize has said on stderr.
+    told: str = ""
     #: Bytes of masters and moments that stay in memory.
     kept_bytes: int = 0
     #: A digest of each parameter after the last step.
@@ -129,22 +149,27 @@ class Found:
     error: str = ""
 
 
+def model_config(run: Run) -> LlamaConfig:
+    """Return the configuration of the model."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=run.hidden,
+        intermediate_size=2 * run.hidden,
+        num_hidden_layers=run.layers,
+        num_attention_heads=run.hidden // 64,
+        num_key_value_heads=run.hidden // 64,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
+
+
 def build(run: Run) -> nn.Module:
     """Return the model; its weights do not depend on how it is offloaded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=run.hidden,
-            intermediate_size=2 * run.hidden,
-            num_hidden_layers=run.layers,
-            num_attention_heads=run.hidden // 64,
-            num_key_value_heads=run.hidden // 64,
-            vocab_size=512,
-            tie_word_embeddings=False,
-            max_position_embeddings=64,
-        )
-    )
+    return LlamaForCausalLM(model_config(run))
 
 
 def train(run: Run, rank: int = 0) -> Found:
@@ -159,6 +184,8 @@ def train(run: Run, rank: int = 0) -> Found:
     meeting = f"file://{run.folder}/meeting"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.ranks)}
     deepspeed.init_distributed(init_method=meeting, rank=rank, world_size=run.ranks, auto_mpi_discovery=False)
+    if run.compiled_adam and run.tiers:
+        use_compiled_adam()
     before = memory("VmRSS")
     found = Found([], [])
     torch.manual_seed(0)
@@ -166,14 +193,19 @@ def train(run: Run, rank: int = 0) -> Found:
     # Not with `dtype=`: on processors that do not compute in float16 DeepSpeed takes it for bfloat16, whatever it is.
     with deepspeed.zero.Init(config_dict_or_path=configuration):
         model = build(run)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration)
+    found.told = told.getvalue()
     if run.load:
         engine.load_checkpoint(run.load, tag="checkpoint")
     if run.leave_free >= 0:
         lab.Mounted(Path(run.swap)).fill(run.leave_free)
     generator = torch.Generator().manual_seed(run.seed * 1000 + rank)
     for step in range(run.steps):
-        for _ in range(run.accumulated):
+        for micro_step in range(run.accumulated):
+            if run.batches and (step * run.accumulated + micro_step) % run.batches == 0:
+                generator.manual_seed(run.seed * 1000 + rank)
             tokens = torch.randint(0, 512, (1, 32), generator=generator)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
@@ -181,8 +213,7 @@ def train(run: Run, rank: int = 0) -> Found:
         found.losses.append(loss.item())
         found.norms.append(float(engine.get_global_grad_norm() or 0))
         if run.cut_after == step + 1:
-            for file in Path(run.swap or run.folder).rglob(run.cut):
-                os.truncate(file, file.stat().st_size // 2)
+            damage(run)
     if run.save:
         engine.save_checkpoint(run.save, tag="checkpoint")
     optimizer = engine.optimizer
@@ -199,6 +230,37 @@ def train(run: Run, rank: int = 0) -> Found:
     return found
 
 
+def use_compiled_adam() -> None:
+    """Have DeepSpeed's own Adam update in place of memascend's, also within the streaming step."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    import memascend.integrations.deepspeed.adam as ours
+
+    CPUAdamBuilder._loaded_ops.pop("cpu_adam", None)
+    operator = CPUAdamBuilder().load()
+
+    def scalars(decoupled: bool, step: int, options: Any, bias_correction: bool, grad_scale: float = 1.0) -> Any:
+        return (step, *options, bias_correction), grad_scale
+
+    def step_masters(with_scalars: Any, tensors: Any) -> None:
+        options, grad_scale = with_scalars
+        p, g, m, v = tensors
+        # The first optimizer of a process has the number 0.
+        operator.adam_update(0, *options, p, g.mul_(grad_scale), m, v)
+
+    vars(ours).update(scalars=scalars, step_masters=step_masters)
+
+
+def damage(run: Run) -> None:
+    """Have swap files lose their second half, or the drive everything beyond a place."""
+    for file in Path(run.swap or run.folder).rglob(run.cut) if run.cut else ():
+        os.truncate(file, file.stat().st_size // 2)
+    if run.backing:
+        backing = os.open(run.backing, os.O_RDWR)
+        lab.LoopDevice(Path(), backing, 0, -1).shrink(run.left)
+        os.close(backing)
+
+
 def digest(parameter: torch.Tensor) -> str:
     """Return what stands for the bits of a parameter."""
     import hashlib
@@ -209,6 +271,14 @@ def digest(parameter: torch.Tensor) -> str:
     with deepspeed.zero.GatheredParameters([parameter]):
         bits = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the variables of a process that finds what is found here and has this machine's processor alone."""
+    ours = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, sys.path))
+    kept = {name: value for name, value in os.environ.items() if name != "MEMASCEND_DEEPSPEED_TIERS"}
+    return kept | ours | {"PYTHONPATH": path} | variables
 
 
 def memory(name: str) -> int:
@@ -250,6 +320,47 @@ def results(runs: list[Run]) -> list[list[dict[str, Any]]]:
     while running:
         ended(running)
     return [[json.loads(file.read_text()) for file in files] for files in found]
+
+
+def run_scripts(scripts: list[dict[str, Any]]) -> None:
+    """Run scripts one after another, each on all of its ranks; the first that fails ends it."""
+    import accelerate  # noqa: F401
+    import transformers.integrations.deepspeed
+    import transformers.trainer  # noqa: F401
+
+    for number, script in enumerate(scripts):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            script["port"] = free.getsockname()[1]
+        running = {script_rank(script, rank): number for rank in range(script["ranks"])}
+        while running:
+            ended(running)
+
+
+def script_rank(script: dict[str, Any], rank: int) -> int:
+    """Start one rank of a script; the process."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{script['folder']}/{name}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), stream)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(script["port"])}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(script["ranks"])} | address
+        if script["launched"]:
+            from memascend.integrations.deepspeed.launch import main as launch
+
+            launch(script["words"])
+        else:
+            sys.argv = script["words"]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def ended(running: dict[int, int]) -> None:
@@ -298,6 +409,9 @@ def main() -> None:
         return
     preload()
     gloo_alone()
+    if sys.argv[1] == "--scripts":
+        run_scripts(json.loads(Path(sys.argv[2]).read_text()))
+        return
     runs = [Run(**options) for options in json.loads(Path(sys.argv[1]).read_text())]
     Path(sys.argv[1]).with_suffix(".found").write_text(json.dumps(results(runs)))
 

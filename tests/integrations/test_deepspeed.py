@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -23,8 +24,10 @@ import lab
 import needs
 import pytest
 import torch
+from deepspeed_run import environment
 
 import memascend
+from memascend.forecast.deepspeed.forecast import as_text, forecast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,14 +69,7 @@ if os.environ.get("MEMASCEND_DEEPSPEED_CASES") == "all":
 #: float32 there, and here keeps float64. One unit in the last place of the norm moves some bfloat16 weights by one.
 CLIPPED = 2e-4
 SAVED = {"sub_group": 1_000_000, "steps": 2}
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return the variables of a process that finds what is found here and has this machine's processor alone."""
-    ours = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    path = os.pathsep.join(filter(None, sys.path))
-    kept = {name: value for name, value in os.environ.items() if name != "MEMASCEND_DEEPSPEED_TIERS"}
-    return kept | ours | {"PYTHONPATH": path} | variables
+RANKS = {"ranks": 2, "sub_group": 1_000_000}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
             runs[f"{case} {tiers}"] = options | {"tiers": tiers}
         runs[f"{case} none"] = options | {"tiers": "", "device": "none"}
     for tiers in ("A", "ABC"):
-        runs[f"ranks {tiers}"] = {"tiers": tiers, "ranks": 2, "sub_group": 1_000_000}
+        runs[f"ranks {tiers}"] = RANKS | {"tiers": tiers}
         runs[f"saved {tiers}"] = SAVED | {"tiers": tiers, "save": f"{folder}/saved {tiers}"}
     for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
@@ -122,7 +118,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    of_memory = ("peak_bytes", "kept_bytes", "streams")
+    of_memory = ("peak_bytes", "kept_bytes", "streams", "told")
     return [{name: value for name, value in rank.items() if name not in of_memory} for rank in found]
 
 
@@ -191,6 +187,19 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
     assert expected[0]["weights"] != trained["saved A"][0]["weights"]
 
 
+@pytest.mark.parametrize("case", [*CASES, "ranks"])
+def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    run = deepspeed_run.Run(str(tmp_path), **CASES.get(case, RANKS))
+    deepspeed_run.model_config(run).save_pretrained(tmp_path)
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(run.configuration()))
+    planned = forecast(tmp_path, file, ranks=run.ranks)
+    (told, *others) = (rank["told"] for rank in trained[f"{case} ABC"])
+    assert as_text(planned).split("\n\n")[1] in told
+    assert not any("host memory" in other for other in others)
+    assert (planned["sub_groups"] > 1) == ("sub_group" in CASES.get(case, RANKS))
+
+
 @pytest.mark.parametrize("kept", ["some kept", "all kept"])
 def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     for run in ("bfloat16", "saved"):
@@ -256,6 +265,21 @@ def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
         assert f"{drive.path}/" in last
         assert "No space left on device" in last
         assert "free" in last.split("No space left on device")[1]
+
+
+@pytest.mark.root
+def test_a_drive_that_fails_ends_the_script(tmp_path: Path) -> None:
+    with lab.mounted("ext4", 128 * MIB, tmp_path / "drive") as drive:
+        assert drive.device is not None
+        backing = f"/proc/{os.getpid()}/fd/{drive.device.backing}"
+        process = alone(tmp_path / "run", swap=str(drive.path), cut_after=2, backing=backing, left=32 * MIB, steps=4)
+        out, err = process.communicate()
+        assert process.returncode == 1, err
+        assert '"losses"' not in out
+        last = err[err.rindex("memascend.errors.StoreError: ") :]
+        assert f"{drive.path}/" in last
+        assert "Input/output error" in last
+        assert "dmesg" in last.split("Input/output error")[1]
 
 
 # ---- installing ---------------------------------------------------------------------------------------------
@@ -597,7 +621,10 @@ def test_tensors_that_are_not_contiguous(handle: Any, tmp_path: Path) -> None:
 def test_validation_finds_other_bytes(handle: Any, tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = random_bytes(10_000)
+    expected = data.numpy().tobytes()
     handle.pwrite(data, str(path), True, True)
+    while not path.exists() or path.read_bytes() != expected:
+        time.sleep(0.001)
     data[5000] ^= 1
     with pytest.raises(memascend.StoreError, match=str(path)):
         handle.wait()
@@ -751,6 +778,37 @@ def test_a_full_drive_is_told_with_its_remedy(
         with monkeypatch.context() as patch:
             patch.setattr(files, "_engine", None)
             fill(str(drive.path / "file"))
+        gc.collect()
+
+
+@pytest.mark.root
+def test_a_drive_that_fails_is_told_with_its_remedy(
+    deepspeed: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from memascend.integrations.deepspeed import files
+    from memascend.integrations.deepspeed.pinned import PINNED
+
+    def fail(path: str, device: lab.LoopDevice) -> None:
+        handle = files.AioHandle()
+        # Whole pages of memory and of the file: they do not pass through the kernel's cache.
+        data = PINNED.empty(MIB, torch.uint8)
+        handle.sync_pwrite(data, path)
+        os.sync()
+        device.shrink(0)
+        for start in (handle.async_pread, handle.async_pwrite):
+            start(data, path)
+            with pytest.raises(memascend.StoreError, match=path) as caught:
+                handle.wait()
+            assert caught.value.errno == errno.EIO
+            assert caught.value.filename == path
+            assert "dmesg" in caught.value.hint
+            assert handle.wait() == 0
+
+    with lab.mounted("ext4", lab.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
+        assert drive.device is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_engine", None)
+            fail(str(drive.path / "file"), drive.device)
         gc.collect()
 
 

@@ -244,6 +244,16 @@ def _add_plan(subcommands: Any) -> None:
     add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
     add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+    deepspeed = parser.add_argument_group(
+        "behind DeepSpeed",
+        "Shows what ZeRO-3 with offload to NVMe holds in host memory and moves, and what it does with\n"
+        "memascend.deepspeed. DeepSpeed is not needed. Of the options above, --dtype and --grad-accum stand in for\n"
+        '"auto" in its configuration; the section "memascend" there has the others.',
+    )
+    text = "the JSON file of DeepSpeed's configuration, for a plan of that instead of memascend's own"
+    deepspeed.add_argument("--deepspeed", type=Path, metavar="FILE", help=text)
+    text = "the number of its processes, which share parameters and states (default: 1)"
+    deepspeed.add_argument("--ranks", type=_positive, metavar="N", help=text)
     gpu = parser.add_argument_group(
         "computing on a GPU",
         "Plans the GPU's memory too, and predicts the time of a step from the machine's rates, as `memascend\n"

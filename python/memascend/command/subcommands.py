@@ -15,6 +15,7 @@ import torch
 
 from memascend import doctor
 from memascend._memascend import format_device
+from memascend.command.arguments import parser
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.hub import CONFIG_FILES, model_directory
@@ -25,6 +26,7 @@ from memascend.command.tables import bench_tail, bench_text, gpu_text
 from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, DataError
+from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.formats.config import load_bare_config
 from memascend.machine import drives, gpu
@@ -140,6 +142,8 @@ def _demo(chosen: argparse.Namespace) -> int:
 def _plan(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     try:
+        if chosen.deepspeed is not None or chosen.ranks is not None:
+            return _plan_deepspeed(chosen)
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         choice = choose_dtype(chosen.dtype, chosen.model, load_bare_config(chosen.model), device)
@@ -171,6 +175,28 @@ def _plan(chosen: argparse.Namespace) -> int:
         print(json.dumps(failure))
         return code
     print(json.dumps(prediction, indent=2) if chosen.json else as_text(prediction))
+    return 0
+
+
+def _plan_deepspeed(chosen: argparse.Namespace) -> int:
+    if chosen.deepspeed is None:
+        raise DataError("--ranks is of DeepSpeed: give its configuration with --deepspeed too")
+    left_out = vars(parser().parse_args(["plan", str(chosen.model)]))
+    given = [name for name, value in vars(chosen).items() if value != left_out[name]]
+    others = [name for name in given if name not in ("deepspeed", "ranks", "dtype", "grad_accum", "json")]
+    if others:
+        raise DataError(
+            f"--{others[0].replace('_', '-')} is not of a plan with --deepspeed: leave it out. memascend's options are "
+            f'those of the section "memascend" in {chosen.deepspeed}'
+        )
+    prediction = deepspeed_plan.forecast(
+        model_directory(chosen.model, CONFIG_FILES),
+        chosen.deepspeed,
+        ranks=chosen.ranks or 1,
+        dtype=None if chosen.dtype == "auto" else chosen.dtype,
+        passes=chosen.grad_accum,
+    )
+    print(json.dumps(prediction, indent=2) if chosen.json else deepspeed_plan.as_text(prediction))
     return 0
 
 

@@ -94,20 +94,25 @@ def gradient_buffer_bytes(numel: int, itemsize: int) -> int:
     return numel * itemsize
 
 
-def largest_sub_group(numels: Iterable[int], sub_group_size: int = SUB_GROUP_ELEMENTS) -> list[int]:
-    """Return the parameters of the largest sub-group: taken in order, closed when they reach `sub_group_size`.
+def sub_groups(numels: Iterable[int], sub_group_size: int = SUB_GROUP_ELEMENTS) -> list[list[int]]:
+    """Return the parameters of each sub-group: taken in order, closed when they reach `sub_group_size`.
 
-    `_create_fp16_sub_groups` in runtime/zero/stage3.py.
+    `_create_fp16_sub_groups` in runtime/zero/stage3.py, for the parameters of one parameter group.
     """
-    largest: list[int] = []
-    current: list[int] = []
+    groups: list[list[int]] = []
+    elements = sub_group_size
     for numel in numels:
-        current.append(numel)
-        if sum(current) > sum(largest):
-            largest = current
-        if sum(current) >= sub_group_size:
-            current = []
-    return largest
+        if not groups or elements >= sub_group_size:
+            groups.append([])
+            elements = 0
+        groups[-1].append(numel)
+        elements += numel
+    return groups
+
+
+def largest_sub_group(numels: Iterable[int], sub_group_size: int = SUB_GROUP_ELEMENTS) -> list[int]:
+    """Return the parameters of the largest sub-group, the first of them if there are several."""
+    return max(sub_groups(numels, sub_group_size), key=sum, default=[])
 
 
 def optimizer_swap_bytes(sub_group_numel: int, buffers: int = OPTIMIZER_BUFFERS, *, pipelined: bool = False) -> int:

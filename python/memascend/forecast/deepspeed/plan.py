@@ -1,0 +1,159 @@
+"""What ZeRO-3 with swapping holds in host memory: DeepSpeed's own, and with memascend behind it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memascend.common.sizes import format_size
+from memascend.errors import BudgetError
+from memascend.forecast import zero_infinity as stock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.forecast.deepspeed.options import Options
+
+#: Elements that are read, updated and written together, and how many such chunks are under way.
+CHUNK = 1 << 19
+SLOTS = 3
+#: Bytes of the buffers through which casts are written: two for weights, for gradients and at the start for masters.
+CASTS = 2 * (4 << 20)
+
+
+_POOL = "parameter pool"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A consumer of host memory, in bytes."""
+
+    name: str
+    stock: int
+    ours: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a plan is made of: elements on this rank.
+
+    `params`: of each parameter's part, in order. `sub_groups`: the parameters' parts of each sub-group. `itemsize`:
+    bytes of a weight. `largest_live`: of the parameters that are read at the same time, at least.
+    """
+
+    params: Sequence[int]
+    sub_groups: Sequence[Sequence[int]]
+    itemsize: int
+    buffer_count: int
+    buffer_size: int
+    max_in_cpu: int
+    gradient_itemsize: int
+    accumulates: bool
+    #: Bytes of masters and moments that can stay in memory: of all sub-groups that are updated in a stream.
+    streamed_states: int = 0
+    #: Whether masters and moments are on the SSD; else they stay in memory, where DeepSpeed has them too.
+    swaps_states: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, whether gradients stay in memory, and bytes of masters and moments that do."""
+
+    lines: list[Line]
+    keeps_gradients: bool
+    kept_states: int = 0
+
+
+def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
+    """Return the consumers. The pool's share of ours is that of the largest parameters, `buffer_count` of them."""
+    total = sum(shapes.params)
+    largest = max(shapes.sub_groups, key=sum)
+    swapped = sorted((n for n in shapes.params if stock.is_swapped(n, shapes.itemsize)), reverse=True)
+    present = swapped[: shapes.buffer_count]
+    pool = sum(stock.aligned_numel(numel, shapes.itemsize) * shapes.itemsize for numel in present)
+    fitting = sum(map(sum, _staying(shapes)))
+    in_cpu = min(shapes.max_in_cpu, total) * shapes.itemsize
+    swaps_weights = fitting < total
+    slot = CHUNK * (4 * 4 + 2 * shapes.itemsize)
+    states = (stock.optimizer_swap_bytes(sum(largest)), SLOTS * slot) if shapes.swaps_states else (0, 0)
+    gradients = stock.gradient_buffer_bytes(total, shapes.gradient_itemsize)
+    return [
+        Line(
+            _POOL,
+            stock.parameter_pool_bytes(shapes.buffer_size, shapes.buffer_count, shapes.itemsize),
+            pool if swaps_weights else 0,
+        ),
+        Line("weights that stay in memory", in_cpu, fitting * shapes.itemsize),
+        Line("write-back of weights", stock.write_back_bytes(largest, shapes.itemsize) if swaps_weights else 0, CASTS),
+        Line("optimizer states", *states),
+        Line("gradients", gradients, gradients if keeps_gradients else CASTS),
+        Line("start and first step", 2 * 4 * sum(largest), CASTS),
+    ]
+
+
+def pool_bytes(plan: Sequence[Line]) -> int:
+    """Return what a plan has for the parameter pool, in bytes."""
+    return sum(line.ours for line in plan if line.name == _POOL)
+
+
+def _staying(shapes: Shapes) -> Sequence[Sequence[int]]:
+    """Return the sub-groups whose weights stay in memory: the first ones, as many as `max_in_cpu` holds."""
+    ends = itertools.accumulate(map(sum, shapes.sub_groups))
+    return shapes.sub_groups[: sum(end <= shapes.max_in_cpu for end in ends)]
+
+
+def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: int) -> list[Line]:
+    """Return the bytes that a step reads from the SSD and writes to it, by kind.
+
+    Weights are read in the forward and the backward pass of each of `passes` batches, and written once. DeepSpeed
+    writes and reads gradients in float32, memascend in their own dtype unless they stay in memory.
+    """
+    total = sum(shapes.params)
+    swapped = itertools.chain.from_iterable(shapes.sub_groups[len(_staying(shapes)) :])
+    weights = sum(numel for numel in swapped if stock.is_swapped(numel, shapes.itemsize))
+    weights *= (2 * passes + 1) * shapes.itemsize
+    found = [Line("weights", weights, weights)]
+    if shapes.swaps_states:
+        gradients = 0 if decision.keeps_gradients else 2 * total * shapes.gradient_itemsize
+        states = total * (stock.MASTER_BYTES + 2 * moment_itemsize) - decision.kept_states
+        found.append(Line("masters and moments", 2 * total * 3 * stock.MASTER_BYTES, 2 * states))
+        found.append(Line("gradients", 2 * total * stock.MASTER_BYTES, gradients))
+    return found
+
+
+def decide(shapes: Shapes, options: Options) -> Decision:
+    """Return the plan within `host_memory`: what is needed, then gradients, then states, as far as there is room.
+
+    Each saves two bytes of transfers in a step for a byte of memory; states can stay in part.
+
+    Raises:
+        BudgetError: the budget is below what is needed.
+    """
+    least = lines(shapes, shapes.accumulates)
+    if options.host_memory is None:
+        return Decision(least, shapes.accumulates)
+    needed = sum(line.ours for line in least)
+    if needed > options.host_memory:
+        message = (
+            f'"host_memory" of "memascend" in DeepSpeed\'s configuration is {format_size(options.host_memory)}, but '
+            f"swapping needs {format_size(needed)}: give it that, or lower max_in_cpu or buffer_count of offload_param"
+        )
+        raise BudgetError(f"{message}\n{table(least)}", needed)
+    with_gradients = lines(shapes, True)
+    keeps_gradients = shapes.accumulates or sum(line.ours for line in with_gradients) <= options.host_memory
+    chosen = with_gradients if keeps_gradients else least
+    room = options.host_memory - sum(line.ours for line in chosen)
+    kept = min(room, shapes.streamed_states)
+    if kept:
+        chosen = [*chosen, Line("states that stay in memory", 0, kept)]
+    return Decision(chosen, keeps_gradients, kept)
+
+
+def table(plan: Sequence[Line], title: str = "host memory for swapping") -> str:
+    """Return a plan as text."""
+    rows = [*plan, Line("sum", sum(line.stock for line in plan), sum(line.ours for line in plan))]
+    width = max(len(title), *(len(line.name) for line in rows))
+    head = f"{title:<{width}}  {'DeepSpeed':>12}  {'memascend':>12}"
+    body = [f"{line.name:<{width}}  {format_size(line.stock):>12}  {format_size(line.ours):>12}" for line in rows]
+    return "\n".join([head, *body])
