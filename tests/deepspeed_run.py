@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Run:
     tiers: str = "ABC"
     #: Where parameters and optimizer states are: on "nvme", or "none" for ZeRO-3 without offload and PyTorch's AdamW.
     device: str = "nvme"
+    #: "cpu" keeps optimizer states in memory: before 0.19.4 DeepSpeed swaps them only from memory that CUDA has pinned.
+    optimizer: str = "nvme"
     dtype: str = "bfloat16"
     hidden: int = 576
     layers: int = 1
@@ -86,7 +88,7 @@ class Run:
                 # DeepSpeed's own swapper needs a buffer for each parameter, and fails if one is read ahead twice.
                 zero["offload_param"]["buffer_count"] = 32 if self.buffer_size else 5
                 zero["stage3_prefetch_bucket_size"] = 0
-            zero["offload_optimizer"] = device | (
+            zero["offload_optimizer"] = (device | {"device": self.optimizer}) | (
                 {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12} if self.pipelined else {}
             )
         modes = {
@@ -113,6 +115,8 @@ class Found:
     norms: list[float]
     #: Steps that were left out because of an overflow.
     skipped: int = 0
+    #: Those of memascend that are in force.
+    parts: list[str] = field(default_factory=list)
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
@@ -183,13 +187,22 @@ def train(run: Run, rank: int = 0) -> Found:
     optimizer = engine.optimizer
     found.skipped = engine.skipped_steps
     found.sub_groups = len(optimizer.fp16_groups)
-    if "C" in run.tiers:
+    if run.tiers:
+        found.parts = installed()
+    if "streaming step" in found.parts:
         from memascend.integrations.deepspeed import streaming
 
         found.streams = sum(streaming.streams(optimizer, group) for group in range(found.sub_groups))
     found.peak_bytes = memory("VmHWM") - before
     found.weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
     return found
+
+
+def installed() -> list[str]:
+    """Return the parts of memascend that are in force."""
+    import memascend.deepspeed
+
+    return memascend.deepspeed.installed()
 
 
 def digest(parameter: torch.Tensor) -> str:
@@ -272,10 +285,13 @@ def gloo_alone() -> None:
     All runs of a user on a machine share the memory of these, by the name of their master's address and port: two runs
     without such variables, or what one has left behind, stop each other.
     """
+    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     type(builder).is_compatible = lambda self, verbose=False: False
+    # Before 0.19.8 DeepSpeed asked when it was imported.
+    deepspeed.ops.__compatible_ops__[builder.NAME] = False
 
 
 def main() -> None:
