@@ -46,8 +46,9 @@ POOLS, STREAMS = installed_version >= Version("0.19.4"), installed_version >= Ve
 PARTS = ["async_io", *(["pin_memory"] if STREAMS else []), "cpu_adam", "fused_adam"]
 ALL_LARGER_PARTS = ["parameter pools", "gradients", "streaming step", "loading of checkpoints"]
 LARGER_PARTS = ALL_LARGER_PARTS if STREAMS else ALL_LARGER_PARTS[:1] if POOLS else []
-#: Where DeepSpeed can have optimizer states on a machine without a GPU.
-OPTIMIZER = "nvme" if POOLS else "cpu"
+#: Before 0.19.4 DeepSpeed updates from files only what lies in memory that CUDA has pinned. Without a GPU such a version
+#: has optimizer states and updated weights in memory, and files only until the weights are there.
+IN_MEMORY: dict[str, Any] = {} if POOLS else {"optimizer": "cpu", "in_memory": 1_000_000_000}
 #: For tests of what is not in force with an old DeepSpeed.
 for_pools = pytest.mark.skipif(not POOLS, reason=f"DeepSpeed {installed_version} keeps its own pools")
 for_streaming = pytest.mark.skipif(not STREAMS, reason=f"DeepSpeed {installed_version} keeps its own step")
@@ -116,7 +117,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
     for tiers in ("A", "ABC") if POOLS else ():
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
-    listed = [options | {"folder": f"{folder}/run {name}", "optimizer": OPTIMIZER} for name, options in runs.items()]
+    listed = [options | IN_MEMORY | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
     file = folder / "runs.json"
     results = file.with_suffix(".found")
     if not results.exists():
@@ -211,7 +212,7 @@ def alone(folder: Path, **options: Any) -> subprocess.Popen[str]:
     programs.mkdir(parents=True)
     file = folder / "run.json"
     tiers = options.get("tiers", "ABC")
-    file.write_text(json.dumps([{"folder": str(folder), "steps": 3, "optimizer": OPTIMIZER} | options]))
+    file.write_text(json.dumps([{"folder": str(folder), "steps": 3} | options | IN_MEMORY]))
     variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, PATH=str(programs))
     for name in ("CC", "CXX"):
         variables.pop(name, None)
