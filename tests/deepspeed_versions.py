@@ -80,7 +80,7 @@ def environment(folder: Path, version: str) -> Path:
 
 
 def test(python: Path, version: str, folder: Path, expression: str) -> Result:
-    """Run the tests with one version."""
+    """Run the tests with one version; what came of them."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary, report = folder / f"tests-{version}", folder / f"tests-{version}.xml"
     report.unlink(missing_ok=True)
@@ -89,7 +89,16 @@ def test(python: Path, version: str, folder: Path, expression: str) -> Result:
     command.append("integrations/test_deepspeed.py")
     variables = os.environ | {"DS_ACCELERATOR": "cpu"}
     subprocess.run(list(map(str, command)), cwd=TESTS, env=variables)
+    return result_of(version, folder)
+
+
+def result_of(version: str, folder: Path) -> Result:
+    """Read what the tests of a version have left."""
+    temporary, report = folder / f"tests-{version}", folder / f"tests-{version}.xml"
     result = Result(version)
+    if not report.exists():
+        result.failed.append(f"{version}: the tests did not come to an end")
+        return result
     for case in ET.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
