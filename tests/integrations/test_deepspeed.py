@@ -46,8 +46,8 @@ POOLS, STREAMS = installed_version >= Version("0.19.4"), installed_version >= Ve
 PARTS = ["async_io", *(["pin_memory"] if STREAMS else []), "cpu_adam", "fused_adam"]
 ALL_LARGER_PARTS = ["parameter pools", "gradients", "streaming step", "loading of checkpoints"]
 LARGER_PARTS = ALL_LARGER_PARTS if STREAMS else ALL_LARGER_PARTS[:1] if POOLS else []
-#: Before 0.19.4 DeepSpeed swaps only from memory that CUDA has pinned what it updates. Without a GPU such a version keeps
-#: optimizer states and weights in memory once they are there, and weights in files until then.
+#: Before 0.19.4 DeepSpeed swaps out updated tensors only from memory that CUDA has pinned. Without a GPU such a version
+#: keeps optimizer states in memory, and weights in files only until it makes the optimizer.
 IN_MEMORY: dict[str, Any] = {} if POOLS else {"optimizer": "cpu", "in_memory": 1_000_000_000}
 #: For tests of what is not in force with an old DeepSpeed.
 for_pools = pytest.mark.skipif(not POOLS, reason=f"DeepSpeed {installed_version} keeps its own pools")
