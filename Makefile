@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python asan fuzz wheel lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed asan fuzz wheel lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ PYTEST := cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.to
 AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
 	$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
+
+# From tests/ too; each version is installed from PyPI over the packages of .venv.
+deepspeed: $(STAMPS)/wheel $(STAMPS)/test ## test with the first and last versions of DeepSpeed (ARGS: versions and options)
+	cd tests && $(ROOT)/$(BIN)/python -P deepspeed_versions.py $(ARGS)
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 

@@ -20,7 +20,7 @@ import runpy
 import socket
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ class Run:
     device: str = "nvme"
     #: Whether DeepSpeed's own Adam, which it compiles, updates.
     compiled_adam: bool = False
+    #: "cpu" keeps optimizer states in memory: before 0.19.4 DeepSpeed swaps them only from memory that CUDA has pinned.
+    optimizer: str = "nvme"
     dtype: str = "bfloat16"
     hidden: int = 576
     layers: int = 1
@@ -106,7 +108,7 @@ class Run:
                 # DeepSpeed's own swapper needs a buffer for each parameter, and fails if one is read ahead twice.
                 zero["offload_param"]["buffer_count"] = 32 if self.buffer_size else 5
                 zero["stage3_prefetch_bucket_size"] = 0
-            zero["offload_optimizer"] = device | (
+            zero["offload_optimizer"] = (device | {"device": self.optimizer}) | (
                 {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12} if self.pipelined else {}
             )
         modes = {
@@ -134,6 +136,8 @@ class Found:
     norms: list[float]
     #: Steps that were left out because of an overflow.
     skipped: int = 0
+    #: Those of memascend that are in force.
+    parts: list[str] = field(default_factory=list)
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
@@ -219,7 +223,9 @@ def train(run: Run, rank: int = 0) -> Found:
     optimizer = engine.optimizer
     found.skipped = engine.skipped_steps
     found.sub_groups = len(optimizer.fp16_groups)
-    if "C" in run.tiers:
+    if run.tiers:
+        found.parts = installed()
+    if "streaming step" in found.parts:
         from memascend.integrations.deepspeed import streaming
 
         found.streams = sum(streaming.streams(optimizer, group) for group in range(found.sub_groups))
@@ -259,6 +265,13 @@ def damage(run: Run) -> None:
         backing = os.open(run.backing, os.O_RDWR)
         lab.LoopDevice(Path(), backing, 0, -1).shrink(run.left)
         os.close(backing)
+
+
+def installed() -> list[str]:
+    """Return the parts of memascend that are in force."""
+    import memascend.deepspeed
+
+    return memascend.deepspeed.installed()
 
 
 def digest(parameter: torch.Tensor) -> str:
@@ -390,10 +403,13 @@ def gloo_alone() -> None:
     All runs of a user on a machine share the memory of these, by the name of their master's address and port: two runs
     without such variables, or what one has left behind, stop each other.
     """
+    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     type(builder).is_compatible = lambda self, verbose=False: False
+    # Before 0.19.8 DeepSpeed asked when it was imported.
+    deepspeed.ops.__compatible_ops__[builder.NAME] = False
 
 
 def main() -> None:

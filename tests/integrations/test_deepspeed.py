@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -25,6 +26,7 @@ import needs
 import pytest
 import torch
 from deepspeed_run import environment
+from packaging.version import Version
 
 import memascend
 from memascend.forecast.deepspeed.forecast import as_text, forecast
@@ -40,6 +42,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SCRIPT = deepspeed_run.__file__
 TIERS = ("A", "AB", "ABC")
 MIB = 1 << 20
+
+#: The parts that are in force with the version of DeepSpeed that is installed, and those that it is too old for.
+installed_version = Version(importlib.metadata.version("deepspeed"))
+POOLS, STREAMS = installed_version >= Version("0.19.4"), installed_version >= Version("0.19.5")
+PARTS = ["async_io", *(["pin_memory"] if STREAMS else []), "cpu_adam", "fused_adam"]
+ALL_LARGER_PARTS = ["parameter pools", "gradients", "streaming step", "loading of checkpoints"]
+LARGER_PARTS = ALL_LARGER_PARTS if STREAMS else ALL_LARGER_PARTS[:1] if POOLS else []
+#: Before 0.19.4 DeepSpeed swaps out updated tensors only from memory that CUDA has pinned. Without a GPU such a version
+#: keeps optimizer states in memory, and weights in files only until it makes the optimizer.
+IN_MEMORY: dict[str, Any] = {} if POOLS else {"optimizer": "cpu", "in_memory": 1_000_000_000}
+#: For tests of what is not in force with an old DeepSpeed.
+for_pools = pytest.mark.skipif(not POOLS, reason=f"DeepSpeed {installed_version} keeps its own pools")
+for_streaming = pytest.mark.skipif(not STREAMS, reason=f"DeepSpeed {installed_version} keeps its own step")
 
 # ---- training -----------------------------------------------------------------------------------------------
 
@@ -97,15 +112,15 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
     # Some states stay in memory in the first, all in the second, and gradients in both.
-    for name, host_memory in (("some", "70MiB"), ("all", "1GiB")):
+    for name, host_memory in (("some", "70MiB"), ("all", "1GiB")) if STREAMS else ():
         keeps = {"tiers": "ABC", "host_memory": host_memory}
         runs[f"bfloat16 {name} kept"] = CASES["bfloat16"] | keeps
         runs[f"saved {name} kept"] = SAVED | keeps | {"save": f"{folder}/saved {name} kept"}
         for saved in ("ABC", f"{name} kept"):
             runs[f"loaded {saved} {name} kept"] = SAVED | keeps | {"seed": 2, "load": f"{folder}/saved {saved}"}
-    for tiers in ("A", "ABC"):
+    for tiers in ("A", "ABC") if POOLS else ():
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
-    listed = [options | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
+    listed = [options | IN_MEMORY | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
     file = folder / "runs.json"
     results = file.with_suffix(".found")
     if not results.exists():
@@ -118,8 +133,8 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    of_memory = ("peak_bytes", "kept_bytes", "streams", "told")
-    return [{name: value for name, value in rank.items() if name not in of_memory} for rank in found]
+    others = ("peak_bytes", "kept_bytes", "streams", "told", "parts")
+    return [{name: value for name, value in rank.items() if name not in others} for rank in found]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,7 +144,8 @@ def test_all_parts_give_the_same_bits(case: str, trained: dict[str, list[dict[st
         if f"{case} {tiers}" in trained:
             assert without_memory(trained[f"{case} {tiers}"]) == expected
     (streamed,) = trained[f"{case} ABC"]
-    assert streamed["streams"] == streamed["sub_groups"]
+    assert streamed["streams"] == (streamed["sub_groups"] if STREAMS else 0)
+    assert [part for part in streamed["parts"] if part != "gloo"] == PARTS + LARGER_PARTS
     assert (streamed["sub_groups"] > 1) == ("sub_group" in CASES[case])
     # It has trained: no loss like another, and no step left out unless it overflowed.
     assert len(set(streamed["losses"])) == len(streamed["losses"])
@@ -156,19 +172,22 @@ def test_the_bits_are_those_without_offload(case: str, trained: dict[str, list[d
         assert found["norms"] == pytest.approx(expected["norms"], rel=CLIPPED)
 
 
+@for_pools
 def test_memory_is_that_of_what_is_in_use(trained: dict[str, list[dict[str, Any]]]) -> None:
     whole, pools, streamed = (trained[f"bfloat16 {tiers}"][0]["peak_bytes"] for tiers in TIERS)
     # DeepSpeed's own pool of parameters: 5 buffers of 10^8 elements.
     assert whole > 1_000_000_000
     assert pools < 400_000_000
-    # Masters and moments are 12 bytes for each of 3 million parameters.
-    assert streamed < pools - 20_000_000
+    if STREAMS:
+        # Masters and moments are 12 bytes for each of 3 million parameters.
+        assert streamed < pools - 20_000_000
 
 
 def test_two_ranks(trained: dict[str, list[dict[str, Any]]]) -> None:
     found = trained["ranks ABC"]
     assert without_memory(found) == without_memory(trained["ranks A"])
-    assert found[0]["streams"] == found[0]["sub_groups"] > 1
+    assert found[0]["sub_groups"] > 1
+    assert found[0]["streams"] == (found[0]["sub_groups"] if STREAMS else 0)
     assert found[0]["weights"] == found[1]["weights"]
     assert found[0]["norms"] == found[1]["norms"]
     assert found[0]["losses"] != found[1]["losses"]
@@ -181,7 +200,7 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
         assert without_memory(trained[f"loaded ABC {tiers}"]) == expected
     # DeepSpeed's own begins with moments of zeros again.
     assert expected[0]["losses"][0] == trained["loaded A A"][0]["losses"][0]
-    assert expected[0]["losses"] != trained["loaded A A"][0]["losses"]
+    assert (expected[0]["losses"] != trained["loaded A A"][0]["losses"]) == STREAMS
     # It has gone on: not from the start, and not from where the checkpoint is.
     assert expected[0]["losses"][0] != trained["saved A"][0]["losses"][0]
     assert expected[0]["weights"] != trained["saved A"][0]["weights"]
@@ -200,6 +219,7 @@ def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict
     assert (planned["sub_groups"] > 1) == ("sub_group" in CASES.get(case, RANKS))
 
 
+@for_streaming
 @pytest.mark.parametrize("kept", ["some kept", "all kept"])
 def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     for run in ("bfloat16", "saved"):
@@ -226,7 +246,7 @@ def alone(folder: Path, **options: Any) -> subprocess.Popen[str]:
     programs.mkdir(parents=True)
     file = folder / "run.json"
     tiers = options.get("tiers", "ABC")
-    file.write_text(json.dumps([{"folder": str(folder), "steps": 3} | options]))
+    file.write_text(json.dumps([{"folder": str(folder), "steps": 3} | options | IN_MEMORY]))
     variables = environment(MEMASCEND_DEEPSPEED_TIERS=tiers, PATH=str(programs))
     for name in ("CC", "CXX"):
         variables.pop(name, None)
@@ -240,10 +260,11 @@ def test_no_compiler_is_needed(trained: dict[str, list[dict[str, Any]]], tmp_pat
     assert process.returncode == 0, err
     assert "gloo in place of compiled collectives" in err
     found = json.loads(out.splitlines()[-1])
-    assert found["streams"] == 1
+    assert found["streams"] == STREAMS
     assert found["losses"] == trained["bfloat16 ABC"][0]["losses"][:3]
 
 
+@for_pools
 @pytest.mark.parametrize("tiers", ["A", "ABC"])
 def test_a_swap_file_that_was_cut_ends_training(tiers: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     (found,) = trained[f"cut {tiers}"]
@@ -254,6 +275,7 @@ def test_a_swap_file_that_was_cut_ends_training(tiers: str, trained: dict[str, l
 
 
 @pytest.mark.root
+@for_pools
 @pytest.mark.parametrize("tiers", ["A", "ABC"])
 def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
     with lab.mounted("ext4", 96 * MIB, tmp_path / "drive") as drive:
@@ -338,17 +360,16 @@ def changed(before: dict[tuple[str, str], dict[str, Any]]) -> set[tuple[str, str
     }
 
 
-PARTS = ["async_io", "pin_memory", "cpu_adam", "fused_adam"]
-LARGER_PARTS = ["parameter pools", "gradients", "streaming step", "loading of checkpoints"]
-
-
 def test_uninstall_leaves_nothing(stock: types.ModuleType) -> None:
     assert memascend.deepspeed.installed() == []
     before = everything()
     parts = memascend.deepspeed.install()
     assert [part for part in parts if part != "gloo"] == PARTS + LARGER_PARTS
     names = {name for _, _, name in changed(before)}
-    assert {"async_io", "_deepspeed_pin_memory_op_module", "is_compatible", "step", "has_overflow"} <= names
+    expected = {"async_io", "is_compatible"}
+    if STREAMS:
+        expected |= {"_deepspeed_pin_memory_op_module", "step", "has_overflow"}
+    assert expected <= names
     installed = everything()
     assert memascend.deepspeed.install() == parts == memascend.deepspeed.installed()
     assert not changed(installed)
@@ -359,7 +380,20 @@ def test_uninstall_leaves_nothing(stock: types.ModuleType) -> None:
     assert not changed(before)
 
 
-def test_operators_are_known_to_be_there(stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[True, False], ids=["at import", "when needed"])
+def asks(request: pytest.FixtureRequest, stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have DeepSpeed find out which operators there are when it is imported, as before 0.19.8, or when it needs to."""
+    operators = sys.modules["deepspeed.ops"]
+    known = dict(operators.__compatible_ops__)
+    if not request.param:
+        if "__getattr__" not in vars(operators):
+            pytest.skip(f"DeepSpeed {installed_version} does so when it is imported")
+        return
+    monkeypatch.delattr(operators, "__getattr__", raising=False)
+    monkeypatch.setattr(operators, "__compatible_ops__", known, raising=False)
+
+
+def test_operators_are_known_to_be_there(asks: None, stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed.ops
 
     # As on a machine without libaio, whatever this one has.
@@ -367,7 +401,10 @@ def test_operators_are_known_to_be_there(stock: types.ModuleType, monkeypatch: p
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     monkeypatch.setattr(type(ALL_OPS["async_io"]), "is_compatible", lambda self, verbose=False: False)
-    vars(deepspeed.ops).pop("__compatible_ops__", None)
+    if hasattr(deepspeed.ops, "__getattr__"):
+        vars(deepspeed.ops).pop("__compatible_ops__", None)
+    else:
+        monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "async_io", False)
     assert not deepspeed.ops.__compatible_ops__["async_io"]
     memascend.deepspeed.install()
     assert deepspeed.ops.__compatible_ops__["async_io"]
@@ -376,7 +413,36 @@ def test_operators_are_known_to_be_there(stock: types.ModuleType, monkeypatch: p
         _ = AsyncIOBuilder().load().gds_handle
     memascend.deepspeed.uninstall()
     assert not deepspeed.ops.__compatible_ops__["async_io"]
-    vars(deepspeed.ops).pop("__compatible_ops__", None)
+    if hasattr(deepspeed.ops, "__getattr__"):
+        vars(deepspeed.ops).pop("__compatible_ops__", None)
+
+
+def test_collectives_are_known_to_be_missing(
+    asks: None, stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if not hasattr(deepspeed.ops, "__getattr__"):
+        monkeypatch.setitem(deepspeed.ops.__compatible_ops__, builder.NAME, True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gloo" in memascend.deepspeed.install()
+    assert not builder.is_compatible()
+    assert not deepspeed.ops.__compatible_ops__[builder.NAME]
+
+
+def test_a_deepspeed_without_an_operator_for_pinned_memory(
+    stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed.ops.op_builder.cpu
+
+    for package in (deepspeed.ops.op_builder, deepspeed.ops.op_builder.cpu):
+        monkeypatch.delattr(package, "PinMemoryBuilder", raising=False)
+    parts = memascend.deepspeed.install()
+    assert "async_io" in parts
+    assert "pin_memory" not in parts
+    assert not hasattr(sys, "_deepspeed_pin_memory_op_module")
 
 
 @pytest.mark.parametrize("version", ["0.17.9", "0.20.0", "0.20.1+cpu", "1.0"])
@@ -388,16 +454,47 @@ def test_other_versions_are_left_alone(version: str, stock: types.ModuleType, mo
     assert not changed(before)
 
 
-@pytest.mark.parametrize("name", ["step", "partition_grads", "SwapBufferManager", "PartitionedOptimizerSwapper"])
-def test_unknown_code_is_left_alone(name: str, stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+#: What each piece of DeepSpeed's code is needed for, by the number of larger parts that do without it.
+NEEDED = {
+    "SwapBufferManager": 0,
+    "PartitionedOptimizerSwapper": 0,
+    "partition_grads": 1,
+    "step": 2,
+    "load_checkpoint": 3,
+}
+
+
+@for_streaming
+@pytest.mark.parametrize("name", NEEDED)
+def test_parts_that_need_unknown_code_are_left_out(
+    name: str, stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from memascend.integrations.deepspeed import versions
 
     monkeypatch.setitem(versions.KNOWN, name, {"0123456789abcdef"})
     before = everything()
-    with pytest.warns(UserWarning, match=rf"does not know: {name}\. "):
+    fitting, left_out = ALL_LARGER_PARTS[: NEEDED[name]], ALL_LARGER_PARTS[NEEDED[name] :]
+    with pytest.warns(UserWarning, match=rf"leaves out its {', '.join(left_out)} with .* does not know: {name}\. "):
         parts = memascend.deepspeed.install()
-    assert [part for part in parts if part != "gloo"] == PARTS
-    assert not {"step", "partition_grads", "SwapBufferManager"} & {name for _, _, name in changed(before)}
+    assert [part for part in parts if part != "gloo"] == PARTS + fitting
+    replaced = {"SwapBufferManager": 1, "partition_grads": 2, "step": 3, "load_checkpoint": 4}
+    expected = {changed_name for changed_name, part in replaced.items() if part <= len(fitting)}
+    assert replaced.keys() & {changed_name for _, _, changed_name in changed(before)} == expected
+
+
+@for_streaming
+def test_parts_that_cannot_be_imported_are_left_out(stock: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero import stage3
+
+    from memascend.integrations.deepspeed import gradients
+
+    # Its import asks for the method.
+    monkeypatch.delattr(stage3.DeepSpeedZeroOptimizer_Stage3, "partition_grads")
+    monkeypatch.delitem(sys.modules, gradients.__name__)
+    monkeypatch.delattr(sys.modules[gradients.__package__], "gradients")
+    with pytest.warns(UserWarning, match=r"leaves out its gradients, .* does not know: partition_grads\. "):
+        parts = memascend.deepspeed.install()
+    assert [part for part in parts if part != "gloo"] == PARTS + ALL_LARGER_PARTS[:1]
 
 
 def test_a_method_that_is_gone_is_unknown(stock: types.ModuleType) -> None:
@@ -992,6 +1089,8 @@ def test_lists_of_tensors(deepspeed: types.ModuleType) -> None:
 
 @pytest.fixture
 def pins(deepspeed: types.ModuleType) -> Any:
+    if not STREAMS:
+        pytest.skip(f"DeepSpeed {installed_version} has no operator for pinned memory")
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
     return PinMemoryBuilder().load().pin_handle()

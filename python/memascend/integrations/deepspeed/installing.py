@@ -133,65 +133,135 @@ def _operators() -> Iterator[Part]:
         fused_adam = _module("fused_adam", multi_tensor_adam=adam.multi_tensor_adam)
         modules.append((fused_adam, "FusedAdamBuilder", "compiled fused Adam"))
     for module, builder, replaces in modules:
+        classes = _builders(builder)
+        if not classes:
+            # DeepSpeed before 0.19.5 has no operator for pinned memory: it asks its handles of files for that.
+            continue
         part = Part(module.__name__, replaces)
         for package in _builder_packages():
             part.set_item(package.builder.OpBuilder._loaded_ops, module.__name__, module)
         if module is pin_memory:
             part.set_attribute(sys, _PIN_MEMORY_ATTRIBUTE, module)
-        for cls in _builders(builder):
-            part.set_attribute(cls, "is_compatible", lambda self, verbose=False: True)
+        _set_compatible(part, classes, True)
         yield part
 
     if not _can_compile():
         # DeepSpeed raises where it finds that it cannot; gloo carries on alone.
         part = Part("gloo", "compiled collectives, which need ninja and a compiler")
-        for cls in _builders("ShareMemCommBuilder"):
-            part.set_attribute(cls, "is_compatible", lambda self, verbose=False: False)
+        _set_compatible(part, _builders("ShareMemCommBuilder"), False)
         yield part
 
     _forget_compatible()
 
 
+def _set_compatible(part: Part, classes: list[type], value: bool) -> None:
+    """Have builders say whether what they build can be used here, and DeepSpeed know it if it has asked before."""
+    operators = importlib.import_module("deepspeed.ops")
+    for cls in classes:
+        part.set_attribute(cls, "is_compatible", lambda self, verbose=False: value)
+        if not _asks_when_needed(operators):
+            part.set_item(operators.__compatible_ops__, vars(cls)["NAME"], value)
+
+
 def _forget_compatible() -> None:
-    """Have DeepSpeed find out anew which of its operators there are."""
+    """Have DeepSpeed find out anew which of its operators there are, if it does not do so once, when imported."""
     operators = sys.modules.get("deepspeed.ops")
-    if operators is not None:
+    if operators is not None and _asks_when_needed(operators):
         vars(operators).pop("__compatible_ops__", None)
 
 
+def _asks_when_needed(operators: ModuleType) -> bool:
+    """Return whether DeepSpeed finds out when it needs to which operators there are: since 0.19.8."""
+    return "__getattr__" in vars(operators)
+
+
+@dataclass(frozen=True)
+class _LargerPart:
+    """A part that follows DeepSpeed's own code: what of that code is unknown, and how to put the part in force."""
+
+    name: str
+    replaces: str
+    unknown: Callable[[], list[str]]
+    apply: Callable[[Part], None]
+
+
 def _memory(version: str, streaming: bool) -> Iterator[Part]:
-    """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step."""
-    from deepspeed.runtime import engine
+    """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step.
+
+    Each part needs those before it. From the first whose code is not known, all stay as they are in DeepSpeed.
+    """
+    larger = [
+        _LargerPart("parameter pools", "one pool of the largest parameter", _unknown_to_pools, _apply_pools),
+        _LargerPart(
+            "gradients",
+            "a copy of all gradients, and checks with temporaries",
+            _unknown_to_gradients,
+            _apply_gradients,
+        ),
+    ]
+    if streaming:
+        larger += [
+            _LargerPart("streaming step", "buffers for whole sub-groups", _unknown_to_streaming, _apply_streaming),
+            _LargerPart(
+                "loading of checkpoints",
+                "one that leaves out what is not in swap files",
+                _unknown_to_loading,
+                _apply_loading,
+            ),
+        ]
+    for index, of_version in enumerate(larger):
+        try:
+            unknown = of_version.unknown()
+        except (ImportError, KeyError, AttributeError) as error:
+            unknown = [str(error.args[0])]
+        if unknown:
+            _warn_of_parts(version, [part.name for part in larger[index:]], unknown)
+            return
+        part = Part(of_version.name, of_version.replaces)
+        of_version.apply(part)
+        yield part
+
+
+def _unknown_to_pools() -> list[str]:
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.swap_tensor import utils as swap_utils
-    from deepspeed.runtime.zero import partition_parameters, stage3
 
-    try:
-        from memascend.integrations.deepspeed import buffers, checkpoints, gradients, parameters
-        from memascend.integrations.deepspeed import streaming as steps
-    except (ImportError, KeyError, AttributeError) as error:
-        _warn_of_parts(version, [str(error)])
-        return
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
-    changed = [
+    return [
         *versions.unknown(partitioned_param_swapper, "AsyncPartitionedParameterSwapper"),
         *versions.unknown(swap_utils, "SwapBufferManager"),
         *versions.unknown(optimizer_utils, "OptimizerSwapper"),
         *versions.unknown(partitioned_optimizer_swapper, "PartitionedOptimizerSwapper"),
-        *versions.unknown(stage3, optimizer.__name__, [*gradients.METHODS, *steps.METHODS]),
-        *versions.unknown(engine, "DeepSpeedEngine", list(checkpoints.METHODS)),
     ]
-    if changed:
-        _warn_of_parts(version, changed)
-        return
+
+
+def _apply_pools(part: Part) -> None:
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+    from deepspeed.runtime.zero import partition_parameters
+
+    from memascend.integrations.deepspeed import buffers, parameters
 
     # Else malloc keeps what zero.Init and each layer leave behind: 1.0 GB of a Llama with 0.44 billion parameters.
     return_large_blocks_to_system()
-    part = Part("parameter pools", "one pool of the largest parameter")
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
     part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
+
+
+def _unknown_to_gradients() -> list[str]:
+    from deepspeed.runtime.zero import stage3
+
+    from memascend.integrations.deepspeed import gradients
+
+    return versions.unknown(stage3, gradients.Optimizer.__name__, list(gradients.METHODS))
+
+
+def _apply_gradients(part: Part) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from memascend.integrations.deepspeed import gradients
+
+    for name, method in gradients.METHODS.items():
+        part.set_attribute(gradients.Optimizer, name, method)
+    # All options are of this part and of the step.
     initialize_params = DeepSpeedConfig._initialize_params
 
     def read_options(self: Any, param_dict: dict[str, Any]) -> None:
@@ -199,29 +269,48 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
         initialize_params(self, param_dict)
 
     part.set_attribute(DeepSpeedConfig, "_initialize_params", read_options)
-    yield part
-    part = Part("gradients", "a copy of all gradients, and checks with temporaries")
-    for name, method in gradients.METHODS.items():
-        part.set_attribute(optimizer, name, method)
-    yield part
-    if streaming:
-        part = Part("streaming step", "buffers for whole sub-groups")
-        for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
-            part.set_attribute(stage3, name, steps.in_place_of(getattr(stage3, name)))
-        for name, replaced in steps.METHODS.items():
-            part.set_attribute(optimizer, name, replaced)
-        yield part
-        part = Part("loading of checkpoints", "one that leaves out what is not in swap files")
-        for name, load in checkpoints.METHODS.items():
-            part.set_attribute(engine.DeepSpeedEngine, name, load)
-        yield part
 
 
-def _warn_of_parts(version: str, changed: list[str]) -> None:
+def _unknown_to_streaming() -> list[str]:
+    from deepspeed.runtime.zero import stage3
+
+    from memascend.integrations.deepspeed import streaming
+
+    return versions.unknown(stage3, streaming.Optimizer.__name__, list(streaming.METHODS))
+
+
+def _apply_streaming(part: Part) -> None:
+    from deepspeed.runtime.zero import stage3
+
+    from memascend.integrations.deepspeed import streaming
+
+    for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
+        part.set_attribute(stage3, name, streaming.in_place_of(getattr(stage3, name)))
+    for name, replaced in streaming.METHODS.items():
+        part.set_attribute(streaming.Optimizer, name, replaced)
+
+
+def _unknown_to_loading() -> list[str]:
+    from deepspeed.runtime import engine
+
+    from memascend.integrations.deepspeed import checkpoints
+
+    return versions.unknown(engine, "DeepSpeedEngine", list(checkpoints.METHODS))
+
+
+def _apply_loading(part: Part) -> None:
+    from deepspeed.runtime import engine
+
+    from memascend.integrations.deepspeed import checkpoints
+
+    for name, load in checkpoints.METHODS.items():
+        part.set_attribute(engine.DeepSpeedEngine, name, load)
+
+
+def _warn_of_parts(version: str, parts: list[str], unknown: list[str]) -> None:
     warnings.warn(
-        f"memascend.deepspeed replaces the operators of DeepSpeed {version} but not its swappers, gradients and step, "
-        f"whose code it does not know: {', '.join(changed)}. Versions of DeepSpeed that it knows: "
-        f"{versions.KNOWN_VERSIONS}",
+        f"memascend.deepspeed leaves out its {', '.join(parts)} with DeepSpeed {version}, whose code it does not know: "
+        f"{', '.join(unknown)}. Every part is in force with DeepSpeed {versions.KNOWN_VERSIONS}",
         stacklevel=4,
     )
 

@@ -1,0 +1,46 @@
+"""memascend behind versions of DeepSpeed other than the one that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import deepspeed_versions
+import needs
+import pytest
+
+if importlib.util.find_spec("deepspeed") is None:
+    needs.unmet("deepspeed", "deepspeed is not installed")
+
+
+def test_the_versions_are_those_that_are_promised() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from memascend.integrations.deepspeed import uninstall, versions
+
+        uninstall()
+    first, *_, complete = deepspeed_versions.FIRST
+    assert first == versions.FIRST_VERSION
+    assert complete == versions.KNOWN_VERSIONS.split()[0]
+    packages = tomllib.loads((deepspeed_versions.ROOT / "pyproject.toml").read_text())
+    (required,) = (
+        name for name in packages["project"]["optional-dependencies"]["test"] if name.startswith("deepspeed")
+    )
+    assert required == f"deepspeed>={first.removesuffix('.0')},<{versions.END_VERSION}"
+
+
+def test_other_bits_are_told_unless_deepspeed_has_them_too() -> None:
+    newest = deepspeed_versions.Result("2", trained={"a ABC": 1, "a none": 1, "b ABC": 2, "b none": 2})
+    older = deepspeed_versions.Result("1", trained={"a ABC": 3, "a none": 1, "b ABC": 4, "b none": 4, "c ABC": 0})
+    assert older.same(newest) == (["a none"], ["a ABC"])
+    assert newest.same(newest) == (list(newest.trained), [])
+
+
+@pytest.mark.soak
+def test_the_first_versions(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-P", deepspeed_versions.__file__, "--folder", str(tmp_path)])
+    assert done.returncode == 0
