@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python deepspeed asan fuzz wheel lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed asan fuzz wheel wheels lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,17 @@ deepspeed: $(STAMPS)/wheel $(STAMPS)/test ## test with the first and last versio
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 
+# zig links for glibc 2.28, whatever this machine has, which is that of PyTorch's wheels.
+RELEASE := dist/release
+wheels: $(STAMPS)/release ## build the wheel for other machines (manylinux_2_28) and the sdist into dist/release, and check them
+	rm -rf $(RELEASE)
+	PATH="$(ROOT)/$(BIN):$$PATH" maturin build --release --quiet --zig --compatibility manylinux_2_28 --out $(RELEASE)
+	$(BIN)/maturin sdist --quiet --out $(RELEASE)
+	$(BIN)/auditwheel show $(RELEASE)/*.whl
+	$(BIN)/abi3audit --strict $(RELEASE)/*.whl
+	$(BIN)/check-wheel-contents $(RELEASE)/*.whl
+	$(BIN)/twine check --strict $(RELEASE)/*
+
 lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
@@ -123,6 +134,10 @@ $(STAMPS)/test: $(STAMPS)/wheel
 
 $(STAMPS)/dev: $(STAMPS)/wheel
 	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
+	touch $@
+
+$(STAMPS)/release: $(STAMPS)/venv
+	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine
 	touch $@
 
 $(STAMPS)/docs: $(STAMPS)/wheel
