@@ -59,6 +59,13 @@ def test_sub_groups_are_made_of_each_ranks_parts(written: Callable[..., Path]) -
     shapes = found.shapes(NUMELS, 2)
     assert shapes.sub_groups == [[1 << 18, 50, 1 << 18], [350_001]]
     assert shapes.params == [1 << 18, 50, 1 << 18, 350_001]
+    assert shapes.streamed_states == 12 * sum(shapes.params)
+
+
+@pytest.mark.parametrize(("block_size", "streamed"), [(1 << 17, sum(NUMELS) - 100), (1 << 22, 0)])
+def test_small_sub_groups_are_not_streamed(block_size: int, streamed: int, written: Callable[..., Path]) -> None:
+    file = written(zero_optimization=ZERO | {"sub_group_size": 0}, aio={"block_size": block_size})
+    assert read(file).shapes(NUMELS, 1).streamed_states == 12 * streamed
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,7 @@ def test_traffic_of_deepspeed_is_that_of_its_formula(written: Callable[..., Path
     assert sum(line.stock for line in found) == expected
     ours = {line.name: line.ours for line in found}
     assert ours["gradients"] == total * 4 and ours["masters and moments"] == total * 24
+    shapes = read(written(memascend={"states": "bfloat16"})).shapes(NUMELS, 1)
     halves = traffic(shapes, Decision([], keeps_gradients=True, kept_states=total), moment_itemsize=2, passes=3)
     assert [line.ours for line in halves] == [ours["weights"], total * (16 - 2), 0]
     on_cpu = read(written(zero_optimization=ZERO | {"offload_optimizer": {"device": "cpu"}})).shapes(NUMELS, 1)

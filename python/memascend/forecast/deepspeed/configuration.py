@@ -40,6 +40,8 @@ class Configuration:
     buffer_size: int
     max_in_cpu: int
     swaps_states: bool
+    #: Sub-groups whose masters have fewer bytes stay in memory.
+    swappable_bytes: int
     options: Options
     #: What was taken for "auto".
     notes: list[str] = field(default_factory=list)
@@ -47,18 +49,19 @@ class Configuration:
     def shapes(self, numels: Sequence[int], ranks: int) -> Shapes:
         """Return what a plan is made of, for parameters of these sizes: each is cut into as many parts as ranks."""
         parts = [-(-numel // ranks) for numel in numels]
-        moment_itemsize = _ITEMSIZES[self.options.states]
-        streamed = sum(parts) * (stock.MASTER_BYTES + 2 * moment_itemsize) if self.swaps_states else 0
+        sub_groups = stock.sub_groups(parts, self.sub_group_size)
+        sizes = map(sum, sub_groups) if self.swaps_states else ()
+        streamed = sum(numel for numel in sizes if numel * stock.MASTER_BYTES >= self.swappable_bytes)
         return Shapes(
             params=parts,
-            sub_groups=stock.sub_groups(parts, self.sub_group_size),
+            sub_groups=sub_groups,
             itemsize=_ITEMSIZES[self.dtype],
             buffer_count=self.buffer_count,
             buffer_size=self.buffer_size,
             max_in_cpu=self.max_in_cpu,
             gradient_itemsize=_ITEMSIZES[self.gradient_dtype],
             accumulates=self.passes > 1,
-            streamed_states=streamed,
+            streamed_states=streamed * (stock.MASTER_BYTES + 2 * _ITEMSIZES[self.options.states]),
             swaps_states=self.swaps_states,
         )
 
@@ -127,6 +130,7 @@ class _Reader:
             buffer_size=self.number(offload, "buffer_size", stock.PARAMETER_BUFFER_ELEMENTS) if swaps_params else 0,
             max_in_cpu=self.number(offload, "max_in_cpu", MAX_IN_CPU) if swaps_params else ALL_IN_CPU,
             swaps_states=swaps_states,
+            swappable_bytes=max(stock.SWAPPABLE_BYTES, self.number(("aio",), "block_size", 0)),
             options=options,
             notes=self.notes,
         )
@@ -147,11 +151,10 @@ class _Reader:
             raise self.wrong(f"it offloads nothing to NVMe, so memascend has no host memory to save: {_REMEDY}")
         if devices[1] == "none":
             raise self.wrong(f"it offloads weights alone, which memascend leaves to DeepSpeed: {_REMEDY}")
+        optimizer = self.section("zero_optimization", "offload_optimizer")
         theirs = {
             "zero_optimization.zenflow": zero.get("zenflow"),
-            "zero_optimization.offload_optimizer.super_offload": self.section(
-                "zero_optimization", "offload_optimizer"
-            ).get("super_offload"),
+            "zero_optimization.offload_optimizer.super_offload": optimizer.get("super_offload"),
             "aio.use_gds": self.section("aio").get("use_gds"),
             "optimizer.type Muon": str(self.section("optimizer").get("type", "")).lower() == "muon",
         }

@@ -109,16 +109,16 @@ def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: in
     Weights are read in the forward and the backward pass of each of `passes` batches, and written once. DeepSpeed
     writes and reads gradients in float32, memascend in their own dtype unless they stay in memory.
     """
-    total = sum(shapes.params)
     swapped = itertools.chain.from_iterable(shapes.sub_groups[len(_staying(shapes)) :])
     weights = sum(numel for numel in swapped if stock.is_swapped(numel, shapes.itemsize))
     weights *= (2 * passes + 1) * shapes.itemsize
     found = [Line("weights", weights, weights)]
     if shapes.swaps_states:
-        gradients = 0 if decision.keeps_gradients else 2 * total * shapes.gradient_itemsize
-        states = total * (stock.MASTER_BYTES + 2 * moment_itemsize) - decision.kept_states
-        found.append(Line("masters and moments", 2 * total * 3 * stock.MASTER_BYTES, 2 * states))
-        found.append(Line("gradients", 2 * total * stock.MASTER_BYTES, gradients))
+        numel = shapes.streamed_states // (stock.MASTER_BYTES + 2 * moment_itemsize)
+        gradients = 0 if decision.keeps_gradients else 2 * numel * shapes.gradient_itemsize
+        states = 2 * (shapes.streamed_states - decision.kept_states)
+        found.append(Line("masters and moments", 2 * numel * 3 * stock.MASTER_BYTES, states))
+        found.append(Line("gradients", 2 * numel * stock.MASTER_BYTES, gradients))
     return found
 
 
