@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import subprocess
 import sys
@@ -110,8 +111,15 @@ def result_of(version: str, folder: Path) -> Result:
         names = [Path(run["folder"]).name.removeprefix("run ") for run in json.loads(runs.read_text())]
         for name, ranks in zip(names, json.loads(found.read_text()), strict=True):
             if not any(rank["error"] for rank in ranks):
-                result.trained[name] = [{bits: rank[bits] for bits in BITS} for rank in ranks]
+                result.trained[name] = [bits(rank) for rank in ranks]
     return result
+
+
+def bits(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank has found that is the same with every version."""
+    # Of a step that is left out versions before 0.19.8 tell the norm of the step before, which is 0 at first.
+    norms = [norm if 0 < norm < math.inf else None for norm in found["norms"]]
+    return {name: found[name] for name in BITS} | {"norms": norms}
 
 
 def main() -> int:

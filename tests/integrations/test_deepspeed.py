@@ -149,9 +149,10 @@ def test_all_parts_give_the_same_bits(case: str, trained: dict[str, list[dict[st
     assert (streamed["sub_groups"] > 1) == ("sub_group" in CASES[case])
     # It has trained: no loss like another, and no step left out unless it overflowed.
     assert len(set(streamed["losses"])) == len(streamed["losses"])
-    infinite = [not math.isfinite(norm) for norm in streamed["norms"]]
-    assert streamed["skipped"] == sum(infinite)
-    assert (0 < sum(infinite) < len(infinite)) == (CASES[case].get("dtype") == "float16")
+    # Old versions of DeepSpeed tell no norm of a step that is left out: it is the norm of the step before, at first 0.
+    overflowed = [norm == 0 or not math.isfinite(norm) for norm in streamed["norms"]]
+    assert streamed["skipped"] == sum(overflowed)
+    assert (0 < sum(overflowed) < len(overflowed)) == (CASES[case].get("dtype") == "float16")
 
 
 @pytest.mark.parametrize("case", CASES)
