@@ -320,3 +320,36 @@ def test_groups_of_a_model() -> None:
     assert all("proj" in names[id(parameter)] for parameter in matrices["params"])
     assert {names[id(parameter)] for parameter in rest["params"]} >= {"lm_head.weight", "model.embed_tokens.weight"}
     assert len(matrices["params"]) + len(rest["params"]) == len(names)
+
+
+# ---- what is read ------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on gradients of large matrices are projected when they are captured, accumulated ones too."""
+    variant = "apollo of a large rank"
+    monkeypatch.setitem(VARIANTS, variant, (memascend.Apollo, {"rank": 100}, HALF))
+    model = memascend.fuse_loss(build(variant))
+    expected = Run(model, "llama", make(variant, model)).go(3)
+    model = offloaded(build(variant), host_memory=tiny.smallest_budget(build(variant)))
+    run = Run(model, "llama", make(variant, model)).go(1)
+    session = find_offload(model)
+    taken = []
+
+    class Counting:
+        """The runtime, which notes what is projected."""
+
+        def __init__(self, runtime: Any) -> None:
+            self.runtime = runtime
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("take_projected", "project_gradient"):
+                taken.append(name)
+            return getattr(self.runtime, name)
+
+    monkeypatch.setattr(session, "runtime", Counting(session.runtime))
+    run.go(3, 1)
+    large = [p for p in session.places if not p.tensor.packed and p.shape != (tiny.VOCABULARY, tiny.WIDE)]
+    assert taken == 2 * len(large) * ["take_projected"]
+    assert any(place.projected[1] * 2 > 65536 for place in large), "one is put aside in several chunks"
+    same(run.state(), expected.state())

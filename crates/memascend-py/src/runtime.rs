@@ -514,7 +514,8 @@ impl Runtime {
     }
 
     /// As `capture` of the whole gradient of a tensor that moves alone, whose projection is put aside
-    /// in `projected`: a gradient of float32 that holds as many numbers as `Projection.numbers`.
+    /// in `projected`: a gradient of bfloat16, which chunks of any model hold, of two elements for each
+    /// of `Projection.numbers`.
     #[allow(clippy::too_many_arguments)]
     fn capture_projected(
         &self,
@@ -537,7 +538,7 @@ impl Runtime {
                 gradients.capture_and_project(id, 0, source, numel, accumulate, Some(&mut projector))
             }?;
             let numbers = ProjectedGradient::new(projection, projector).into_numbers();
-            let (address, count) = (numbers.as_ptr().cast::<u8>(), numbers.len());
+            let (address, count) = (numbers.as_ptr().cast::<u8>(), 2 * numbers.len());
             // SAFETY: the numbers are ours, and live until the end of the call.
             unsafe { gradients.capture(GradientId(projected), 0, address, count, false) }?;
             Ok(stats)
@@ -556,8 +557,8 @@ impl Runtime {
         let (parts, projection, id) = (self.parts()?, projection.get().0, GradientId(projected));
         py.detach(|| {
             let mut numbers = Vec::with_capacity(ProjectedGradient::numbers(&projection));
-            let room = numbers.capacity();
-            parts.gradients.visit(id, 0, room, |piece| {
+            let halves = 2 * ProjectedGradient::numbers(&projection);
+            parts.gradients.visit(id, 0, halves, |piece| {
                 numbers.extend(piece.as_chunks().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)));
             })?;
             parts.gradients.clear(id);

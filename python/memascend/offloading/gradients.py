@@ -185,7 +185,7 @@ class GradientCapture:
         if place.projected is None or place.projected[1] != projection.numbers:
             name = f"{place.name}.projected"
             number = self.runtime.create_gradient(
-                place.tensor.unit.index, name, "float32", projection.numbers, "float32"
+                place.tensor.unit.index, name, "bfloat16", 2 * projection.numbers, "bfloat16"
             )
             place.projected = number, projection.numbers
         place.sum_squares, place.non_finite = self.runtime.capture_projected(
