@@ -140,7 +140,6 @@ class StepScalars:
         maximize: bool,
         seed: int,
     ) -> StepScalars: ...
-
     @staticmethod
     def apollo(
         lr: float, weight_decay: float, step: int, *, grad_scale: float, maximize: bool, seed: int

@@ -326,7 +326,7 @@ def test_groups_of_a_model() -> None:
 
 
 def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on gradients of large matrices are projected when they are captured, accumulated ones too."""
+    """From the second step on gradients of large matrices are projected when they are captured."""
     variant = "apollo of a large rank"
     monkeypatch.setitem(VARIANTS, variant, (memascend.Apollo, {"rank": 100}, HALF))
     model = memascend.fuse_loss(build(variant))

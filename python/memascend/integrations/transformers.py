@@ -32,9 +32,9 @@ from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names
 from memascend.integrations.trainer_arguments import (
     MemascendArguments,
     OffloadArguments,
+    apollo_groups_with_decay,
     check,
     open_model,
-    apollo_groups_with_decay,
     optimizer_of,
 )
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog

@@ -96,6 +96,13 @@ class Apollo(OffloadedOptimizer):
         _check_group(self.defaults | param_group)
         super().add_param_group(param_group)
 
+    def _prepare(self, groups: Iterable[dict[str, Any]]) -> None:
+        groups = list(groups)
+        super()._prepare(groups)
+        for group in groups:
+            if group["rank"] is not None:
+                projected.note_memory((self._homes.of(parameter) for parameter in group["params"]), int(group["rank"]))
+
     # ---- the algorithm ---------------------------------------------------------------------------
 
     def _algorithm(self, group: dict[str, Any]) -> str:
@@ -219,9 +226,7 @@ class ApolloMini(Apollo):
         **options: Any,
     ) -> None:
         """Make room for the states of every parameter."""
-        super().__init__(
-            params, lr, betas, eps, weight_decay, rank=rank, scale=scale, scale_type=scale_type, **options
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, rank=rank, scale=scale, scale_type=scale_type, **options)
 
 
 def apollo_groups(model: nn.Module, rank: int = 256, **options: Any) -> list[dict[str, Any]]:

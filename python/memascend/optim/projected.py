@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import Projection
+from memascend.common.sizes import format_size
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.optim.homes import OnModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from memascend._memascend import ProjectedGradient
+    from memascend.offloading.session import Session
     from memascend.optim.homes import Home
     from memascend.optim.room import Room
     from memascend.residency.updates import Segment
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 #: The moments in a state dictionary, and the norm of the last step.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = (*MOMENTS, "norm")
+
+
+#: What projecting a gradient may take beside the plan without a notice.
+NOTED_BYTES = 4 << 20
 
 
 def moments_shape(parameter: nn.Parameter, rank: int) -> tuple[int, int, int]:
@@ -54,6 +62,23 @@ def ask(home: Home, rank: int, room: Room) -> None:
             f"rank={rank} of {home.name} is another one than that of its steps so far: make a new optimizer, or set "
             "rank as it was"
         )
+
+
+def note_memory(homes: Iterable[Home], rank: int) -> None:
+    """Tell the models of parameters what projecting a gradient takes beside the plan of host memory, if it is much."""
+    most: dict[Session, int] = {}
+    for home in homes:
+        if isinstance(home, OnModel):
+            projection = Projection(*home.place.shape, rank, 0, 0)
+            # Beside the projector: both moments, and a copy of what was projected.
+            nbytes = projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
+            most[home.session] = max(nbytes, most.get(home.session, 0))
+    for session, nbytes in most.items():
+        if nbytes >= NOTED_BYTES:
+            session.notices.append(
+                f"projections of rank {rank} take up to {format_size(nbytes)} of host memory at a time, which the plan "
+                "does not have: leave as much beside host_memory, or choose a smaller rank"
+            )
 
 
 def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:

@@ -35,7 +35,6 @@ class Room:
         """Ask for the gradient of a tensor of an offloaded model, and for the states that `rule` keeps."""
         self.on_sessions[session].setdefault(tensor, []).append(rule)
 
-
     def add_moments(self, session: Session, place: Place, numel: int) -> None:
         """Ask for the moments of a parameter's projected gradient, `numel` float32 in all."""
         self.on_sessions[session].setdefault(place.tensor, [])
