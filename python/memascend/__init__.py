@@ -24,7 +24,7 @@ from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
-from memascend.optim import SGD, Adam, AdamW, Lion
+from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
 from memascend.runs.resume import (
     Resumed,
@@ -48,6 +48,8 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Apollo",
+    "ApolloMini",
     "BudgetError",
     "CheckpointError",
     "DeviceError",
@@ -58,6 +60,7 @@ __all__ = [
     "PinnedMemoryError",
     "Resumed",
     "StoreError",
+    "apollo_groups",
     "can_resume",
     "checkpoints",
     "close",

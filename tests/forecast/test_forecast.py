@@ -121,6 +121,22 @@ def test_every_published_shape_can_be_planned(file):
     assert 14 < moved["read_bytes_per_parameter"] < 16.4 + activations
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options", "at_most"),
+    [
+        ("apollo", {"states": "8bit"}, 15.5),
+        ("apollo-mini", {}, 14.5),
+        ("apollo", {"master": False, "update": "backward"}, 10.5),
+        ("apollo-mini", {"master": False, "update": "backward"}, 8.5),
+    ],
+)
+def test_apollo_moves_few_bytes(optimizer, options, at_most):
+    file = next(file for file in CONFIGS if file.stem == "llama-3.1-8b")
+    moved = forecast(file, seq_len=128, batch_size=1, optimizer=optimizer, budget=8 << 30, **options)
+    planned = moved["ssd_traffic"]["planned"]
+    assert planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"] <= at_most
+
+
 def test_spare_budget_saves_traffic_until_only_durable_steps_move():
     def run(budget, durability="step"):
         return forecast(CONFIGS[0], seq_len=128, batch_size=1, budget=budget, durability=durability)["ssd_traffic"]
@@ -272,18 +288,29 @@ def test_rounded_gradients_are_those_of_a_real_run(tmp_path, offloaded):
 
 @pytest.mark.parametrize(
     ("optimizer", "states", "master"),
-    [("adamw", "bfloat16", True), ("adamw", "8bit", False), ("lion", "8bit", True), ("sgd", "float32", True)],
+    [
+        ("adamw", "bfloat16", True),
+        ("adamw", "8bit", False),
+        ("lion", "8bit", True),
+        ("sgd", "float32", True),
+        ("apollo", "float32", True),
+        ("apollo-mini", "8bit", False),
+    ],
 )
 def test_other_optimizers_and_states_are_those_of_a_real_run(tmp_path, offloaded, optimizer, states, master):
     model = build(SMALL)
     offloaded(model, host_memory=smallest_budget(model))
     make, _, options = NAMED[optimizer]
-    made = make(model.parameters(), lr=1e-4, states=states, master=master, **options)
+    options = dict(options)
+    projects = "apollo" in optimizer
+    trained = memascend.apollo_groups(model, options.pop("rank")) if projects else model.parameters()
+    made = make(trained, lr=1e-4, states=states, master=master, **options)
     seen = steps(model, made, 4, 1, 1, 128, SMALL.vocab_size)
     kept = {"optimizer": optimizer, "states": states, "master": master}
     found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=1, **kept)
     assert_measured(found, seen)
-    assert ("exp_avg_sq" in as_text(found)) == (optimizer == "adamw")
+    assert ("exp_avg_sq" in as_text(found)) == (optimizer == "adamw" or projects)
+    assert ("moments of projected gradients" in as_text(found)) == projects
     assert ("master low halves" in as_text(found)) == master
 
 

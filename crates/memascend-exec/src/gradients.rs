@@ -12,7 +12,7 @@ use memascend_store::Extent;
 
 use crate::device::{Copies, DeviceGradient, Download};
 use crate::{Pending, Result, Staging, Underway};
-use memascend_kernels::{GRADIENT_BLOCK, GradientStats};
+use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector};
 
 pub use self::dtypes::GradientDtypes;
 pub(crate) use self::dtypes::widen;
@@ -142,6 +142,23 @@ impl Gradients {
         numel: usize,
         accumulate: bool,
     ) -> Result<GradientStats> {
+        // SAFETY: the caller's promise.
+        unsafe { self.capture_and_project(id, start, source, numel, accumulate, None) }
+    }
+
+    /// [`Gradients::capture`], while `projector` projects the result.
+    ///
+    /// # Safety
+    /// As [`Gradients::capture`].
+    pub unsafe fn capture_and_project(
+        &self,
+        id: GradientId,
+        start: usize,
+        source: *const u8,
+        numel: usize,
+        accumulate: bool,
+        mut projector: Option<&mut Projector>,
+    ) -> Result<GradientStats> {
         let record = self.record(id);
         record.check(start, numel);
         if numel == 0 {
@@ -159,11 +176,15 @@ impl Gradients {
                 let target = buffer.narrow(start * element, numel * element);
                 // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an
                 // update that reads it has been waited for before gradients are captured again.
-                dtypes.merge(unsafe { target.as_mut_slice() }, source, accumulate, &mut stats);
+                let target = unsafe { target.as_mut_slice() };
+                dtypes.merge(target, source, accumulate, &mut stats);
+                if let Some(projector) = &mut projector {
+                    projector.add(target);
+                }
             }
             Place::Chunks { extent, chunks } => {
                 record.pending.wait()?;
-                self.capture_chunks(&record, *extent, chunks, 0, source, accumulate, &mut stats)?;
+                self.capture_chunks(&record, *extent, chunks, 0, source, accumulate, &mut stats, projector)?;
             }
         }
         Ok(stats)
@@ -181,6 +202,7 @@ impl Gradients {
         source: &[u8],
         accumulate: bool,
         stats: &mut GradientStats,
+        mut projector: Option<&mut Projector>,
     ) -> Result<()> {
         let (dtypes, pending) = (record.dtypes, &record.pending);
         let part_bytes = self.chunk_elements * dtypes.made_bytes();
@@ -207,7 +229,11 @@ impl Gradients {
                     |index, chunk, length| {
                         let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
                         // SAFETY: the read has ended and the chunk is ours alone.
-                        dtypes.merge(unsafe { target.as_mut_slice() }, part(index), true, stats);
+                        let kept = unsafe { target.as_mut_slice() };
+                        dtypes.merge(kept, part(index), true, stats);
+                        if let Some(projector) = &mut projector {
+                            projector.add(kept);
+                        }
                         self.staging.write_chunk(extent, index * chunk_bytes, chunk, length, pending);
                         Ok(())
                     },
@@ -228,7 +254,11 @@ impl Gradients {
             };
             let target = room.narrow(0, length);
             // SAFETY: the record's lock is held; the room is fresh or belongs to the record.
-            dtypes.merge(unsafe { target.as_mut_slice() }, part, add, stats);
+            let kept = unsafe { target.as_mut_slice() };
+            dtypes.merge(kept, part, add, stats);
+            if let Some(projector) = &mut projector {
+                projector.add(kept);
+            }
             drop(target);
             chunks[index] = match stays {
                 Some(lease) => Chunk::Host(lease),
@@ -515,6 +545,76 @@ impl Gradients {
             }
         }
         Ok(())
+    }
+
+    /// Hands out `numel` elements of a gradient from element `start` on, as they are kept, in pieces and
+    /// in order; a piece of which there is no gradient is zeros.
+    pub fn visit(
+        &self,
+        id: GradientId,
+        start: usize,
+        numel: usize,
+        mut consume: impl FnMut(&[u8]),
+    ) -> Result<()> {
+        let record = self.record(id);
+        record.check(start, numel);
+        let element = record.dtypes.kept_bytes();
+        let place = record.settled();
+        record.pending.wait()?;
+        let (extent, chunks) = match &*place {
+            Place::Packed { buffer } => {
+                let source = buffer.narrow(start * element, numel * element);
+                // SAFETY: the record's lock is held, and no update is under way on a gradient that a
+                // step has not taken yet.
+                consume(unsafe { source.as_slice() });
+                return Ok(());
+            }
+            Place::Chunks { extent, chunks } => (*extent, chunks),
+        };
+        let (bytes, chunk_bytes) = (numel * element, self.chunk_elements * element);
+        let mut index = 0;
+        while index < chunks.len() {
+            let length = chunk_bytes.min(bytes - index * chunk_bytes);
+            let spilled = chunks[index..].iter().take_while(|chunk| matches!(chunk, Chunk::Ssd)).count();
+            if spilled > 0 {
+                let range = index..index + spilled;
+                self.staging.read_chunks(extent, chunk_bytes, range, bytes, |_, chunk, length| {
+                    let source = LeaseSlice::new(chunk, 0, length);
+                    // SAFETY: the read has ended and the chunk is ours alone.
+                    consume(unsafe { source.as_slice() });
+                    Ok(())
+                })?;
+                index += spilled;
+                continue;
+            }
+            if let Chunk::Host(lease) = &chunks[index] {
+                let source = LeaseSlice::new(Arc::clone(lease), 0, length);
+                // SAFETY: the record's lock is held; only captures write its chunks.
+                consume(unsafe { source.as_slice() });
+            } else {
+                consume(&vec![0; length]);
+            }
+            index += 1;
+        }
+        Ok(())
+    }
+
+    /// Projects the gradient that begins at element `start` of a tensor's, as it is kept.
+    pub fn project(
+        &self,
+        id: GradientId,
+        start: usize,
+        projection: Projection,
+        threads: usize,
+    ) -> Result<Projector> {
+        let mut projector = Projector::new(projection, self.record(id).dtypes.kept(), threads);
+        self.visit(id, start, projection.rows * projection.columns, |piece| projector.add(piece))?;
+        Ok(projector)
+    }
+
+    /// The projector of a gradient that is about to be captured into `id`.
+    pub fn projector(&self, id: GradientId, projection: Projection, threads: usize) -> Projector {
+        Projector::new(projection, self.record(id).dtypes.kept(), threads)
     }
 
     fn insert(

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_kernels::{Dtype, Plane, Rule, StepScalars};
+use memascend_kernels::{ChannelFactors, Dtype, Plane, Rule, StepScalars};
 use memascend_mem::Lease;
 use memascend_store::TensorId;
 
@@ -63,6 +63,8 @@ pub struct Segment {
     pub fresh: Vec<bool>,
     /// The segment's weights and gradients in host memory, for a tensor that is not part of a unit.
     pub host: Option<(Address, Address)>,
+    /// The factors of a matrix's channels, for APOLLO: the segment is the whole matrix.
+    pub factors: Option<Arc<ChannelFactors>>,
 }
 
 /// One array of states of a tensor, on the SSD.

@@ -263,6 +263,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
                 scalars,
                 fresh: vec![own_step == 1; rule.planes().len()],
                 host: Some(addresses),
+                factors: None,
             });
         }
         let update = UpdateTensor {

@@ -68,6 +68,7 @@ fn scalars(algorithm: Algorithm) -> StepScalars {
         Algorithm::AdamW { .. } => StepScalars::adamw(1e-5, (0.9, 0.999), 1e-8, 0.01, 10),
         Algorithm::Lion => StepScalars::lion(1e-6, (0.9, 0.99), 0.01, 10),
         Algorithm::Sgd { .. } => StepScalars::sgd(1e-4, 0.9, 0.0, 0.01, false, 10),
+        Algorithm::Apollo => StepScalars::apollo(1e-4, 0.01, 10),
     }
 }
 

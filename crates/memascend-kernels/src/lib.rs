@@ -8,6 +8,8 @@
 //!
 //! - [`split()`], [`join`]: fp32 master weight to and from its bf16 weight and the low half;
 //! - [`step`]: one fused step of any [`Rule`]: algorithm, format of the moments, kind of weight;
+//! - [`Projector`], [`channel_factors`], [`step_channels`]: APOLLO's projection of a gradient, the
+//!   factors of a matrix's channels, and the step with them;
 //! - [`copy_bf16`], [`add_bf16`], [`stats_bf16`] and their `_f16` and `_f32` twins: capture a
 //!   gradient, with its sum of squares and its overflow check, in one pass; [`round_gradient`] and
 //!   [`round_gradient_sum`] do so with an fp32 gradient that is kept in bf16;
@@ -17,6 +19,7 @@
 //!   memory.
 
 mod adamw;
+mod apollo;
 mod bf16;
 mod dispatch;
 mod dtype;
@@ -29,6 +32,7 @@ mod rules;
 mod split;
 mod step_host;
 
+pub use apollo::{FactorOptions, Measured, Projection, Projector, channel_factors};
 pub use bf16::{round_bf16, widen_bf16, widen_bf16_slice, widen_bf16_slice_with};
 pub use dispatch::Isa;
 pub use dtype::Dtype;
@@ -45,9 +49,12 @@ pub use overflow::{
     unscale_f32, unscale_f32_with,
 };
 pub use overflow_check::{CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};
-pub use rules::{Algorithm, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_with};
+pub use rules::{
+    Algorithm, ChannelFactors, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_channels,
+    step_channels_with, step_with,
+};
 pub use split::{join, join_bits, join_slice, join_slice_with, split, split_slice, split_slice_with};
-pub use step_host::{HostTensor, step_host};
+pub use step_host::{HostTensor, step_host, step_host_channels};
 
 #[cfg(test)]
 mod testing;

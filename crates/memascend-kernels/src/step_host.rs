@@ -1,6 +1,6 @@
 //! One optimizer step on a tensor in host memory, on several threads.
 
-use crate::{GRADIENT_BLOCK, Rule, StepScalars, step};
+use crate::{ChannelFactors, GRADIENT_BLOCK, Rule, StepScalars, step, step_channels};
 
 /// A tensor in host memory to be updated in place. Lengths in bytes follow from the rule.
 pub struct HostTensor<'a> {
@@ -20,6 +20,23 @@ pub struct HostTensor<'a> {
 /// # Panics
 /// As [`step`].
 pub fn step_host(tensor: HostTensor<'_>, scalars: &StepScalars, threads: usize) {
+    run(tensor, scalars, None, threads);
+}
+
+/// [`step_host`] with the factors of a matrix's channels.
+///
+/// # Panics
+/// As [`step_channels`].
+pub fn step_host_channels(
+    tensor: HostTensor<'_>,
+    scalars: &StepScalars,
+    factors: &ChannelFactors,
+    threads: usize,
+) {
+    run(tensor, scalars, Some(factors), threads);
+}
+
+fn run(tensor: HostTensor<'_>, scalars: &StepScalars, factors: Option<&ChannelFactors>, threads: usize) {
     let HostTensor { rule, weight, planes: mut rest, gradient } = tensor;
     let element = rule.weight.bytes();
     let elements = gradient.len() / element;
@@ -37,8 +54,11 @@ pub fn step_host(tensor: HostTensor<'_>, scalars: &StepScalars, threads: usize) 
                 planes.push(taken);
                 *rest = left;
             }
-            let mut run = move || {
-                step(rule, weight, &mut planes, gradient, first as u64, scalars);
+            let mut run = move || match factors {
+                None => step(rule, weight, &mut planes, gradient, first as u64, scalars),
+                Some(factors) => {
+                    step_channels(rule, weight, &mut planes, gradient, first as u64, scalars, factors);
+                }
             };
             if elements <= share {
                 run();

@@ -1,9 +1,13 @@
 //! Arguments of a fetch: the tensors of a unit, and their updates.
 
+use std::sync::Arc;
+
 use memascend_exec::{Address, GradientId, GradientSource, Segment, UnitTensor, UpdatePlane, UpdateTensor};
+use memascend_kernels::Algorithm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::apollo::ChannelFactors;
 use crate::handles::TensorId;
 use crate::host::{Plane, Rule, StepScalars, parse_dtype};
 use crate::parts::Parts;
@@ -17,6 +21,8 @@ pub(crate) struct SegmentArgument<'py> {
     fresh: Vec<bool>,
     /// `(weight, gradient)` addresses for a tensor in host memory.
     host: Option<(usize, usize)>,
+    /// Those of a matrix's channels, for APOLLO.
+    factors: Option<Bound<'py, ChannelFactors>>,
 }
 
 #[derive(FromPyObject)]
@@ -73,6 +79,11 @@ impl UpdateArgument<'_> {
                     rule.planes().len()
                 )));
             }
+            if segment.factors.is_some() != (rule.algorithm == Algorithm::Apollo) {
+                return Err(PyValueError::new_err(
+                    "the rule \"apollo\", and no other, takes the factors of a matrix's channels",
+                ));
+            }
             if rule.weight.bytes() != dtype.bytes() {
                 return Err(PyValueError::new_err(format!(
                     "the rule of a parameter is for weights of {} bytes, but its tensor is {}",
@@ -87,6 +98,7 @@ impl UpdateArgument<'_> {
                 scalars: segment.scalars.get().0,
                 fresh: segment.fresh,
                 host: segment.host.map(|(weight, gradient)| (address(weight), address(gradient))),
+                factors: segment.factors.map(|factors| Arc::clone(&factors.get().0)),
             })
         });
         Ok(UpdateTensor {

@@ -1,11 +1,15 @@
 //! Rules, planes and steps on tensors in host memory.
 
+use std::sync::Arc;
+
 use memascend_kernels::{
     Algorithm, Dtype, GradientStats, HostTensor, Isa, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
     stats_f32,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+use crate::apollo::ChannelFactors;
 
 /// The dtype that has this name in torch.
 pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
@@ -27,7 +31,7 @@ pub(crate) struct Rule(pub memascend_kernels::Rule);
 
 #[pymethods]
 impl Rule {
-    /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd" or "sgd momentum"; `states`
+    /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd", "sgd momentum" or "apollo"; `states`
     /// "float32", "bfloat16" or "8bit"; `dtype` the weight's. Without `master`, bfloat16 weights
     /// are rounded stochastically.
     #[new]
@@ -38,6 +42,7 @@ impl Rule {
             "lion" => Algorithm::Lion,
             "sgd" => Algorithm::Sgd { momentum: false },
             "sgd momentum" => Algorithm::Sgd { momentum: true },
+            "apollo" => Algorithm::Apollo,
             other => return Err(PyValueError::new_err(format!("unknown algorithm {other}"))),
         };
         let moments = match states {
@@ -73,6 +78,7 @@ impl Rule {
             Algorithm::Lion => "lion",
             Algorithm::Sgd { momentum: false } => "sgd",
             Algorithm::Sgd { momentum: true } => "sgd momentum",
+            Algorithm::Apollo => "apollo",
         };
         let states = match self.0.moments {
             Moments::F32 => "float32",
@@ -185,6 +191,14 @@ impl StepScalars {
         Self::with(make(lr, betas, eps, weight_decay, step), grad_scale, maximize, seed)
     }
 
+    /// Step number `step`, the first being 1, of APOLLO. Each channel's factor has the learning rate;
+    /// `lr` here is that of the weight's decay.
+    #[staticmethod]
+    #[pyo3(signature = (lr, weight_decay, step, *, grad_scale, maximize, seed))]
+    fn apollo(lr: f64, weight_decay: f64, step: u64, grad_scale: f32, maximize: bool, seed: u64) -> Self {
+        Self::with(memascend_kernels::StepScalars::apollo(lr, weight_decay, step), grad_scale, maximize, seed)
+    }
+
     /// Step number `step`, the first being 1, of Lion.
     #[staticmethod]
     #[pyo3(signature = (lr, betas, weight_decay, step, *, grad_scale, maximize, seed))]
@@ -250,7 +264,7 @@ pub(crate) unsafe fn elements_mut<'a, T>(address: usize, length: usize) -> &'a m
 /// Addresses are `Tensor.data_ptr()` of contiguous CPU tensors: weight, gradient, and one for each
 /// of the rule's planes, of `Plane.bytes(numel)` bytes.
 #[pyfunction]
-#[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, threads))]
+#[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, threads, factors = None))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn step_host(
     py: Python<'_>,
@@ -261,7 +275,9 @@ pub(crate) fn step_host(
     gradient: usize,
     scalars: &Bound<'_, StepScalars>,
     threads: usize,
+    factors: Option<&Bound<'_, ChannelFactors>>,
 ) -> PyResult<()> {
+    let factors = factors.map(|factors| Arc::clone(&factors.get().0));
     let (rule, scalars) = (rule.get().0, scalars.get().0);
     let rule_planes = rule.planes();
     if rule_planes.len() != planes.len() {
@@ -287,7 +303,10 @@ pub(crate) fn step_host(
                 gradient: elements(gradient, numel * element),
             }
         };
-        memascend_kernels::step_host(tensor, &scalars, threads);
+        match factors {
+            None => memascend_kernels::step_host(tensor, &scalars, threads),
+            Some(factors) => memascend_kernels::step_host_channels(tensor, &scalars, &factors, threads),
+        }
     });
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Python bindings: conversions and nothing else.
 
+mod apollo;
 mod arguments;
 mod blocks;
 mod device;
@@ -38,6 +39,8 @@ mod _memascend {
     #[pymodule_export]
     const FILE_WINDOW_BYTES: usize = memascend_exec::FILE_WINDOW_BYTES;
 
+    #[pymodule_export]
+    use crate::apollo::{ChannelFactors, ProjectedGradient, Projection};
     #[pymodule_export]
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]

@@ -12,6 +12,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::apollo::{ProjectedGradient, Projection};
 use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
 use crate::device::{self, Capture, CudaEvent, Stash};
@@ -512,6 +513,60 @@ impl Runtime {
         Ok((stats.sum_squares, stats.non_finite))
     }
 
+    /// As `capture` of the whole gradient of a tensor that moves alone, whose projection is put aside
+    /// in `projected`: a gradient of bfloat16, which chunks of any model hold, of two elements for each
+    /// of `Projection.numbers`.
+    #[allow(clippy::too_many_arguments)]
+    fn capture_projected(
+        &self,
+        py: Python<'_>,
+        gradient: usize,
+        source: usize,
+        accumulate: bool,
+        projection: &Bound<'_, Projection>,
+        projected: usize,
+        threads: usize,
+    ) -> PyResult<(f64, bool)> {
+        let (parts, projection) = (self.parts()?, projection.get().0);
+        let capture = || {
+            let (gradients, id) = (&parts.gradients, GradientId(gradient));
+            let mut projector = gradients.projector(id, projection, threads);
+            let (source, numel) = (source as *const u8, projection.rows * projection.columns);
+            // SAFETY: the Python layer passes a live, contiguous CPU tensor of the projection's shape and
+            // holds it for the call.
+            let stats = unsafe {
+                gradients.capture_and_project(id, 0, source, numel, accumulate, Some(&mut projector))
+            }?;
+            let numbers = ProjectedGradient::new(projection, projector).into_numbers();
+            let (address, count) = (numbers.as_ptr().cast::<u8>(), 2 * numbers.len());
+            // SAFETY: the numbers are ours, and live until the end of the call.
+            unsafe { gradients.capture(GradientId(projected), 0, address, count, false) }?;
+            Ok(stats)
+        };
+        let stats = py.detach(capture).map_err(|error| exec_error(&error))?;
+        Ok((stats.sum_squares, stats.non_finite))
+    }
+
+    /// Returns what `capture_projected` has put aside in `projected`, and forgets it.
+    fn take_projected(
+        &self,
+        py: Python<'_>,
+        projection: &Bound<'_, Projection>,
+        projected: usize,
+    ) -> PyResult<ProjectedGradient> {
+        let (parts, projection, id) = (self.parts()?, projection.get().0, GradientId(projected));
+        py.detach(|| {
+            let mut numbers = Vec::with_capacity(ProjectedGradient::numbers(&projection));
+            let halves = 2 * ProjectedGradient::numbers(&projection);
+            parts.gradients.visit(id, 0, halves, |piece| {
+                numbers.extend(piece.as_chunks().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)));
+            })?;
+            parts.gradients.clear(id);
+            Ok(ProjectedGradient::from_numbers(projection, numbers))
+        })
+        .map_err(|error| exec_error(&error))
+    }
+
     /// Begins to capture the whole gradient of a tensor that moves alone, in ranges: the result is
     /// that of one `capture`. Until the end the gradient is empty.
     fn begin_gradient(&self, py: Python<'_>, gradient: usize, accumulate: bool) -> PyResult<GradientRanges> {
@@ -578,6 +633,23 @@ impl Runtime {
     /// Copies a gradient of `bytes` bytes, in the dtype it is kept in, to address `target`.
     fn read_gradient(&self, py: Python<'_>, gradient: usize, target: usize, bytes: usize) -> PyResult<()> {
         gradients::read(py, &*self.parts()?, GradientId(gradient), target, bytes)
+    }
+
+    /// Projects the gradient that begins at element `start` of a tensor's, as it is kept.
+    fn project_gradient(
+        &self,
+        py: Python<'_>,
+        gradient: usize,
+        start: usize,
+        projection: &Bound<'_, Projection>,
+        threads: usize,
+    ) -> PyResult<ProjectedGradient> {
+        let (parts, projection) = (self.parts()?, projection.get().0);
+        py.detach(|| {
+            let projector = parts.gradients.project(GradientId(gradient), start, projection, threads)?;
+            Ok(ProjectedGradient::new(projection, projector))
+        })
+        .map_err(|error| exec_error(&error))
     }
 
     /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when

@@ -200,8 +200,11 @@ def _add_durability(add: Callable[..., Any]) -> None:
 def _add_optimizer(parser: Any) -> None:
     """Add the arguments that choose the optimizer, and how its states and the gradients are kept."""
     add = parser.add_argument
-    text = "sgd has a momentum of 0.9; lion and sgd need other learning rates than adamw (default: %(default)s)"
-    add("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw", help=text)
+    text = (
+        "apollo (rank 256) and apollo-mini take adamw for embeddings, head and norms; sgd has a momentum of 0.9; all "
+        "but adamw need other learning rates (default: %(default)s)"
+    )
+    add("--optimizer", choices=("adamw", "apollo", "apollo-mini", "lion", "sgd"), default="adamw", help=text)
     text = "how the optimizer's states are stored; 8bit is float32 below 64 KiB of weights (default: %(default)s)"
     add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
     text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"

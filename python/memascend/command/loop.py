@@ -18,8 +18,9 @@ from memascend.command import adapters
 from memascend.command.changes import apply_changes
 from memascend.command.saves import save_periodically
 from memascend.errors import NonFiniteError
+from memascend.integrations.trainer_arguments import apollo_groups_with_decay
 from memascend.integrations.transformers import Trainer
-from memascend.optim import NAMED
+from memascend.optim import NAMED, Apollo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +133,11 @@ class Loop(Trainer):
         settings = self._run.settings
         make, _, options = NAMED[settings.optimizer]
         storage = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
-        return make, {"lr": settings.lr, "nonfinite": "skip", **options, **storage}
+        options = {"lr": settings.lr, "nonfinite": "skip", **options, **storage}
+        if issubclass(make, Apollo):
+            # The Trainer's own groups do not tell matrices from others.
+            options["params"] = apollo_groups_with_decay(model, args.weight_decay, options.pop("rank"))
+        return make, options
 
     def _init_training_state(self, max_steps: int, *others: Any, **named: Any) -> Any:
         begun = super()._init_training_state(max_steps, *others, **named)

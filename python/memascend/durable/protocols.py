@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from memascend._memascend import Runtime
+    from memascend._memascend import Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, Unit
     from memascend.residency.host import Streamer
@@ -44,11 +44,17 @@ class Optimizer(Protocol):
     def trains_only(self, session: Session, /) -> bool:
         """Whether every parameter of the optimizer is one of the session's model."""
 
+    def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
+        """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
+
     def early_segment(self, parameter: nn.Parameter, addresses: tuple[int, int], /) -> Segment | None:
         """Return the parameter's next update, of weights and a gradient at `addresses`; None if it is to wait.
 
         See `memascend.optim.early.EarlySteps`.
         """
+
+    def prepare_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
+        """Complete the update, which is about to be started."""
 
     def took_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Note that the update was taken."""

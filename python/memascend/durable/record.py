@@ -92,6 +92,11 @@ def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
             # commit.
             if store_plane.written or any(plane in place.made for place in tensor.places)
         ],
+        "moments": [
+            [place.name, place.moments.name, place.moments.numel]
+            for place in tensor.places
+            if place.moments is not None and place.moments.written
+        ],
     }
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
+from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
 from memascend.layout.units import round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
@@ -37,7 +38,9 @@ KINDS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum",
+    "moments": "moments of projected gradients",
     "gradients": "gradients",
+    "projections": "projected gradients",
     "activations": "activations of recomputed layers",
     "second_slot": "second slot of weights and states",
     "buffers": "buffers",
@@ -108,8 +111,30 @@ def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
     return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in _rule(tensor, work).planes}
 
 
+def projection(tensor: StoreTensor, work: Work) -> Projection | None:
+    """Return how the gradient of a tensor is projected: that of a large matrix of a repeated layer, by APOLLO."""
+    _, algorithm, options = NAMED[work.optimizer]
+    (place, *others) = tensor.places
+    if algorithm != "apollo" or others or tensor.packed or len(place.shape) != 2 or not tensor.unit.repeated:
+        return None
+    return Projection(*place.shape, options["rank"], 0, 0)
+
+
+def moments_bytes(tensor: StoreTensor, work: Work) -> int:
+    """Return the bytes of both moments of a tensor's projected gradient, in whole pages."""
+    projected = projection(tensor, work)
+    if projected is None:
+        return 0
+    _, _, options = NAMED[work.optimizer]
+    return round_up(2 * projected.channels * options["rank"] * torch.float32.itemsize, PAGE_BYTES)
+
+
 def _rule(tensor: StoreTensor, work: Work) -> Rule:
     _, algorithm, _ = NAMED[work.optimizer]
+    if algorithm == "apollo":
+        if projection(tensor, work) is not None:
+            return rule_for(algorithm, "float32", tensor.dtype, 0, work.master)
+        algorithm = "adamw"
     # All members of a pack are small, so one rule holds for them.
     return rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
 
@@ -142,10 +167,13 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
         space["weights"] += unit.nbytes
         for tensor in unit.tensors:
             space.update(state_kinds(tensor, work))
+            space["moments"] += moments_bytes(tensor, work)
             space["gradients"] += 0 if tensor.packed else tensor.gradient_nbytes
+            projected = projection(tensor, work)
+            space["projections"] += 0 if projected is None else _put_aside(projected)[1]
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
     if work.period:
-        space["second_slot"] = space.total() - space["gradients"]
+        space["second_slot"] = space.total() - space["gradients"] - space["projections"]
     space["activations"] = stash * sum(unit.repeated for unit in units)
     return space
 
@@ -184,9 +212,13 @@ def traffic(
                 kept = states_kept[tensor][kind]
                 moved.read[kind] += nbytes - kept
                 moved.written[kind] += nbytes - kept + int(kept * work.written_share)
+            moved.read["moments"] += moments_bytes(tensor, work)
+            moved.written["moments"] += moments_bytes(tensor, work)
     spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
     moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
+    moved.read["projections"] = spilled.projections
+    moved.written["projections"] = spilled.projections * work.grad_accum
     return moved
 
 
@@ -213,6 +245,14 @@ class Spill:
 
     gradients: int = 0
     activations: int = 0
+    #: Projected gradients: written by every pass, and read by the step.
+    projections: int = 0
+
+
+def _put_aside(projected: Projection) -> tuple[int, int]:
+    """Return the elements that a projected gradient takes where it is put aside, in bfloat16, and its bytes."""
+    elements = 2 * projected.numbers
+    return elements, round_up(elements * torch.bfloat16.itemsize, PAGE_BYTES)
 
 
 def spill(
@@ -229,9 +269,12 @@ def spill(
     # The gradients of embeddings come last: the backward pass uses every other unit.
     captured = list(dict.fromkeys([*backward, *reversed(range(len(units)))]))
     held: dict[StoreTensor, int] = {}
+    #: Those that projected gradients hold, until the step takes them.
+    projected_held = 0
     spilled = Spill()
     for _ in range(3):  # the first steps find no gradients of the step before
         spilled = Spill()
+        room, projected_held = room + projected_held, 0
         for turn in range(work.grad_accum):
             inputs: dict[int, int] = {}
             for index, number in enumerate(forward):
@@ -256,6 +299,12 @@ def spill(
                     # Written by every pass; read by the next pass, which adds to it, or by the
                     # update.
                     spilled.gradients += round_up(outside * tensor.gradient_dtype.itemsize, PAGE_BYTES)
+                    if turn == 0 and (projected := projection(tensor, work)) is not None:
+                        elements, nbytes = _put_aside(projected)
+                        chunks = min(-(-elements // plan.chunk_elements), room)
+                        room, projected_held = room - chunks, projected_held + chunks
+                        in_memory = chunks * plan.chunk_elements * torch.bfloat16.itemsize
+                        spilled.projections += max(0, nbytes - in_memory)
                 room += inputs.pop(number, 0)
     return spilled
 

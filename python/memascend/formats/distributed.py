@@ -140,6 +140,7 @@ def _add_states(
     saved: dict[str, Any],
     sources: dict[str, Callable[[], torch.Tensor]],
 ) -> None:
+    _refuse_projected(optimizer)
     optimizer.flush()
     for group in optimizer.param_groups:
         fqns = [_name_in_model(names, parameter) for parameter in group["params"]]
@@ -156,6 +157,15 @@ def _add_states(
                     source = partial(read_state, parameter, plane, saved_states, optimizer.location(parameter))
                 sources[f"{STATES}{fqn}.{plane.name}"] = source
             saved["state"][fqn] = shown
+
+
+def _refuse_projected(optimizer: OffloadedOptimizer) -> None:
+    """Raise ValueError for APOLLO, whose moments do not have the shapes of parameters."""
+    if any(group.get("rank") is not None for group in optimizer.param_groups):
+        raise ValueError(
+            f"the moments of {type(optimizer).__name__} do not have the shapes of parameters, and a distributed "
+            "checkpoint of them is not supported: give optimizer=None, and keep optimizer.state_dict() with torch.save"
+        )
 
 
 def _name_in_model(names: dict[nn.Parameter, list[str]], parameter: nn.Parameter) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import memascend
 from memascend.formats.hub import download
-from memascend.optim import SGD, AdamW, Lion, OffloadedOptimizer
+from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
     "adamw_bnb_8bit": (AdamW, _EIGHT_BIT),
     "adamw_8bit": (AdamW, _EIGHT_BIT),
     "paged_adamw_8bit": (AdamW, _EIGHT_BIT),
+    "apollo_adamw": (Apollo, {}),
     "lion_32bit": (Lion, {}),
     "paged_lion_32bit": (Lion, {}),
     "lion_8bit": (Lion, _EIGHT_BIT),
@@ -113,6 +115,39 @@ def _dtype_of(args: Any) -> Any:
 # ---- the optimizer ----------------------------------------------------------------------------------------------
 
 
+def apollo_groups_with_decay(
+    model: nn.Module, weight_decay: float, rank: int, targets: str | list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the groups of `memascend.apollo_groups`, with weights' decay for all parameters but vectors.
+
+    Of the matrices only those of `targets` are projected: a regular expression that a module's whole name matches, or
+    parts of names, as in `TrainingArguments.optim_target_modules`. None and "all-linear" stand for all.
+    """
+    groups = apollo_groups(model, rank)
+    chosen = {id(module.weight) for name, module in model.named_modules() if _is_target(name, module, targets)}
+    matrices = [p for group in groups if "rank" in group for p in group["params"] if id(p) in chosen]
+    if not matrices:
+        raise ValueError(f"optim_target_modules={targets!r} names no matrix of the model: None stands for all")
+    taken = {id(parameter) for parameter in matrices}
+    rest = [p for group in groups for p in group["params"] if id(p) not in taken]
+    parts = [
+        {"params": matrices, "rank": rank, "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [part for part in parts if part["params"]]
+
+
+def _is_target(name: str, module: nn.Module, targets: str | list[str] | None) -> bool:
+    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return False
+    if targets is None or targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(target == "all-linear" or target in name or re.fullmatch(target, name) for target in targets)
+
+
 def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
     """Return the optimizer's class and options that `args.optim` and `args.optim_args` name.
 
@@ -123,7 +158,7 @@ def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
         raise ValueError(f"optim={name!r} cannot be streamed: choose one of {', '.join(OPTIMIZERS)}")
     optimizer_class, options = OPTIMIZERS[name]
     options = {"lr": args.learning_rate, **options}
-    if optimizer_class is AdamW:
+    if optimizer_class in (AdamW, Apollo):
         options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     elif optimizer_class is Lion:
         options |= {"betas": (args.adam_beta1, args.adam_beta2)}

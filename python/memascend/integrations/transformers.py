@@ -32,13 +32,14 @@ from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names
 from memascend.integrations.trainer_arguments import (
     MemascendArguments,
     OffloadArguments,
+    apollo_groups_with_decay,
     check,
     open_model,
     optimizer_of,
 )
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
 from memascend.offloading.api import find_offload, offload_of
-from memascend.optim import OffloadedOptimizer
+from memascend.optim import Apollo, OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -141,7 +142,11 @@ class TrainerMixin:
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """Return the optimizer's class and options that the arguments name; see `OPTIMIZERS`."""
-        return optimizer_of(args)
+        make, options = optimizer_of(args)
+        if issubclass(make, Apollo) and model is not None:
+            rank, targets = int(options.pop("rank", 256)), getattr(args, "optim_target_modules", None)
+            options["params"] = apollo_groups_with_decay(model, args.weight_decay, rank, targets)
+        return make, options
 
     def _own_optimizer(self) -> OffloadedOptimizer | None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it

@@ -15,7 +15,7 @@ from memascend.layout.tables import Blocks, find_tables, repeats
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
-    from memascend._memascend import Capture, ExternalFile, Plane, Rule, TensorId
+    from memascend._memascend import Capture, ExternalFile, Plane, Projection, Rule, TensorId
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
 PACK_BELOW_BYTES = 64 * 1024
@@ -90,6 +90,12 @@ class Place:
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
+    #: How the present gradient was projected when it was captured (APOLLO), if it was, and the number of what came of
+    #: it in the store.
+    projection: Projection | None = None
+    projected: tuple[int, int] | None = None
+    #: The moments of its projected gradient, where they are on the store.
+    moments: StoreMoments | None = None
     #: Autograd hooks that take over gradients.
     hooks: list[Any] = field(default_factory=list)
 
@@ -141,6 +147,17 @@ class StorePlane:
     name: str
     id: TensorId
     #: Whether it was written; an unwritten plane is zeros.
+    written: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StoreMoments:
+    """Both moments of one parameter's projected gradient on SSD: (2, channels, rank) float32."""
+
+    name: str
+    id: TensorId
+    numel: int
+    #: Whether they were written; otherwise they are zeros.
     written: bool = False
 
 

@@ -79,6 +79,7 @@ class EarlyUpdates:
         self._release(gradient.nbytes)
         update = Update(tensor, [segment], captured=False, write_through=self._writes_through())
         with uninterrupted():
+            optimizer.prepare_early(parameter, segment)
             self._in_flight.append((self._streamer.update_early(update), gradient))
             optimizer.took_early(parameter, segment)
             place.early, place.filled = True, None

@@ -165,17 +165,37 @@ class GradientCapture:
         """Put a contiguous gradient into the store's keeping, or add it to the one there."""
         gradient_id = self.allocate(place.tensor)
         start = place.start if place.tensor.packed else 0
-        place.filled = None
+        place.filled = place.projection = None
         if self.device is None:
-            place.sum_squares, place.non_finite = self.runtime.capture(
-                gradient_id, start, gradient.data_ptr(), place.numel, accumulate
-            )
+            self._keep_from_host(gradient_id, place, gradient, start, accumulate)
         else:
             self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
 
+    def _keep_from_host(
+        self, gradient_id: int, place: Place, gradient: torch.Tensor, start: int, accumulate: bool
+    ) -> None:
+        optimizer = None if place.owner is None else place.owner()
+        # The gradients of a pack stay in memory: they are projected in the step.
+        projection = None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
+        if projection is None:
+            place.sum_squares, place.non_finite = self.runtime.capture(
+                gradient_id, start, gradient.data_ptr(), place.numel, accumulate
+            )
+            return
+        if place.projected is None or place.projected[1] != projection.numbers:
+            name = f"{place.name}.projected"
+            number = self.runtime.create_gradient(
+                place.tensor.unit.index, name, "bfloat16", 2 * projection.numbers, "bfloat16"
+            )
+            place.projected = number, projection.numbers
+        place.sum_squares, place.non_finite = self.runtime.capture_projected(
+            gradient_id, gradient.data_ptr(), accumulate, projection, place.projected[0], torch.get_num_threads()
+        )
+        place.projection = projection
+
     def _keep_blocks(self, place: Place, gradient: TableGradient, accumulate: bool) -> None:
         """Put the gradient of a table into the store's keeping block by block, or add it to the one there."""
-        place.filled = None
+        place.filled = place.projection = None
         try:
             ranges = self.runtime.begin_gradient(self.allocate(place.tensor), accumulate)
             for _, block in gradient.blocks():
@@ -330,6 +350,9 @@ class GradientCapture:
             gradient_id = place.tensor.gradient
             assert gradient_id is not None, "a marker stands for a gradient in the store"
             self.runtime.clear_gradient(gradient_id)
+            if place.projection is not None and place.projected is not None:
+                self.runtime.clear_gradient(place.projected[0])
+        place.projection = None
         place.held, place.filled = False, None
         place.parameter.grad = None
         self._accumulating.discard(place)

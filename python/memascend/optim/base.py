@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT
 
-    from memascend._memascend import Rule, Runtime, StepScalars
+    from memascend._memascend import Projection, Rule, Runtime, StepScalars
     from memascend.durable.protocols import Session
     from memascend.layout.units import Place
     from memascend.offloading.native import StorePaths
@@ -149,6 +149,15 @@ class OffloadedOptimizer(Optimizer):
         """
         raise NotImplementedError
 
+    def _ask(self, group: dict[str, Any], home: Home, room: Room) -> None:
+        """Ask for room for what the algorithm keeps beside the planes of a parameter's rule."""
+
+    def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
+        """Give an update what it takes from the whole gradient, which is multiplied by `grad_scale`.
+
+        A part of the step: nothing is refused any more.
+        """
+
     def rule_of(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Rule:
         """Return the kernels and states of the parameter's next step, with the options of `group`."""
         nbytes = parameter.numel() * parameter.element_size()
@@ -188,6 +197,7 @@ class OffloadedOptimizer(Optimizer):
                     home = self._homes.of(parameter)
                     home.check()
                     home.prepare(self.rule_of(group, parameter), room)
+                    self._ask(group, home, room)
         self._homes.make(room)
 
     def _with_gradient(self) -> Iterable[tuple[dict[str, Any], torch.nn.Parameter]]:
@@ -259,13 +269,21 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def _algorithms(self) -> Algorithm:
-        return Algorithm(self.rule_of, self._scalars)
+        return Algorithm(self.rule_of, self._scalars, self._ask, self._find_factors)
+
+    def projection_of(self, parameter: torch.nn.Parameter) -> Projection | None:
+        """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
+        return None
 
     def early_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int]) -> Segment | None:
         """Return the parameter's next update, of weights and a gradient at `addresses`; None if it waits for `step`."""
         if self._closed or self.nonfinite != "propagate":
             return None
         return self._early_steps.segment(self._algorithms, parameter, addresses)
+
+    def prepare_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
+        """Complete an update that `early_segment` gave, which is about to be started."""
+        self._early_steps.prepare(self._algorithms, parameter, segment)
 
     def took_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
         """Note that the backward pass has started the update that `early_segment` gave."""
@@ -313,12 +331,24 @@ class OffloadedOptimizer(Optimizer):
             for parameter in group["params"]:
                 home = self._homes.of(parameter)
                 if home.has_stepped:
-                    shown[parameter] = home.read(self.last_rule_of(group, parameter))
+                    shown[parameter] = self._read(group, home)
         self.state = shown
         try:
             return super().state_dict()
         finally:
             self.state = own_state
+
+    def _read(self, group: dict[str, Any], home: Home) -> dict[str, Any]:
+        """Return the states of one parameter as `state_dict` shows them."""
+        return home.read(self.last_rule_of(group, home.parameter))
+
+    def _check_saved(self, group: dict[str, Any], parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
+        """Raise ValueError unless everything in a parameter's saved states can be loaded."""
+        check_saved(parameter, saved)
+
+    def _load_states(self, group: dict[str, Any], home: Home, rule: Rule, saved: dict[str, Any], steps: int) -> None:
+        """Take over saved states, for which there is room."""
+        home.load(rule, saved, steps)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,8 +369,8 @@ class OffloadedOptimizer(Optimizer):
             for group, saved in zip(groups, saved_groups, strict=True)
             for key, parameter in zip(saved["params"], group["params"], strict=True)
         ]
-        for _, parameter, states in saved_states:
-            check_saved(parameter, states)
+        for group, parameter, states in saved_states:
+            self._check_saved(group, parameter, states)
         self.flush()
         for group, saved in zip(groups, saved_groups, strict=True):
             options = {name: value for name, value in saved.items() if name not in self.own_options}
@@ -363,8 +393,9 @@ class OffloadedOptimizer(Optimizer):
         if steps:
             room = Room()
             home.prepare(rule, room)
+            self._ask(group, home, room)
             self._homes.make(room)
-            home.load(rule, saved, steps)
+            self._load_states(group, home, rule, saved, steps)
 
     # ---- durable steps ---------------------------------------------------------------------------
 

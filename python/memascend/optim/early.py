@@ -61,6 +61,10 @@ class EarlySteps:
         scalars = self._constants(algorithm, group, home, home.state["step"] + 1)
         return Segment(home.place.start, home.place.numel, rule, scalars, fresh, addresses)
 
+    def prepare(self, algorithm: Algorithm, parameter: nn.Parameter, segment: Segment) -> None:
+        """Give an update that is about to be started what it takes from the whole gradient."""
+        algorithm.find_factors(self._groups[parameter], self._homes.of(parameter), segment, 1.0)
+
     def take(self, parameter: nn.Parameter, segment: Segment) -> None:
         """Note that an update was started."""
         self._scalars[parameter] = segment.scalars

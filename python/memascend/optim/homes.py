@@ -83,7 +83,7 @@ class Homes:
     def make(self, room: Room) -> None:
         """Make the room that parameters have asked for."""
         for session, tensors in room.on_sessions.items():
-            make_room(session, tensors, self.optimizer)
+            make_room(session, tensors, room.moments[session], self.optimizer)
             if session not in self.sessions:
                 self.sessions.append(session)
             session.generations.join(self.optimizer)
@@ -173,14 +173,14 @@ class Home(ABC):
             _, place = self.location
             place.made.update(rule.planes)
 
-    def work(self, rule: Rule, scalars: Callable[[int, bool], StepScalars], schedule: Schedule) -> None:
-        """Add the parameter's next update to `schedule`; nothing changes.
+    def work(self, rule: Rule, scalars: Callable[[int, bool], StepScalars], schedule: Schedule) -> Segment:
+        """Add the parameter's next update to `schedule`, and return it; nothing changes.
 
         `scalars(step, begins)` returns the constants of step number `step`, where `begins` says that a state is new.
         """
         step = self.state.get("step", 0) + 1
         fresh = self.fresh_planes(rule)
-        self.add_update(rule, scalars(step, step == 1 or any(fresh)), fresh, schedule)
+        return self.add_update(rule, scalars(step, step == 1 or any(fresh)), fresh, schedule)
 
     def check_gradient(self) -> torch.Tensor:
         """Return the gradient. Raises RuntimeError unless it is dense and like its parameter."""
@@ -261,8 +261,8 @@ class Home(ABC):
         """Return for each of the rule's planes whether it has no values yet, so that it begins as zeros."""
 
     @abstractmethod
-    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> None:
-        """Add an update by `rule` to `schedule`."""
+    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
+        """Add an update by `rule` to `schedule`, and return it."""
 
 
 class OnModel(Home):
@@ -375,7 +375,9 @@ class OnModel(Home):
             return
         load_states(self.parameter, rule, read_states(self.parameter, last_rule, state, None), self.location)
         self.mark_made(rule)
-        self.homes.optimizer.state[self.parameter] = {"step": state["step"]}
+        on_store = {plane.name for plane in rule.planes}
+        rest = {name: value for name, value in state.items() if name not in on_store}
+        self.homes.optimizer.state[self.parameter] = rest
 
     def restart(self, rule: Rule) -> None:
         """Become the optimizer that has the states; those of any other optimizer are given up."""
@@ -383,6 +385,9 @@ class OnModel(Home):
         session.generations.settle()  # the generation being committed still has them
         place.owner, place.rule = weakref.ref(self.homes.optimizer), rule
         place.made.clear()
+        if place.moments is not None:
+            session.runtime.remove_tensor(place.moments.id)
+            place.moments = None
         session.streamer.apply_update(place.tensor.unit)
         session.runtime.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
@@ -391,10 +396,12 @@ class OnModel(Home):
         """Return which planes the store has no values of."""
         return [plane not in self.place.made for plane in rule.planes]
 
-    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> None:
+    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs when the unit is next fetched."""
         place = self.place
-        schedule.add_deferred(self.session, place, Segment(place.start, place.numel, rule, scalars, fresh))
+        segment = Segment(place.start, place.numel, rule, scalars, fresh)
+        schedule.add_deferred(self.session, place, segment)
+        return segment
 
     def count(self, rule: Rule) -> None:
         """Note that a step was taken: it consumes the gradient, and graphs made before it are out of date.
@@ -518,7 +525,7 @@ class OnStore(_Ordinary):
         _, place = self.location
         return [plane not in place.made for plane in rule.planes]
 
-    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> None:
+    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs within the step, on the store."""
         store_and_place = self.own_stores.location(self.parameter)
         assert store_and_place is not None
@@ -526,6 +533,7 @@ class OnStore(_Ordinary):
         operands = self.operands()
         segment = Segment(place.start, place.numel, rule, scalars, fresh, operands.addresses)
         schedule.add_on_store(store, place, segment, operands)
+        return segment
 
 
 class InMemory(_Ordinary):
@@ -562,8 +570,9 @@ class InMemory(_Ordinary):
         last_rule = self.last_rule or rule
         return [not self.has_stepped or plane not in last_rule.planes for plane in rule.planes]
 
-    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> None:
+    def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs within the step, in memory."""
         operands, state = self.operands(), self.state
         segment = Segment(0, self.parameter.numel(), rule, scalars, fresh, operands.addresses)
         schedule.add_in_memory(segment, [state[plane.name] for plane in rule.planes], operands)
+        return segment

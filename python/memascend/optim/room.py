@@ -6,7 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memascend.layout.units import StorePlane
+import torch
+
+from memascend.layout.units import StoreMoments, StorePlane
 from memascend.residency.states import share_room
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Plane, Rule, Runtime
     from memascend.durable.protocols import Optimizer
-    from memascend.layout.units import StoreTensor
+    from memascend.layout.units import Place, StoreTensor
     from memascend.offloading.session import Session
 
 
@@ -26,10 +28,17 @@ class Room:
     on_sessions: defaultdict[Session, dict[StoreTensor, list[Rule]]] = field(default_factory=lambda: defaultdict(dict))
     #: Ordinary parameters that have no room on a store of the optimizer's own yet.
     on_own_store: dict[nn.Parameter, Rule] = field(default_factory=dict)
+    #: Parameters of offloaded models whose moments of projected gradients have no room yet, with their elements.
+    moments: defaultdict[Session, dict[Place, int]] = field(default_factory=lambda: defaultdict(dict))
 
     def add(self, session: Session, tensor: StoreTensor, rule: Rule) -> None:
         """Ask for the gradient of a tensor of an offloaded model, and for the states that `rule` keeps."""
         self.on_sessions[session].setdefault(tensor, []).append(rule)
+
+    def add_moments(self, session: Session, place: Place, numel: int) -> None:
+        """Ask for the moments of a parameter's projected gradient, `numel` float32 in all."""
+        self.on_sessions[session].setdefault(place.tensor, [])
+        self.moments[session][place] = numel
 
 
 def missing_planes(tensor: StoreTensor, rule: Rule) -> list[Plane]:
@@ -47,6 +56,11 @@ def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
         tensor.planes[plane] = StorePlane(plane, name, runtime.create_tensor(name, plane.bytes(tensor.numel)))
 
 
+def _allocate_moments(runtime: Runtime, place: Place, numel: int) -> None:
+    name = f"{place.name}.moments"
+    place.moments = StoreMoments(name, runtime.create_tensor(name, numel * torch.float32.itemsize), numel)
+
+
 def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
     """Remove the states that no parameter of a tensor uses any more. No transfer of its unit may be under way."""
     used = {plane for place in tensor.places if place.rule is not None for plane in place.rule.planes}
@@ -54,14 +68,18 @@ def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
         runtime.remove_tensor(tensor.planes.pop(plane).id)
 
 
-def make_room(session: Session, tensors: dict[StoreTensor, list[Rule]], optimizer: Optimizer) -> None:
-    """Make room for the states and gradients of tensors of an offloaded model.
+def make_room(
+    session: Session, tensors: dict[StoreTensor, list[Rule]], moments: dict[Place, int], optimizer: Optimizer
+) -> None:
+    """Make room for the states and gradients of tensors of an offloaded model, and for `moments` of parameters.
 
     Raises StoreError before anything has been allocated where the drives have no room for all of it.
     """
     session.generations.settle()
     runtime = session.runtime
-    missing_state_bytes = missing_gradient_bytes = 0
+    missing_state_bytes = sum(numel * torch.float32.itemsize for numel in moments.values())
+    # What projections of gradients put aside: half as much, and a sum for each channel.
+    missing_gradient_bytes = missing_state_bytes
     for tensor, rules in tensors.items():
         planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
         missing_state_bytes += sum(plane.bytes(tensor.numel) for plane in planes)
@@ -72,14 +90,20 @@ def make_room(session: Session, tensors: dict[StoreTensor, list[Rule]], optimize
     spare_bytes = missing_state_bytes
     spare_bytes += sum(runtime.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
     spare_bytes += sum(runtime.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
+    there = (place.moments for tensor in tensors for place in tensor.places)
+    spare_bytes += sum(runtime.spare_bytes(stored.id) for stored in there if stored is not None)
     two_slots = session.generations.decide(optimizer, missing_bytes, spare_bytes)
     runtime.check_room(missing_bytes + (spare_bytes if two_slots else 0))
     for tensor, rules in tensors.items():
         session.gradients.allocate(tensor)
         for rule in rules:
             allocate_states(runtime, tensor, rule)
+        for place in tensor.places:
+            if place in moments:
+                _allocate_moments(runtime, place, moments[place])
         if two_slots:
             assert tensor.id is not None
-            for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values())]:
+            of_moments = (place.moments.id for place in tensor.places if place.moments is not None)
+            for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values()), *of_moments]:
                 runtime.make_spare(tensor_id)
     share_room(session.plan, [tensor for unit in session.units for tensor in unit.tensors])

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import StepScalars
+    from memascend.optim.homes import Home
+    from memascend.optim.room import Room
+    from memascend.residency.updates import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,10 @@ class Algorithm:
     rule: Callable[[dict[str, Any], nn.Parameter], Rule]
     #: `scalars(group, step, begins, grad_scale, seed)`: the constants of step number `step`.
     scalars: Callable[[dict[str, Any], int, bool, float, int], StepScalars]
+    #: `ask(group, home, room)`: ask for room for what the algorithm keeps beside the rule's planes.
+    ask: Callable[[dict[str, Any], Home, Room], None]
+    #: `find_factors(group, home, segment, grad_scale)`: what an update takes from the whole gradient, before it runs.
+    find_factors: Callable[[dict[str, Any], Home, Segment, float], None]
 
 
 @lru_cache

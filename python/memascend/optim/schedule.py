@@ -12,6 +12,8 @@ from memascend._memascend import step_host
 from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from memascend.layout.units import Place, StoreTensor, Unit
@@ -49,6 +51,8 @@ class Schedule:
 
     def __init__(self) -> None:
         """Begin with no updates."""
+        #: What is done before any update: each gives one update what it takes from the whole gradient.
+        self.first: list[Callable[[], None]] = []
         self._deferred: defaultdict[Session, dict[StoreTensor, Update]] = defaultdict(dict)
         self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
@@ -99,6 +103,7 @@ class Schedule:
                 gradient,
                 segment.scalars,
                 torch.get_num_threads(),
+                segment.factors,
             )
             operands.copy_back()
         for store, updates in self._on_stores.items():

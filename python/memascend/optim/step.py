@@ -97,6 +97,7 @@ class Step:
         room = Room()
         for part in self._parts:
             part.home.prepare_step(part.rule, room)
+            self._algorithm.ask(part.group, part.home, room)
         self._homes.make(room)
         for part in self._parts:
             part.home.take_in(part.rule)
@@ -113,10 +114,17 @@ class Step:
         def scalars(step: int, begins: bool) -> StepScalars:
             return self._algorithm.scalars(group, step, begins, factor, seed)
 
-        home.work(part.rule, scalars, schedule)
+        segment = home.work(part.rule, scalars, schedule)
+
+        def find_factors() -> None:
+            self._algorithm.find_factors(group, home, segment, factor)
+
+        schedule.first.append(find_factors)
 
     def carry_out(self, schedule: Schedule) -> None:
         """Take the step: defer the updates of offloaded models, and run those of ordinary parameters."""
+        for find_factors in schedule.first:
+            find_factors()
         schedule.defer()
         for part in self._parts:
             part.home.count(part.rule)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memascend.layout.units import DTYPE_NAMES, StorePlane
 
 if TYPE_CHECKING:
-    from memascend._memascend import Rule, StepScalars
+    from memascend._memascend import ChannelFactors, Rule, StepScalars
     from memascend.layout.units import StoreTensor
 
 
@@ -25,6 +25,8 @@ class Segment:
     fresh: list[bool]
     #: Addresses of weight and gradient, for a parameter in host memory.
     host: tuple[int, int] | None = None
+    #: The factors of a matrix's channels, which APOLLO finds when the step is carried out.
+    factors: ChannelFactors | None = None
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import materialise
 from memascend.formats.transformers_models import model_of_record
-from memascend.layout.units import StorePlane, partition
+from memascend.layout.units import StoreMoments, StorePlane, partition
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
@@ -357,15 +357,28 @@ def _find_states(session: Session, record: dict[str, Any]) -> None:
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
+    _find_moments(session, record)
     # States with room in the store that were never written begin anew when they are needed.
     tensors = [tensor for unit in session.units for tensor in unit.tensors]
     used = {tensor.name for tensor in tensors}
     used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
+    used |= {place.moments.name for place in session.places if place.moments is not None}
     for name in runtime.tensor_names():
         if name not in used and not name.startswith(".buffers"):
             tensor_id = runtime.find_tensor(name)
             assert tensor_id is not None
             runtime.remove_tensor(tensor_id)
+
+
+def _find_moments(session: Session, record: dict[str, Any]) -> None:
+    """Give every parameter the moments of its projected gradients."""
+    places = {place.name: place for place in session.places}
+    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
+        for place_name, name, numel in tensor.get("moments", ()):
+            tensor_id = session.runtime.find_tensor(name)
+            if tensor_id is None:
+                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
+            places[place_name].moments = StoreMoments(name, tensor_id, numel, written=True)
 
 
 def _class_of(name: str, classes: Mapping[str, type]) -> type:

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use memascend_kernels::step;
+use memascend_kernels::{step, step_channels};
 use memascend_mem::LeaseSlice;
 use memascend_nvme::{Activity, Operation};
 use memascend_store::{Store, StoreError};
@@ -121,7 +121,13 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     for (plane, _) in planes.iter_mut().zip(&segment.fresh).filter(|(_, fresh)| **fresh) {
         plane.fill(0);
     }
-    step(segment.rule, weight, &mut planes, gradient, (start - segment.start) as u64, &segment.scalars);
+    let first = (start - segment.start) as u64;
+    match &segment.factors {
+        None => step(segment.rule, weight, &mut planes, gradient, first, &segment.scalars),
+        Some(factors) => {
+            step_channels(segment.rule, weight, &mut planes, gradient, first, &segment.scalars, factors);
+        }
+    }
 }
 
 /// Where the weights of elements `start .. start + numel` lie, of which there are as many in

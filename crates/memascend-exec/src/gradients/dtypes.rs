@@ -43,6 +43,11 @@ impl GradientDtypes {
         self.kept.bytes()
     }
 
+    /// The dtype in which it is kept.
+    pub(super) fn kept(self) -> Dtype {
+        self.kept
+    }
+
     /// Whether it is rounded when it is put aside, and widened for the update.
     pub(crate) fn rounded(self) -> bool {
         self.made != self.kept

@@ -160,7 +160,7 @@ impl Gradients {
         source: &[u8],
     ) -> Result<()> {
         let GradientRanges { chunks, accumulate, stats, extent, .. } = ranges;
-        self.capture_chunks(record, *extent, chunks, first, source, *accumulate, stats)
+        self.capture_chunks(record, *extent, chunks, first, source, *accumulate, stats, None)
     }
 }
 

@@ -238,6 +238,7 @@ pub fn scalars_of(algorithm: Algorithm, which: usize, step: u64) -> StepScalars 
         Algorithm::AdamW { .. } => StepScalars::adamw(lr, (0.9, 0.95), 1e-8, decay, step),
         Algorithm::Lion => StepScalars::lion(lr / 10.0, (0.9, 0.99), decay, step),
         Algorithm::Sgd { .. } => StepScalars::sgd(lr, 0.9, 0.1, decay, false, step),
+        Algorithm::Apollo => StepScalars::apollo(lr, decay, step),
     };
     scalars.with_grad_scale(0.5).with_seed(which as u64)
 }
@@ -607,6 +608,7 @@ pub fn by_address(
         scalars: scalars_of(rule.algorithm, 1, step),
         fresh: vec![step == 1; planes.len()],
         host: Some((Address(weight.as_mut_ptr()), Address(gradient.as_mut_ptr()))),
+        factors: None,
     });
     UpdateTensor {
         dtype: dtype_of(rule),

@@ -122,6 +122,24 @@ impl Update for Descent {
     }
 }
 
+/// A step along the gradient, whose factor is given as the only state.
+#[derive(Clone, Copy)]
+pub(super) struct Channelwise {
+    /// `-lr * weight_decay`.
+    pub negative_decay: f32,
+}
+
+impl Update for Channelwise {
+    const STATES: usize = 1;
+    #[inline(always)]
+    fn step(&self, w: f32, g: f32, [factor, ..]: [f32; STATES_MAX]) -> (f32, [f32; STATES_MAX]) {
+        let w = (-factor).mul_add(g, w);
+        // Zero times an infinite weight would be NaN.
+        let w = if self.negative_decay == 0.0 { w } else { self.negative_decay.mul_add(w, w) };
+        (w, [factor, 0.0, 0.0])
+    }
+}
+
 /// 1, -1, or the zero or NaN itself.
 #[inline(always)]
 fn sign(x: f32) -> f32 {

@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 use super::super::bf16::{canonical_nan, widen_bf16};
 use super::super::dispatch::Level;
 use super::super::split::{join_written, split};
+use super::channels::{Matrix, MatrixPass};
 use super::elementwise::{Adamw, Amsgrad, Descent, Lion, Momentum, Update, prepare};
 use super::scalars::{Constants, StepScalars};
 use super::stochastic::{Keys, round_stochastic, stochastic_bits};
@@ -74,6 +75,22 @@ fn by_format<L: Level, U: Update>(rule: Rule, tensor: Tensor<'_, '_>, update: U,
         (Moments::Block8, Weight::Bf16) => by!(Singly<F32, Alone<Bf16>>, true, false),
         (Moments::Block8, Weight::F16Master) => by!(Singly<F32, Alone<F32>>, true, true),
         (Moments::Block8, Weight::F32) => by!(Singly<F32, Alone<F32>>, true, false),
+    }
+}
+
+/// One step with factors of channels, by the loop of its kind of weight.
+#[inline(always)]
+pub(super) fn step_matrix<L: Level>(weight: Weight, matrix: Matrix<'_>) {
+    macro_rules! by {
+        ($run:ty, $halves:literal) => {
+            L::outlined(MatrixPass::<L, $run, $halves> { matrix, kinds: PhantomData })
+        };
+    }
+    match weight {
+        Weight::Bf16Split => by!(Singly<F32, Split>, false),
+        Weight::Bf16 => by!(Singly<F32, Alone<Bf16>>, false),
+        Weight::F16Master => by!(Singly<F32, Alone<F32>>, true),
+        Weight::F32 => by!(Singly<F32, Alone<F32>>, false),
     }
 }
 

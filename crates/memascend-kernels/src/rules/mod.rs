@@ -9,24 +9,27 @@
 //! - `fused.rs`: the loop, and what its parts are for each format and kind of weight;
 //! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works
 //!   element by element is a variant of [`Algorithm`], an `Update` there, and an arm in `fused.rs`;
+//! - `channels.rs`: the loop where each channel of a matrix has a factor (APOLLO);
 //! - `stochastic.rs`, `block8.rs`: stochastic rounding, 8-bit states;
 //! - `formats.rs`: where what lies in a plane, and whole planes to and from fp32.
 //!
-//! An algorithm that needs a whole matrix at once gets a file of its own beside `elementwise.rs`:
-//! it walks the gradient and its states with [`Plane::read`] and [`Plane::write`] as it likes, and
-//! ends with a [`step`] whose scale it has found.
+//! An algorithm that needs a whole matrix at once finds its constants beside the rules, as `apollo/`
+//! does, and ends with a step whose factors it has found.
 
 use std::marker::PhantomData;
 
 mod block8;
+mod channels;
 mod elementwise;
 mod formats;
 mod fused;
 mod scalars;
 mod stochastic;
 
+pub use channels::{ChannelFactors, step_channels, step_channels_with};
 pub use formats::{Plane, PlaneFormat};
 pub use scalars::StepScalars;
+pub(super) use stochastic::mix;
 
 use super::dispatch::{Level, Plain, Work, half_kernel};
 #[cfg(target_arch = "x86_64")]
@@ -68,6 +71,9 @@ pub enum Algorithm {
         /// Whether there is a momentum buffer.
         momentum: bool,
     },
+    /// APOLLO: each channel of a matrix has a factor, see [`step_channels`]. Its moments are those of
+    /// a projected gradient (see [`channel_factors`](crate::channel_factors)), and no planes.
+    Apollo,
 }
 
 /// How the states of an algorithm are kept.
@@ -151,7 +157,7 @@ impl Rule {
             ],
             Algorithm::Lion => [state("exp_avg", true), master, None, None],
             Algorithm::Sgd { momentum: true } => [state("momentum_buffer", true), master, None, None],
-            Algorithm::Sgd { momentum: false } => [master, None, None, None],
+            Algorithm::Sgd { momentum: false } | Algorithm::Apollo => [master, None, None, None],
         }
     }
 

@@ -38,6 +38,10 @@ pub(super) enum Constants {
         nesterov: bool,
         negative_lr: f32,
     },
+    Apollo {
+        /// `-lr * weight_decay`.
+        negative_decay: f32,
+    },
 }
 
 impl StepScalars {
@@ -85,6 +89,12 @@ impl StepScalars {
             negative_lr: -lr as f32,
         };
         Self::new(constants, weight_decay, step)
+    }
+
+    /// Step number `step` of APOLLO on the elements of a matrix: their factors come with
+    /// [`step_channels`](super::step_channels), and the weight decays by itself afterwards.
+    pub fn apollo(lr: f64, weight_decay: f64, step: u64) -> Self {
+        Self::new(Constants::Apollo { negative_decay: (-lr * weight_decay) as f32 }, 0.0, step)
     }
 
     fn new(constants: Constants, l2: f64, step: u64) -> Self {

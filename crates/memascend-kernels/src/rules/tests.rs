@@ -29,6 +29,7 @@ fn every_rule() -> impl Iterator<Item = Rule> {
 /// Constants for the algorithm, with everything switched on that it has.
 fn scalars(algorithm: Algorithm, lr: f64, step: u64) -> StepScalars {
     let scalars = match algorithm {
+        Algorithm::Apollo => unreachable!("its step takes factors"),
         Algorithm::AdamW { .. } => StepScalars::adamw(lr, BETAS, 1e-8, 0.1, step),
         Algorithm::Lion => StepScalars::lion(lr, BETAS, 0.1, step),
         Algorithm::Sgd { .. } => StepScalars::sgd(lr, 0.9, 0.1, 0.1, true, step),
@@ -293,6 +294,7 @@ fn plain_step(algorithm: Algorithm, w: &mut f64, s: &mut [f64; 3], g: f64, p: Pl
         g = -g;
     }
     match algorithm {
+        Algorithm::Apollo => unreachable!("its step takes factors"),
         Algorithm::AdamW { amsgrad } => {
             if p.l2 {
                 g += DECAY * *w;
@@ -341,6 +343,7 @@ fn every_algorithm_follows_the_textbook() {
             for step in 1..=STEPS {
                 let gradient = numbers(ELEMENTS, 100 + step as u32);
                 let mut s = match algorithm {
+                    Algorithm::Apollo => unreachable!("its step takes factors"),
                     Algorithm::AdamW { .. } if p.l2 => StepScalars::adam(LR, BETAS, 1e-8, 0.1, step),
                     Algorithm::AdamW { .. } => StepScalars::adamw(LR, BETAS, 1e-8, 0.1, step),
                     Algorithm::Lion => StepScalars::lion(LR, BETAS, 0.1, step),
@@ -464,6 +467,7 @@ fn every_variant_solves_a_quadratic() {
     let solve = |rule: Rule| {
         let mut tensor = Tensor::new(rule, &vec![2.0; ELEMENTS]);
         let lr = match rule.algorithm {
+            Algorithm::Apollo => unreachable!("its step takes factors"),
             Algorithm::AdamW { .. } | Algorithm::Lion => 0.03,
             Algorithm::Sgd { momentum } => {
                 if momentum {
@@ -480,6 +484,7 @@ fn every_variant_solves_a_quadratic() {
             // To nothing, faster than linear: Lion's steps have no other way to become small.
             let lr = lr * (1.0 - (step - 1) as f64 / STEPS as f64).powi(2);
             let s = match rule.algorithm {
+                Algorithm::Apollo => unreachable!("its step takes factors"),
                 Algorithm::AdamW { .. } => StepScalars::adamw(lr, BETAS, 1e-8, 0.0, step),
                 Algorithm::Lion => StepScalars::lion(lr, BETAS, 0.0, step),
                 Algorithm::Sgd { .. } => StepScalars::sgd(lr, 0.9, 0.0, 0.0, false, step),

@@ -1,0 +1,23 @@
+//! APOLLO and APOLLO-Mini (Zhu et al. 2024, arXiv 2412.05270): one learning rate for each channel of
+//! a matrix, from a random projection of its gradient.
+//!
+//! - `matrix.rs`: the random matrix, a function of seed, redraw and index;
+//! - `projection.rs`: the projected gradient and each channel's sum of squares, as gradients pass by;
+//! - `factors.rs`: from these the moments, the channels' factors and the limit on the norm's growth.
+//!
+//! The step itself works element by element, in any chunks:
+//! [`step_channels`](crate::step_channels).
+//!
+//! A channel is a row or a column of the gradient, whichever there are more of; the *depth* is the
+//! number of its elements. What is projected lies channel by channel, in whichever direction the
+//! matrix lies.
+
+mod factors;
+mod matrix;
+mod projection;
+
+pub use factors::{FactorOptions, Measured, channel_factors};
+pub use projection::{Projection, Projector};
+
+#[cfg(test)]
+mod tests;

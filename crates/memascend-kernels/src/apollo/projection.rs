@@ -1,0 +1,376 @@
+//! The projection of a gradient, element after element in the order of memory.
+
+use super::super::dispatch::kernel;
+use super::super::dtype::Dtype;
+use super::super::rules::mix;
+use super::super::{widen_bf16_slice, widen_f16};
+use super::matrix::normal;
+
+/// Ranks that are computed together: two registers of AVX2 for each channel.
+const LANES: usize = 16;
+/// Channels that are computed together.
+const CHANNELS: usize = 4;
+/// fp64 sums of one channel's squares, where its elements follow one another in memory.
+const SUMS: usize = 8;
+/// Elements that are widened together at most.
+const WIDENED: usize = 1 << 15;
+/// Products below which no other thread is started.
+const ALONE: usize = 1 << 22;
+
+/// Keeps the matrix's numbers apart from those of stochastic rounding.
+const DOMAIN: u64 = 0x4150_4F4C_4C4F_2D50;
+
+/// How the gradient of a matrix is projected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Projection {
+    /// Rows of the gradient.
+    pub rows: usize,
+    /// Columns of the gradient.
+    pub columns: usize,
+    /// How many numbers stand for each channel.
+    pub rank: usize,
+    /// Of the run and of the tensor.
+    pub seed: u64,
+    /// How often the random matrix was drawn anew.
+    pub redraw: u64,
+}
+
+impl Projection {
+    /// Whether the channels are the columns.
+    pub fn by_column(&self) -> bool {
+        self.rows < self.columns
+    }
+
+    /// How many channels there are.
+    pub fn channels(&self) -> usize {
+        self.rows.max(self.columns)
+    }
+
+    /// Elements of a channel.
+    pub fn depth(&self) -> usize {
+        self.rows.min(self.columns)
+    }
+
+    /// The random matrix, (depth, rank): normal with variance `1 / rank`.
+    pub fn matrix(&self) -> Vec<f32> {
+        (0..self.depth() * self.rank).map(|index| self.element(self.key(), index)).collect()
+    }
+
+    fn key(&self) -> u64 {
+        mix(mix(self.seed ^ DOMAIN) ^ self.redraw)
+    }
+
+    fn element(&self, key: u64, index: usize) -> f32 {
+        (normal(mix(key ^ index as u64)) / (self.rank as f64).sqrt()) as f32
+    }
+
+    /// The random matrix as the loop reads it: [`LANES`] ranks at a time, those that are missing zero.
+    fn tiles(&self) -> Vec<[f32; LANES]> {
+        let (depth, key) = (self.depth(), self.key());
+        let tile = |first: usize, at: usize| {
+            let mut lanes = [0.0; LANES];
+            for (lane, rank) in lanes.iter_mut().zip(first..self.rank) {
+                *lane = self.element(key, at * self.rank + rank);
+            }
+            lanes
+        };
+        (0..self.rank).step_by(LANES).flat_map(|first| (0..depth).map(move |at| tile(first, at))).collect()
+    }
+}
+
+/// Projects a gradient that passes by in pieces of any length.
+///
+/// Each number is the sum of a channel's products, in fp32 and in the channel's order; each sum of
+/// squares is in fp64. So the bits depend on neither pieces nor threads.
+pub struct Projector {
+    projection: Projection,
+    dtype: Dtype,
+    tiles: Vec<[f32; LANES]>,
+    threads: usize,
+    /// (channels, rank)
+    projected: Vec<f32>,
+    /// (channels, `SUMS` or 1)
+    sums: Vec<f64>,
+    next: usize,
+}
+
+/// Elements of a gradient that form a rectangle, in fp32.
+pub(super) struct Rectangle<'a> {
+    values: &'a [f32],
+    channels: usize,
+    /// How far two channels, and two elements of a channel, lie apart.
+    strides: (usize, usize),
+    /// Those of the elements' rows in the random matrix, and rows of the whole matrix.
+    first: usize,
+    count: usize,
+    depth: usize,
+    rank: usize,
+    tiles: &'a [[f32; LANES]],
+}
+
+impl Projector {
+    /// Before the first element of a gradient of `dtype`.
+    ///
+    /// # Panics
+    /// When the matrix has no elements, or the rank is 0.
+    pub fn new(projection: Projection, dtype: Dtype, threads: usize) -> Self {
+        assert!(projection.depth() > 0 && projection.rank > 0, "a matrix and a rank that are not empty");
+        let channels = projection.channels();
+        let sums = if projection.by_column() { 1 } else { SUMS };
+        Self {
+            projection,
+            dtype,
+            tiles: projection.tiles(),
+            threads: threads.max(1),
+            projected: vec![0.0; channels * projection.rank],
+            sums: vec![0.0; channels * sums],
+            next: 0,
+        }
+    }
+
+    /// Bytes that a projector of `projection` takes.
+    pub fn bytes(projection: &Projection) -> usize {
+        let sums = if projection.by_column() { 1 } else { SUMS };
+        let tiles = projection.rank.div_ceil(LANES) * projection.depth() * size_of::<[f32; LANES]>();
+        projection.channels() * (projection.rank * size_of::<f32>() + sums * size_of::<f64>()) + tiles
+    }
+
+    /// The next elements of the gradient, of its dtype.
+    ///
+    /// # Panics
+    /// When the gradient has fewer elements left, or the bytes are not whole elements.
+    pub fn add(&mut self, gradient: &[u8]) {
+        let bytes = self.dtype.bytes();
+        assert!(gradient.len().is_multiple_of(bytes), "whole elements");
+        let elements = gradient.len() / bytes;
+        let end = self.next + elements;
+        assert!(end <= self.projection.rows * self.projection.columns, "the gradient has fewer elements");
+        let columns = self.projection.columns;
+        let mut done = 0;
+        while done < elements {
+            // A part of a row, or whole rows.
+            let (row, column) = (self.next / columns, self.next % columns);
+            let left = elements - done;
+            let count = if column > 0 || left < columns {
+                left.min(columns - column)
+            } else {
+                left / columns * columns
+            };
+            let piece = &gradient[done * bytes..(done + count) * bytes];
+            self.add_rows(piece, row, column, count);
+            self.next += count;
+            done += count;
+        }
+    }
+
+    /// The projected gradient, (channels, rank), and each channel's sum of squares.
+    ///
+    /// # Panics
+    /// When elements are missing.
+    pub fn finish(self) -> (Vec<f32>, Vec<f64>) {
+        assert_eq!(self.next, self.projection.rows * self.projection.columns, "a whole gradient");
+        if self.projection.by_column() {
+            return (self.projected, self.sums);
+        }
+        let sums = self
+            .sums
+            .as_chunks::<SUMS>()
+            .0
+            .iter()
+            .map(|s| ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])));
+        (self.projected, sums.collect())
+    }
+
+    /// Whole rows, or a part of one that begins at `column`.
+    fn add_rows(&mut self, piece: &[u8], row: usize, column: usize, count: usize) {
+        let Self { projection, dtype, tiles, threads, projected, sums, .. } = self;
+        let rank = projection.rank;
+        let width = count.min(projection.columns);
+        let rows = count / width;
+        let threads = if count * rank < ALONE { 1 } else { *threads };
+        let (channels, first_channel, sums_each) =
+            if projection.by_column() { (width, column, 1) } else { (rows, row, SUMS) };
+        let share = channels.div_ceil(threads).max(1).next_multiple_of(CHANNELS);
+        let projected = &mut projected[first_channel * rank..][..channels * rank];
+        let sums = &mut sums[first_channel * sums_each..][..channels * sums_each];
+        std::thread::scope(|scope| {
+            let parts = projected.chunks_mut(share * rank).zip(sums.chunks_mut(share * sums_each));
+            for (index, (projected, sums)) in parts.enumerate() {
+                let (projection, dtype, tiles) = (&*projection, *dtype, tiles.as_slice());
+                let mut run = move || {
+                    let piece = Piece { projection, dtype, tiles, bytes: piece, width, rows, row, column };
+                    piece.add(index * share, projected, sums);
+                };
+                if channels <= share {
+                    run();
+                } else {
+                    scope.spawn(run);
+                }
+            }
+        });
+    }
+}
+
+/// Whole rows of a gradient, or a part of one.
+struct Piece<'a> {
+    projection: &'a Projection,
+    dtype: Dtype,
+    tiles: &'a [[f32; LANES]],
+    bytes: &'a [u8],
+    width: usize,
+    rows: usize,
+    row: usize,
+    column: usize,
+}
+
+impl Piece<'_> {
+    /// Adds the channels from number `first` of the piece on, as many as there is room for.
+    fn add(&self, first: usize, projected: &mut [f32], sums: &mut [f64]) {
+        let Self { projection, tiles, width, rows, .. } = *self;
+        let rank = projection.rank;
+        let channels = projected.len() / rank;
+        let by_column = projection.by_column();
+        let sums_each = if by_column { 1 } else { SUMS };
+        // Rectangles of some channels, and of as much of their depth as fits.
+        let depth = if by_column { rows } else { width };
+        let depth_step = depth.min(if by_column { 64 } else { WIDENED / CHANNELS });
+        let channel_step = (WIDENED / depth_step / CHANNELS * CHANNELS).max(CHANNELS);
+        let mut values = Vec::new();
+        for at in (0..channels).step_by(channel_step) {
+            let count = channel_step.min(channels - at);
+            let projected = &mut projected[at * rank..][..count * rank];
+            let sums = &mut sums[at * sums_each..][..count * sums_each];
+            for begin in (0..depth).step_by(depth_step) {
+                let deep = depth_step.min(depth - begin);
+                values.clear();
+                if by_column {
+                    (begin..begin + deep)
+                        .for_each(|row| self.widen(row * width + first + at, count, &mut values));
+                } else {
+                    (first + at..first + at + count)
+                        .for_each(|row| self.widen(row * width + begin, deep, &mut values));
+                }
+                let strides = if by_column { (1, count) } else { (deep, 1) };
+                let first_depth = begin + if by_column { self.row } else { self.column };
+                let rectangle = Rectangle {
+                    values: &values,
+                    channels: count,
+                    strides,
+                    first: first_depth,
+                    count: deep,
+                    depth: projection.depth(),
+                    rank,
+                    tiles,
+                };
+                project(&rectangle, projected);
+                add_squares(&rectangle, sums);
+            }
+        }
+    }
+
+    /// Appends elements of the piece, in fp32.
+    fn widen(&self, first: usize, count: usize, values: &mut Vec<f32>) {
+        let bytes = self.dtype.bytes();
+        let source = &self.bytes[first * bytes..(first + count) * bytes];
+        let start = values.len();
+        values.resize(start + count, 0.0);
+        let target = &mut values[start..];
+        let (pairs, quadruples) = (source.as_chunks::<2>().0, source.as_chunks::<4>().0);
+        match self.dtype {
+            Dtype::F32 => {
+                target
+                    .iter_mut()
+                    .zip(quadruples)
+                    .for_each(|(value, &bytes)| *value = f32::from_ne_bytes(bytes));
+            }
+            Dtype::F16 => target
+                .iter_mut()
+                .zip(pairs)
+                .for_each(|(value, &bytes)| *value = widen_f16(u16::from_ne_bytes(bytes))),
+            // SAFETY: any bytes are numbers.
+            Dtype::Bf16 => match unsafe { source.align_to::<u16>() } {
+                ([], halves, []) => widen_bf16_slice(target, halves),
+                _ => target.iter_mut().zip(pairs).for_each(|(value, &bytes)| {
+                    *value = f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16);
+                }),
+            },
+        }
+    }
+}
+
+kernel! {
+    /// Adds the products of a rectangle's elements with the random matrix.
+    pub fn project / project_with(rectangle: &Rectangle<'_>, projected: &mut [f32]) = project_body;
+}
+
+kernel! {
+    /// Adds the squares of a rectangle's elements: (channels, [`SUMS`]), or (channels) where channels
+    /// lie side by side.
+    pub fn add_squares / add_squares_with(rectangle: &Rectangle<'_>, sums: &mut [f64]) = squares_body;
+}
+
+#[inline(always)]
+fn project_body(rectangle: &Rectangle<'_>, projected: &mut [f32]) {
+    let Rectangle { first, count, depth, rank, tiles, .. } = *rectangle;
+    for (index, lanes) in (0..rank).step_by(LANES).enumerate() {
+        let tile = &tiles[index * depth + first..][..count];
+        let width = LANES.min(rank - lanes);
+        let whole = rectangle.channels / CHANNELS * CHANNELS;
+        for channel in (0..whole).step_by(CHANNELS) {
+            tile_body::<CHANNELS>(rectangle, channel, tile, &mut projected[channel * rank + lanes..], width);
+        }
+        for channel in whole..rectangle.channels {
+            tile_body::<1>(rectangle, channel, tile, &mut projected[channel * rank + lanes..], width);
+        }
+    }
+}
+
+/// Some channels times [`LANES`] ranks, `width` of which count.
+#[inline(always)]
+fn tile_body<const N: usize>(
+    rectangle: &Rectangle<'_>,
+    channel: usize,
+    tile: &[[f32; LANES]],
+    projected: &mut [f32],
+    width: usize,
+) {
+    let Rectangle { values, strides: (apart, along), rank, .. } = *rectangle;
+    let mut sums = [[0.0; LANES]; N];
+    for (k, sums) in sums.iter_mut().enumerate() {
+        sums[..width].copy_from_slice(&projected[k * rank..][..width]);
+    }
+    for (at, numbers) in tile.iter().enumerate() {
+        for (k, sums) in sums.iter_mut().enumerate() {
+            let value = values[(channel + k) * apart + at * along];
+            for (sum, number) in sums.iter_mut().zip(numbers) {
+                *sum = value.mul_add(*number, *sum);
+            }
+        }
+    }
+    for (k, sums) in sums.iter().enumerate() {
+        projected[k * rank..][..width].copy_from_slice(&sums[..width]);
+    }
+}
+
+#[inline(always)]
+fn squares_body(rectangle: &Rectangle<'_>, sums: &mut [f64]) {
+    let Rectangle { values, channels, strides: (_, along), first, count, .. } = *rectangle;
+    let square = |value: f32| f64::from(value) * f64::from(value);
+    if along > 1 || sums.len() == channels {
+        for row in values.chunks(channels) {
+            sums.iter_mut().zip(row).for_each(|(sum, &value)| *sum += square(value));
+        }
+        return;
+    }
+    for (sums, row) in sums.as_chunks_mut::<SUMS>().0.iter_mut().zip(values.chunks(count)) {
+        // An element's sum depends on its place in the channel, and on nothing else.
+        let head = (SUMS - first % SUMS) % SUMS;
+        let (head, rest) = row.split_at(head.min(row.len()));
+        head.iter().enumerate().for_each(|(k, &value)| sums[(first + k) % SUMS] += square(value));
+        let (groups, tail) = rest.as_chunks::<SUMS>();
+        for group in groups {
+            sums.iter_mut().zip(group).for_each(|(sum, &value)| *sum += square(value));
+        }
+        sums.iter_mut().zip(tail).for_each(|(sum, &value)| *sum += square(value));
+    }
+}

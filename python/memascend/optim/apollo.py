@@ -1,0 +1,289 @@
+"""APOLLO and APOLLO-Mini (Zhu et al. 2024, arXiv 2412.05270): one learning rate for each channel of a matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend._memascend import StepScalars
+from memascend.durable import exact_json
+from memascend.errors import MemascendError
+from memascend.optim import projected
+from memascend.optim.base import OffloadedOptimizer
+from memascend.optim.options import check_betas, check_from_zero, check_learning_rate
+from memascend.optim.rules import rule_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.optim.optimizer import ParamsT
+
+    from memascend._memascend import Projection, Rule
+    from memascend.durable.protocols import Session
+    from memascend.optim.homes import Home
+    from memascend.optim.room import Room
+    from memascend.residency.updates import Segment
+
+
+class Apollo(OffloadedOptimizer):
+    """APOLLO: AdamW's step, with a learning rate for each channel of a matrix instead of one for each element.
+
+    The learning rates come from a random projection of the gradient to `rank` numbers a channel, and only those have
+    moments. A channel is a row or a column of the matrix, whichever there are more of.
+
+    A group with a `rank` takes APOLLO, and holds matrices alone. A group without takes AdamW, as is usual for
+    embeddings, head and norms: `memascend.apollo_groups(model)` makes the two. Parameters that are given without groups
+    are a group with `rank`.
+
+    Args:
+        params: parameters or groups with options of their own, as for any `torch.optim.Optimizer`.
+        lr, betas, eps, weight_decay: as in AdamW. Weights decay by themselves, after the step.
+        rank: numbers that stand for a channel, for parameters that are given without groups.
+        update_proj_gap: steps after which the random matrix is drawn anew. The moments stay.
+        scale: the step is multiplied by its square root.
+        scale_type: "channel", or "tensor" for one factor for the whole matrix.
+        scale_front: whether the limit on the growth of a step's norm counts the square root of `scale`.
+        proj, proj_type: "random" and "std" alone: a random matrix on the smaller side.
+        maximize: follow the gradient upwards.
+        options: `states` (of groups with AdamW), `master`, `seed`, `nonfinite`, `store`, `host_memory` and others of
+            `OffloadedOptimizer`. Moments of projected gradients are float32, and those of ordinary parameters are in
+            memory, also with `store`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        rank: int = 256,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        scale_type: str = "channel",
+        scale_front: bool = False,
+        proj: str = "random",
+        proj_type: str = "std",
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        """Make room for the states of every parameter."""
+        check_learning_rate(lr)
+        check_betas(betas)
+        check_from_zero("epsilon", "eps", eps)
+        check_from_zero("weight_decay", "weight_decay", weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(float(beta) for beta in betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rank": None,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "scale_type": scale_type,
+            "scale_front": scale_front,
+            "proj": proj,
+            "proj_type": proj_type,
+            "maximize": maximize,
+        }
+        super().__init__(_with_rank(params, rank), defaults, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in PyTorch. Raises ValueError for one with a `rank` and parameters that are no matrices."""
+        _check_group(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def _prepare(self, groups: Iterable[dict[str, Any]]) -> None:
+        groups = list(groups)
+        super()._prepare(groups)
+        for group in groups:
+            if group["rank"] is not None:
+                projected.note_memory((self._homes.of(parameter) for parameter in group["params"]), int(group["rank"]))
+
+    # ---- the algorithm ---------------------------------------------------------------------------
+
+    def _algorithm(self, group: dict[str, Any]) -> str:
+        return "adamw" if group["rank"] is None else "apollo"
+
+    def rule_of(self, group: dict[str, Any], parameter: nn.Parameter) -> Rule:
+        """Return the kernels and states of the parameter's next step, with the options of `group`."""
+        if group["rank"] is None:
+            return super().rule_of(group, parameter)
+        # The moments of the projected gradient are no planes.
+        return rule_for("apollo", "float32", parameter.dtype, 0, group["master"])
+
+    def _scalars(self, group: dict[str, Any], step: int, begins: bool, grad_scale: float, seed: int) -> StepScalars:
+        lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
+        if group["rank"] is not None:
+            return StepScalars.apollo(lr, decay, step, grad_scale=grad_scale, maximize=maximize, seed=seed)
+        beta1, beta2 = group["betas"]
+        return StepScalars.adamw(
+            lr,
+            (float(beta1), float(beta2)),
+            float(group["eps"]),
+            decay,
+            step,
+            decoupled=True,
+            grad_scale=grad_scale,
+            maximize=maximize,
+            seed=seed,
+        )
+
+    def _ask(self, group: dict[str, Any], home: Home, room: Room) -> None:
+        if group["rank"] is not None:
+            projected.ask(home, int(group["rank"]), room)
+
+    def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
+        if group["rank"] is None:
+            return
+        try:
+            projected.find_factors(group, home, segment, grad_scale)
+        except BaseException:
+            # Some moments are a step ahead of the others, so that the step cannot be tried again.
+            self._failed = True
+            raise
+
+    def projection_of(self, parameter: nn.Parameter) -> Projection | None:
+        """Return how the gradient of the parameter's next step is projected; None where it takes AdamW."""
+        group = next((group for group in self.param_groups if any(p is parameter for p in group["params"])), None)
+        if group is None or group["rank"] is None:
+            return None
+        return projected.projection_of(group, self._homes.of(parameter))
+
+    def _step(self) -> None:
+        self._check_failed()
+        super()._step()
+
+    def _check_failed(self) -> None:
+        if getattr(self, "_failed", False):
+            raise MemascendError(
+                f"a step of this {type(self).__name__} has failed half-way, so that its moments are not those of one "
+                "step: memascend.resume goes on from the last durable step"
+            )
+
+    # ---- saved states ----------------------------------------------------------------------------
+
+    def _read(self, group: dict[str, Any], home: Home) -> dict[str, Any]:
+        states = super()._read(group, home)
+        return states if group["rank"] is None else states | projected.read(home, int(group["rank"]))
+
+    def _check_saved(self, group: dict[str, Any], parameter: nn.Parameter, saved: dict[str, Any]) -> None:
+        if group["rank"] is None:
+            super()._check_saved(group, parameter, saved)
+            return
+        rest = {name: value for name, value in saved.items() if name not in projected.NAMES}
+        super()._check_saved(group, parameter, rest)
+        projected.check_saved(parameter, int(group["rank"]), saved)
+
+    def _load_states(self, group: dict[str, Any], home: Home, rule: Rule, saved: dict[str, Any], steps: int) -> None:
+        super()._load_states(group, home, rule, saved, steps)
+        if group["rank"] is not None:
+            projected.load(home, int(group["rank"]), saved)
+
+    def describe(self, session: Session) -> dict[str, Any]:
+        """Return what a store keeps of the optimizer; see `OffloadedOptimizer.describe`."""
+        self._check_failed()
+        norms = {
+            place.name: self.state[place.parameter]["norm"]
+            for place in session.places
+            if "norm" in self.state.get(place.parameter, {})
+        }
+        return super().describe(session) | {"norms": exact_json.encode(norms, "the norms of steps")}
+
+    def take_up(self, described: dict[str, Any]) -> None:
+        """Go on as the optimizer that `describe` described; see `OffloadedOptimizer.take_up`."""
+        super().take_up(described)
+        for group, described_group in zip(self.param_groups, described["groups"], strict=True):
+            for parameter, name in zip(group["params"], described_group["params"], strict=True):
+                if name in described["norms"]:
+                    self.state[parameter]["norm"] = described["norms"][name]
+
+
+class ApolloMini(Apollo):
+    """APOLLO-Mini: APOLLO of rank 1 with one learning rate for each matrix, and hardly any states.
+
+    Args:
+        params: parameters or groups with options of their own; see `Apollo`.
+        lr, betas, eps, weight_decay, update_proj_gap, scale_front, proj, proj_type, maximize: as in `Apollo`.
+        rank, scale, scale_type: as in `Apollo`, with other defaults.
+        options: as in `Apollo`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        rank: int = 1,
+        scale: float = 128.0,
+        scale_type: str = "tensor",
+        **options: Any,
+    ) -> None:
+        """Make room for the states of every parameter."""
+        super().__init__(params, lr, betas, eps, weight_decay, rank=rank, scale=scale, scale_type=scale_type, **options)
+
+
+def apollo_groups(model: nn.Module, rank: int = 256, **options: Any) -> list[dict[str, Any]]:
+    """Return two parameter groups of a model for `Apollo` or `ApolloMini`: matrices with `rank`, and the others.
+
+    The matrices are the weights of `torch.nn.Linear` modules, and of others of that name, but for the output layer.
+    Embeddings, head, norms and biases are in the second group, which takes AdamW. A group without parameters is left
+    out. `options` go with the first group: `scale`, `scale_type`, `update_proj_gap` and others.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    tables |= set() if head is None else {id(parameter) for parameter in head.parameters()}
+    matrices = {
+        id(module.weight): module.weight
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ in ("Linear", "Conv1D")
+        if isinstance(module.weight, torch.nn.Parameter) and module.weight.ndim == 2 and id(module.weight) not in tables
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if id(parameter) in matrices], "rank": rank, **options},
+        {"params": [parameter for parameter in trained if id(parameter) not in matrices]},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _with_rank(params: ParamsT, rank: int) -> ParamsT:
+    """Have parameters that are given without groups be a group with a rank."""
+    if isinstance(params, torch.Tensor):
+        return params  # PyTorch refuses it.
+    given: list[Any] = list(params)
+    if not given or isinstance(given[0], dict):
+        return given
+    return [{"params": given, "rank": rank}]
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError unless APOLLO can take a group with these options."""
+    if group["rank"] is None:
+        return
+    for name in ("rank", "update_proj_gap"):
+        if int(group[name]) != group[name] or group[name] < 1:
+            raise ValueError(f"Invalid {name} value: {group[name]} ({name} must be a whole number from 1 up)")
+    if not group["scale"] > 0.0:
+        raise ValueError(f"Invalid scale value: {group['scale']} (scale must be above 0)")
+    for name, allowed in (("scale_type", ("channel", "tensor")), ("proj", ("random",)), ("proj_type", ("std",))):
+        if group[name] not in allowed:
+            raise ValueError(f"Invalid {name} value: {group[name]!r}: it is one of {', '.join(allowed)}")
+    given = group["params"]
+    parameters: Iterable[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+    group["params"] = parameters
+    for entry in parameters:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(parameter, torch.Tensor) and (parameter.ndim != 2 or parameter.numel() == 0):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is in a group with rank={group['rank']}, but APOLLO "
+                "takes matrices: put it in a group without rank, which takes AdamW; memascend.apollo_groups(model) "
+                "makes the groups of a model"
+            )

@@ -1,0 +1,211 @@
+"""Moments of projected gradients, and the factors that APOLLO finds with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend._memascend import Projection
+from memascend.common.sizes import format_size
+from memascend.errors import MemascendError
+from memascend.layout.units import DTYPE_NAMES
+from memascend.optim.homes import OnModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from memascend._memascend import ProjectedGradient
+    from memascend.offloading.session import Session
+    from memascend.optim.homes import Home
+    from memascend.optim.room import Room
+    from memascend.residency.updates import Segment
+
+#: The moments in a state dictionary, and the norm of the last step.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NAMES = (*MOMENTS, "norm")
+
+
+#: What projecting a gradient may take beside the plan without a notice.
+NOTED_BYTES = 4 << 20
+
+
+def moments_shape(parameter: nn.Parameter, rank: int) -> tuple[int, int, int]:
+    """Return the shape of both moments as they are kept: (2, channels, rank)."""
+    return len(MOMENTS), max(parameter.shape), rank
+
+
+def ask(home: Home, rank: int, room: Room) -> None:
+    """Ask for the room of the moments of a parameter.
+
+    Raises MemascendError if there are moments of another rank.
+    """
+    shape = torch.Size(moments_shape(home.parameter, rank))
+    if isinstance(home, OnModel):
+        moments = home.place.moments
+        if moments is None:
+            room.add_moments(home.session, home.place, shape.numel())
+            return
+        there = moments.numel
+        if not moments.written:
+            there = shape.numel()
+            if moments.numel != there:
+                home.session.runtime.remove_tensor(moments.id)
+                home.place.moments = None
+                room.add_moments(home.session, home.place, there)
+    else:
+        there = 2 * home.state["exp_avg"].numel() if "exp_avg" in home.state else shape.numel()
+    if there != shape.numel():
+        raise MemascendError(
+            f"rank={rank} of {home.name} is another one than that of its steps so far: make a new optimizer, or set "
+            "rank as it was"
+        )
+
+
+def note_memory(homes: Iterable[Home], rank: int) -> None:
+    """Tell the models of parameters what projecting a gradient takes beside the plan of host memory, if it is much."""
+    most: dict[Session, int] = {}
+    for home in homes:
+        if isinstance(home, OnModel):
+            projection = Projection(*home.place.shape, rank, 0, 0)
+            # Beside the projector: both moments, and a copy of what was projected.
+            nbytes = projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
+            most[home.session] = max(nbytes, most.get(home.session, 0))
+    for session, nbytes in most.items():
+        if nbytes >= NOTED_BYTES:
+            session.notices.append(
+                f"projections of rank {rank} take up to {format_size(nbytes)} of host memory at a time, which the plan "
+                "does not have: leave as much beside host_memory, or choose a smaller rank"
+            )
+
+
+def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
+    """Give `segment` the factors of the parameter's channels, and update the moments: a part of the step itself.
+
+    The gradient is multiplied by `grad_scale`.
+    """
+    parameter, state = home.parameter, home.state
+    step, rank = state.get("step", 0) + 1, int(group["rank"])
+    measured = _measure(group, home, segment)
+    moments = _load(home, rank)
+    first, second = (moment.data_ptr() for moment in moments)
+    beta1, beta2 = group["betas"]
+    segment.factors, norm = measured.factors(
+        (first, second),
+        lr=float(group["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(group["eps"]),
+        scale=float(group["scale"]),
+        whole=group["scale_type"] == "tensor",
+        scale_front=bool(group["scale_front"]),
+        step=step,
+        grad_scale=-grad_scale if group["maximize"] else grad_scale,
+        norm_before=state.get("norm"),
+    )
+    _keep(home, moments)
+    home.homes.optimizer.state[parameter]["norm"] = norm
+
+
+def projection_of(group: dict[str, Any], home: Home) -> Projection:
+    """Return how the gradient of a parameter's next step is projected."""
+    rows, columns = home.parameter.shape
+    seed, step = home.homes.seed(group, home.parameter), home.state.get("step", 0)
+    return Projection(rows, columns, int(group["rank"]), seed, step // int(group["update_proj_gap"]))
+
+
+def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGradient:
+    """Project the gradient of a segment, unless that was done when it was captured."""
+    projection, threads = projection_of(group, home), torch.get_num_threads()
+    if segment.host is not None:
+        return projection.of(DTYPE_NAMES[home.parameter.dtype], segment.host[1], threads)
+    assert isinstance(home, OnModel), "other parameters give addresses"
+    runtime, place = home.session.runtime, home.place
+    if place.projection == projection:
+        assert place.projected is not None, "what was projected was put aside"
+        place.projection = None
+        return runtime.take_projected(projection, place.projected[0])
+    assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
+    start = place.start if place.tensor.packed else 0
+    return runtime.project_gradient(place.tensor.gradient, start, projection, threads)
+
+
+# ---- where the moments are -------------------------------------------------------------------------------
+
+
+def _load(home: Home, rank: int) -> torch.Tensor:
+    """Return both moments, (2, channels, rank): zeros where there are none yet."""
+    parameter, state = home.parameter, home.state
+    moments = torch.zeros(moments_shape(parameter, rank))
+    if "exp_avg" in state:
+        for moment, name in zip(moments, MOMENTS, strict=True):
+            moment.copy_(_by_channel(parameter, state[name]))
+    elif isinstance(home, OnModel) and home.place.moments is not None and home.place.moments.written:
+        home.session.runtime.read(home.place.moments.id, moments.data_ptr(), moments.nbytes)
+    return moments
+
+
+def _keep(home: Home, moments: torch.Tensor) -> None:
+    """Keep both moments, (2, channels, rank), where those of the parameter are."""
+    state = home.homes.optimizer.state[home.parameter]
+    if isinstance(home, OnModel):
+        stored = home.place.moments
+        assert stored is not None, "room is made before a step"
+        home.session.runtime.write(stored.id, moments.data_ptr(), moments.nbytes)
+        stored.written = True
+        for name in MOMENTS:
+            state.pop(name, None)  # Of a parameter that was in memory before.
+        return
+    for moment, name in zip(moments, MOMENTS, strict=True):
+        state[name] = _as_projected(home.parameter, moment)
+
+
+def _as_projected(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
+    """Return a moment, (channels, rank), in the shape of the projected gradient: (m, rank) or (rank, n)."""
+    rows, columns = parameter.shape
+    return (moment if rows >= columns else moment.t()).clone(memory_format=torch.contiguous_format)
+
+
+def _by_channel(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
+    """Return what `_as_projected` was given."""
+    rows, columns = parameter.shape
+    return moment if rows >= columns else moment.t()
+
+
+# ---- state dictionaries ----------------------------------------------------------------------------------
+
+
+def read(home: Home, rank: int) -> dict[str, Any]:
+    """Return the moments as `state_dict` shows them, and the norm of the last step."""
+    shown = {
+        name: _as_projected(home.parameter, moment) for name, moment in zip(MOMENTS, _load(home, rank), strict=True)
+    }
+    norm = home.state.get("norm")
+    return shown if norm is None else shown | {"norm": torch.tensor(norm, dtype=torch.float64)}
+
+
+def check_saved(parameter: nn.Parameter, rank: int, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless the moments among a parameter's saved states can be loaded."""
+    rows, columns = parameter.shape
+    expected = (rows, rank) if rows >= columns else (rank, columns)
+    for name in MOMENTS:
+        value = saved.get(name)
+        if value is not None and (not isinstance(value, torch.Tensor) or tuple(value.shape) != expected):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"{name} has shape {shape}, and that of a projection of rank {rank} of a parameter "
+                f"{tuple(parameter.shape)} is {expected}"
+            )
+
+
+def load(home: Home, rank: int, saved: dict[str, Any]) -> None:
+    """Take over saved moments and the norm of the last step; what was not saved begins anew."""
+    parameter = home.parameter
+    moments = torch.zeros(moments_shape(parameter, rank))
+    for moment, name in zip(moments, MOMENTS, strict=True):
+        if saved.get(name) is not None:
+            moment.copy_(_by_channel(parameter, saved[name]))
+    _keep(home, moments)
+    if saved.get("norm") is not None:
+        home.homes.optimizer.state[parameter]["norm"] = float(saved["norm"])
