@@ -34,6 +34,8 @@ ROOT = TESTS.parent
 FIRST = ("0.18.0", "0.19.4", "0.19.5")
 #: What ranks find that is the same with every version.
 BITS = ("losses", "norms", "weights", "skipped")
+#: DeepSpeed's own loading of states leaves moments out where they are swapped: not before 0.19.4 on a CPU.
+NOT_COMPARED = ("loaded A A", "loaded ABC A")
 
 
 @dataclass
@@ -49,11 +51,16 @@ class Result:
 
     def same(self, newest: Result) -> tuple[list[str], list[str]]:
         """Return the runs with the bits of another version, and those that differ though they need not."""
-        names = [name for name in self.trained if name in newest.trained]
+        names = self.common(newest)
         same = [name for name in names if self.trained[name] == newest.trained[name]]
         # A case is named before the parts of memascend: "bfloat16 ABC"; without memascend it is "bfloat16 none".
-        differ = [name for name in names if name not in same and f"{name.rpartition(' ')[0]} none" in same]
-        return same, differ
+        changed = [name for name in names if name.endswith(" none") and name not in same]
+        excused = {name.removesuffix(" none") for name in changed}
+        return same, [name for name in names if name not in same and name.rpartition(" ")[0] not in excused]
+
+    def common(self, newest: Result) -> list[str]:
+        """Return the runs of both versions whose bits can be compared."""
+        return [name for name in self.trained if name in newest.trained and name not in NOT_COMPARED]
 
 
 def environment(folder: Path, version: str) -> Path:
@@ -142,7 +149,7 @@ def main() -> int:
     compared = 0
     for result in results:
         same, differ = result.same(newest)
-        common = [name for name in result.trained if name in newest.trained]
+        common = result.common(newest)
         passed, failed, skipped = (result.outcomes[name] for name in ("passed", "failed", "skipped"))
         counts = f"{passed:8}{failed:8}{skipped:9}"
         print(f"{result.version:<12}{counts}  {len(same)} of {len(common)}")
