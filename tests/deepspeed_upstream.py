@@ -40,8 +40,12 @@ FILES: dict[str, tuple[str, ...]] = {
     "unit/v1/half_precision/test_bf16.py": (),
 }
 
-#: In `unit/common.py` a result is gathered from all ranks on a device that is given by its number: CUDA's alone.
-BY_NUMBER, BY_NAME = ("    device = get_accelerator().current_device" + end for end in ("()\n", "_name()\n"))
+#: In `unit/common.py` a result is gathered from all ranks, on a device that is given by its number and in a tensor
+#: without dimensions; neither works without CUDA.
+GATHERING = {
+    "    device = get_accelerator().current_device()\n": "    device = get_accelerator().current_device_name()\n",
+    "torch.tensor(1 if flag else 0,": "torch.tensor([1 if flag else 0],",
+}
 
 #: Added to the copy of `unit/common.py`, which every worker imports. DeepSpeed finds that a processor without
 #: instructions for float16 cannot compute with it, and skips what is about fp16; PyTorch computes with it on all.
@@ -100,6 +104,14 @@ def run(tests: Path, name: str, hook: str | None, timeout: float, log: Path) -> 
     return results
 
 
+def patch(common: Path) -> None:
+    """Have DeepSpeed's helpers of its tests work on a CPU."""
+    text = common.read_text()
+    for before, after in GATHERING.items():
+        text = text.replace(before, after)
+    common.write_text(text + FLOAT16)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, metavar="PATH_TO_TESTS")
@@ -120,8 +132,7 @@ def main() -> int:
         # Alone in a folder: the tests' own conftest would take operators from beside them in a checkout.
         tests = Path(folder) / "tests"
         shutil.copytree(args.tests, tests)
-        common = tests / "unit" / "common.py"
-        common.write_text(common.read_text().replace(BY_NUMBER, BY_NAME) + FLOAT16)
+        patch(tests / "unit" / "common.py")
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         for name in names:
