@@ -232,6 +232,20 @@ def test_updates_in_the_backward_pass(tmp_path: Path) -> None:
             memascend.close(model)
 
 
+def test_options_of_an_update_in_the_backward_pass_stay(tmp_path: Path) -> None:
+    least = smallest_plan(partition(build("mini")), update="backward").total
+    options = LEAST | {"update": "backward", "host_memory": least}
+    model = memascend.offload(build("mini"), store=tmp_path / "store", **options)
+    try:
+        run = Run(model, "llama", make("mini", model), plain=True).go(2)
+        model(**tiny.batch("llama", 9)).loss.backward()
+        run.optimizer.param_groups[0]["scale"] = 64.0
+        with pytest.raises(memascend.MemascendError, match="options of the optimizer have changed"):
+            run.optimizer.step()
+    finally:
+        memascend.close(model)
+
+
 # ---- saved states, durable steps ---------------------------------------------------------------------------
 
 

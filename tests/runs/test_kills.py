@@ -75,6 +75,7 @@ VARIANTS = {
     "every step": [],
     "every third, threads": ["--durability", "every:3"],
     "8 bits": ["--states", "8bit", "--no-master"],
+    "apollo": ["--optimizer", "apollo", "--lr", "1e-3"],
     # States and weights stay in memory: written beside each step, or by every third step alone.
     "written through": ["--host-memory", "128MiB"],
     "in memory, every third": ["--host-memory", "128MiB", "--durability", "every:3"],

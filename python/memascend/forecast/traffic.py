@@ -117,7 +117,8 @@ def projection(tensor: StoreTensor, work: Work) -> Projection | None:
     (place, *others) = tensor.places
     if algorithm != "apollo" or others or tensor.packed or len(place.shape) != 2 or not tensor.unit.repeated:
         return None
-    return Projection(*place.shape, options["rank"], 0, 0)
+    rows, columns = place.shape
+    return Projection(rows, columns, options["rank"], 0, 0)
 
 
 def moments_bytes(tensor: StoreTensor, work: Work) -> int:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from memascend.residency.updates import Segment
 
 
+#: Options on which the factors of channels depend, beside those of the step's constants.
+_OF_FACTORS = ("betas", "eps", "rank", "scale", "scale_type", "scale_front", "update_proj_gap", "seed")
+
+
 class Apollo(OffloadedOptimizer):
     """APOLLO: AdamW's step, with a learning rate for each channel of a matrix instead of one for each element.
 
@@ -145,6 +149,9 @@ class Apollo(OffloadedOptimizer):
             # Some moments are a step ahead of the others, so that the step cannot be tried again.
             self._failed = True
             raise
+
+    def _factor_options(self, group: dict[str, Any]) -> Any:
+        return None if group["rank"] is None else tuple(group[name] for name in _OF_FACTORS)
 
     def projection_of(self, parameter: nn.Parameter) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected; None where it takes AdamW."""

@@ -158,6 +158,10 @@ class OffloadedOptimizer(Optimizer):
         A part of the step: nothing is refused any more.
         """
 
+    def _factor_options(self, group: dict[str, Any]) -> Any:
+        """Return the options of a group that `_find_factors` goes by."""
+        return None
+
     def rule_of(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Rule:
         """Return the kernels and states of the parameter's next step, with the options of `group`."""
         nbytes = parameter.numel() * parameter.element_size()
@@ -269,7 +273,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def _algorithms(self) -> Algorithm:
-        return Algorithm(self.rule_of, self._scalars, self._ask, self._find_factors)
+        return Algorithm(self.rule_of, self._scalars, self._ask, self._find_factors, self._factor_options)
 
     def projection_of(self, parameter: torch.nn.Parameter) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
@@ -287,7 +291,7 @@ class OffloadedOptimizer(Optimizer):
 
     def took_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
         """Note that the backward pass has started the update that `early_segment` gave."""
-        self._early_steps.take(parameter, segment)
+        self._early_steps.take(self._algorithms, parameter, segment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, those kept on SSD too.

@@ -28,7 +28,7 @@ class EarlySteps:
         """Begin without any."""
         self._homes = homes
         #: The constants of each update, which `step` must come to as well.
-        self._scalars: dict[nn.Parameter, StepScalars] = {}
+        self._scalars: dict[nn.Parameter, tuple[StepScalars, Any]] = {}
         #: Groups by their parameters, and whether `step` has been called since they were looked up.
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}
 
@@ -65,9 +65,10 @@ class EarlySteps:
         """Give an update that is about to be started what it takes from the whole gradient."""
         algorithm.find_factors(self._groups[parameter], self._homes.of(parameter), segment, 1.0)
 
-    def take(self, parameter: nn.Parameter, segment: Segment) -> None:
+    def take(self, algorithm: Algorithm, parameter: nn.Parameter, segment: Segment) -> None:
         """Note that an update was started."""
-        self._scalars[parameter] = segment.scalars
+        options = algorithm.factor_options(self._groups[parameter])
+        self._scalars[parameter] = segment.scalars, options
         self._homes.of(parameter).count(segment.rule)
 
     def confirm(self, algorithm: Algorithm, group: dict[str, Any], home: Home, nonfinite: str) -> OnModel | None:
@@ -82,7 +83,8 @@ class EarlySteps:
         if home.parameter.grad is not home.place.marker:
             raise MemascendError(early_gradient(home.name))
         rule = algorithm.rule(group, home.parameter)
-        same = rule == home.last_rule and self._constants(algorithm, group, home, home.state["step"]) == taken
+        constants = self._constants(algorithm, group, home, home.state["step"])
+        same = rule == home.last_rule and (constants, algorithm.factor_options(group)) == taken
         if not same or nonfinite != "propagate":
             raise MemascendError(
                 f"options of the optimizer have changed since backward(), which has updated {home.name} with those of "

@@ -69,7 +69,8 @@ def note_memory(homes: Iterable[Home], rank: int) -> None:
     most: dict[Session, int] = {}
     for home in homes:
         if isinstance(home, OnModel):
-            projection = Projection(*home.place.shape, rank, 0, 0)
+            rows, columns = home.place.shape
+            projection = Projection(rows, columns, rank, 0, 0)
             # Beside the projector: both moments, and a copy of what was projected.
             nbytes = projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
             most[home.session] = max(nbytes, most.get(home.session, 0))

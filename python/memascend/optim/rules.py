@@ -33,6 +33,8 @@ class Algorithm:
     ask: Callable[[dict[str, Any], Home, Room], None]
     #: `find_factors(group, home, segment, grad_scale)`: what an update takes from the whole gradient, before it runs.
     find_factors: Callable[[dict[str, Any], Home, Segment, float], None]
+    #: `factor_options(group)`: the options that `find_factors` goes by.
+    factor_options: Callable[[dict[str, Any]], Any]
 
 
 @lru_cache

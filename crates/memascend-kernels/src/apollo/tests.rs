@@ -113,7 +113,6 @@ proptest! {
                 (weights, planes)
             };
             let expected = run(Isa::Baseline, elements);
-            prop_assert_ne!(&expected.0, &begin);
             for isa in Isa::available() {
                 prop_assert_eq!(&run(isa, cut.min(elements)), &expected);
             }
