@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memascend.errors import BudgetError
+from memascend.forecast.deepspeed import plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("deepspeed") is None:
     needs.unmet("deepspeed", "deepspeed is not installed")
 
-from memascend.integrations.deepspeed import buffers, kept, options, plan
+from memascend.integrations.deepspeed import buffers, kept, options
 from memascend.integrations.deepspeed.pinned import PINNED
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,8 +17,8 @@ from deepspeed.runtime.zero import stage3
 
 from memascend._memascend import check_overflow
 from memascend.errors import MemascendError
+from memascend.forecast.deepspeed import plan
 from memascend.integrations.deepspeed import options as settings
-from memascend.integrations.deepspeed import plan
 from memascend.integrations.deepspeed.pinned import PINNED
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def _shapes(self: Any) -> plan.Shapes:
         max_in_cpu=int(self.max_params_in_cpu) if self.params_in_nvme_and_cpu else 1 << 60,
         gradient_itemsize=self.gradient_accumulation_dtype.itemsize,
         accumulates=self.gradient_accumulation_steps > 1,
+        swaps_states=self.swap_optimizer,
         streamed_states=state_bytes(self) if state_bytes is not None else 0,
     )
 

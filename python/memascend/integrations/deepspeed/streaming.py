@@ -19,13 +19,13 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import stage3
 
+from memascend.forecast.deepspeed.plan import CHUNK, SLOTS
 from memascend.integrations.deepspeed import adam, gradients
 from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
 from memascend.integrations.deepspeed.files import AioHandle
 from memascend.integrations.deepspeed.kept import Kept, KeptStates, spread
 from memascend.integrations.deepspeed.pinned import PINNED
-from memascend.integrations.deepspeed.plan import CHUNK, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
