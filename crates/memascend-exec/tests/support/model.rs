@@ -423,6 +423,7 @@ impl Unit {
                 let at = |address: Address| Address(address.0.wrapping_add(start * shape.dtype().bytes()));
                 (at(weight), at(gradient))
             }),
+            factors: None,
         });
         UpdateTensor {
             dtype: shape.dtype(),

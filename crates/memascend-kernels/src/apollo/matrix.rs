@@ -3,6 +3,9 @@
 //! Every element is a function of a key and of its index. It takes nothing but additions, products,
 //! quotients and square roots of fp64, which round alike everywhere: `ln` of the C library does not.
 
+// The coefficients have the digits that were published.
+#![allow(clippy::excessive_precision)]
+
 /// Normal with mean 0 and variance 1, from 64 random bits of which the upper half is used.
 pub(super) fn normal(bits: u64) -> f64 {
     let uniform = ((bits >> 32) as f64 + 0.5) / 4_294_967_296.0;

@@ -1,5 +1,8 @@
 //! The step of APOLLO: each channel of a matrix has a factor of its own.
 
+// As a step has them, with the instruction set and the factors.
+#![allow(clippy::too_many_arguments)]
+
 use std::marker::PhantomData;
 
 use super::super::dispatch::Plain;
@@ -69,7 +72,6 @@ half_kernel! {
 }
 
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 fn step_body<L: Level>(
     rule: Rule,
     weight: &mut [u8],
@@ -121,7 +123,7 @@ impl<L: Level, R: Run, const HALVES: bool> Work for MatrixPass<'_, L, R, HALVES>
         let scalars = *scalars;
         let element_bytes = if HALVES { 2 } else { R::WEIGHT_BYTES };
         let elements = gradient.len() / element_bytes;
-        let master_bytes = if elements == 0 { 0 } else { master.len() / elements };
+        let master_bytes = master.len().checked_div(elements).unwrap_or(0);
         let randomness = Randomness::new(scalars.seed, scalars.step);
         let mut staged_factors = [[0.0; BLOCK]; STAGED];
         let mut staged_gradient = [[0.0; BLOCK]; STAGED];

@@ -1,0 +1,110 @@
+#!/usr/bin/env python
+"""A small Llama trained from scratch with AdamW, APOLLO and APOLLO-Mini: the loss on text that it has not seen.
+
+    python benches/convergence.py --json benches/results/convergence.json
+    python benches/convergence.py --steps 20
+
+The model reads bytes; the text is this repository's documentation and Python sources, of which every tenth kilobyte is
+kept for the comparison. All in float32 and in memory, where the optimizers have the bits that they have on SSD. Every
+run begins with the same weights and sees the same sequences, by a cosine schedule with a tenth of warm-up. AdamW's
+learning rate is the best of those that are tried; those of APOLLO are the paper's (0.01; a rank of a quarter of the
+width).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import machine, versions
+from _llama import llama_config
+
+import memascend
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, LAYERS, LENGTH, SEQUENCES = 128, 4, 128, 8
+#: By name: the optimizer, its learning rates, and the rank of those that have one.
+CONTESTANTS: dict[str, tuple[Any, tuple[float, ...], int | None]] = {
+    "AdamW": (memascend.AdamW, (1e-3, 3e-3, 1e-2), None),
+    "APOLLO": (memascend.Apollo, (1e-2,), WIDTH // 4),
+    "APOLLO-Mini": (memascend.ApolloMini, (1e-2,), 1),
+}
+#: Most by which a loss may be larger than AdamW's.
+LIMIT = 0.01
+
+
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes to learn from, and those to be tested on."""
+    files = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "python").rglob("*.py"))]
+    every = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    pieces = every[: len(every) // 1024 * 1024].view(-1, 1024)
+    held = torch.arange(len(pieces)) % 10 == 9
+    return pieces[~held].flatten(), pieces[held].flatten()
+
+
+def batch(source: torch.Tensor, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    starts = torch.randint(len(source) - LENGTH, (SEQUENCES,), generator=generator)
+    return torch.stack([source[start : start + LENGTH] for start in starts])
+
+
+def train(make: Any, lr: float, rank: int | None, steps: int) -> dict[str, Any]:
+    """Train anew; returns the losses of steps, in means of tens, and the loss on unseen text."""
+    from transformers import LlamaForCausalLM
+
+    learn, unseen = text()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config((WIDTH, 3 * WIDTH, LAYERS, 4, 4), 256, LENGTH)).float()
+    trained = model.parameters() if rank is None else memascend.apollo_groups(model, rank)
+    optimizer = make(trained, lr=lr, weight_decay=0.0)
+
+    def course(step: int) -> float:
+        warm = steps / 10
+        return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0.0, step - warm) / (steps - warm))))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, course)
+    losses = []
+    for step in range(steps):
+        ids = batch(learn, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        batches = (batch(unseen, 10**6 + number) for number in range(24))
+        final = sum(model(input_ids=ids, labels=ids).loss.item() for ids in batches) / 24
+    means = [round(sum(losses[at : at + 10]) / len(losses[at : at + 10]), 4) for at in range(0, steps, 10)]
+    return {"lr": lr, "rank": rank, "loss": round(final, 4), "losses": means}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="fail where APOLLO ends more than 1%% above AdamW")
+    chosen = parser.parse_args()
+    best: dict[str, dict[str, Any]] = {}
+    for name, (make, rates, rank) in CONTESTANTS.items():
+        runs = [train(make, lr, rank, chosen.steps) for lr in rates]
+        for run in runs:
+            print(f"{name:12} lr {run['lr']:<7} rank {run['rank'] or '-':<4} loss {run['loss']:.4f}", flush=True)
+        best[name] = min(runs, key=lambda run: run["loss"])
+        best[name]["tried"] = {str(run["lr"]): run["loss"] for run in runs}
+    if chosen.json:
+        told = {"machine": machine(ROOT), "versions": versions("torch", "transformers"), "steps": chosen.steps}
+        chosen.json.write_text(json.dumps(told | {"runs": best}, indent=1) + "\n")
+    over = {name: run["loss"] / best["AdamW"]["loss"] - 1 for name, run in best.items()}
+    print(", ".join(f"{name} {excess:+.2%}" for name, excess in over.items()))
+    if chosen.check and max(over.values()) > LIMIT:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
