@@ -314,3 +314,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert finish(killed) == expected
+
+
+def test_apollo_by_its_name(tmp_path: Path) -> None:
+    named = {"optim": "apollo_adamw", "optim_args": "rank=8,scale=2", "optim_target_modules": ["mlp"]}
+    trainer = make(build(), tmp_path / "out", offload=True, max_steps=2, weight_decay=0.1, **named)
+    trainer.train()
+    matrices, rest, vectors = trainer._own_optimizer().param_groups
+    assert isinstance(trainer._own_optimizer(), memascend.Apollo)
+    assert (matrices["rank"], matrices["scale"], matrices["weight_decay"], len(matrices["params"])) == (8, 2, 0.1, 6)
+    assert (rest["rank"], rest["weight_decay"], vectors["rank"], vectors["weight_decay"]) == (None, 0.1, None, 0.0)
+    memascend.close(trainer.model)
