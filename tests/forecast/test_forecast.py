@@ -135,6 +135,13 @@ def test_apollo_moves_few_bytes(optimizer, options, at_most):
     moved = forecast(file, seq_len=128, batch_size=1, optimizer=optimizer, budget=8 << 30, **options)
     planned = moved["ssd_traffic"]["planned"]
     assert planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"] <= at_most
+    # The largest gradient is that of 14,336 x 4,096: a number for each channel and rank in the projection, in its copy
+    # and in both moments, and for each rank and place in a channel in the random matrix, in whole registers.
+    ranks, padded = (256, 256) if optimizer == "apollo" else (1, 16)
+    projections = moved["pytorch"]["projections_bytes"]
+    sums = 14_336 * 8 * 8
+    assert projections == 4 * (4 * 14_336 * ranks + 4_096 * padded) + sums
+    assert moved["pytorch"]["estimated_bytes"] >= moved["pytorch"]["backward_bytes"] + projections
 
 
 def test_spare_budget_saves_traffic_until_only_durable_steps_move():

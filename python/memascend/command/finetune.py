@@ -37,7 +37,7 @@ from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
-from memascend.forecast.traffic import Work, traffic
+from memascend.forecast.traffic import Work, projection_bytes, traffic
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
@@ -200,7 +200,10 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         held = in_memory_bytes(units, work) if settings.device is None else 0
     beside: int | None = 0
     if settings.device is None:
-        estimates = pytorch_memory(config, settings.model_dir, dtype, work, in_memory=settings.in_memory)
+        projections = projection_bytes(units, work)
+        estimates = pytorch_memory(
+            config, settings.model_dir, dtype, work, in_memory=settings.in_memory, projections=projections
+        )
         beside = None if estimates is None else estimates["estimated_bytes"]
     whole = Whole.of(held + trained, beside, interpreter, name)
     note(f"host memory {whole.text()}")

@@ -21,7 +21,7 @@ from memascend.forecast.curve import curve
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
-from memascend.forecast.traffic import Work, ssd_space, stash_bytes, state_kinds, traffic
+from memascend.forecast.traffic import Work, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.transformers_models import empty_model
@@ -119,7 +119,9 @@ def forecast(
     }
     beside: int | None = 0
     if gpu is None or device_plan is None:
-        prediction["pytorch"] = estimates = pytorch_memory(config, _directory(path), getattr(torch, dtype), work)
+        prediction["pytorch"] = estimates = pytorch_memory(
+            config, _directory(path), getattr(torch, dtype), work, projections=projection_bytes(units, work)
+        )
         beside = None if estimates is None else estimates["estimated_bytes"]
     else:
         prediction["gpu"] = _gpu_part(gpu, device_plan, model, units, config, work, planned)

@@ -17,8 +17,9 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
   `step_time.step_time` returns it.
 - `pytorch`, without a GPU: an estimate of what PyTorch holds beside the plan. `forward_bytes`, the most in the forward
-  pass and the loss; `backward_bytes`, in the backward pass; `libraries_bytes`, of the libraries below PyTorch;
-  `estimated_bytes`, the most at once. null where the model's code cannot be run without values.
+  pass and the loss; `backward_bytes`, in the backward pass; `projections_bytes`, what APOLLO's projection of a gradient
+  takes there too; `libraries_bytes`, of the libraries below PyTorch; `estimated_bytes`, the most at once. null where
+  the model's code cannot be run without values.
 - `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
   `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (what this
   process can have now, and holds) and `bound`, what sets that; `fits`.

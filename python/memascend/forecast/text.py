@@ -150,12 +150,14 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
         return "On top: what PyTorch holds is not known: the model's code cannot be run without values"
+    projections = pytorch["projections_bytes"]
     return _table(
         "On top: what PyTorch holds (an estimate, from a run of the model's code without values)",
         ["what", "bytes"],
         [
             ["forward pass and loss", format_size(pytorch["forward_bytes"])],
             ["backward pass", format_size(pytorch["backward_bytes"])],
+            *([["projections of APOLLO", format_size(projections)]] if projections else []),
             ["libraries below PyTorch", format_size(pytorch["libraries_bytes"])],
             ["the most at once", format_size(pytorch["estimated_bytes"])],
         ],

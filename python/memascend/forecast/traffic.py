@@ -17,6 +17,7 @@ from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
 from memascend.layout.units import round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
+from memascend.optim.projected import scratch_bytes
 from memascend.optim.rules import rule_for
 from memascend.plan.host import updates_early
 from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
@@ -119,6 +120,14 @@ def projection(tensor: StoreTensor, work: Work) -> Projection | None:
         return None
     rows, columns = place.shape
     return Projection(rows, columns, options["rank"], 0, 0)
+
+
+def projection_bytes(units: Sequence[Unit], work: Work) -> int:
+    """Return the most bytes that the projection of a gradient takes in the backward pass, beside the plan."""
+    _, _, options = NAMED[work.optimizer]
+    tensors = (tensor for unit in units for tensor in unit.tensors if tensor.trained)
+    made = [projected for tensor in tensors if (projected := projection(tensor, work)) is not None]
+    return max((scratch_bytes(projected, options["rank"]) for projected in made), default=0)
 
 
 def moments_bytes(tensor: StoreTensor, work: Work) -> int:

@@ -75,9 +75,11 @@ class Whole:
 
 
 def pytorch_memory(
-    config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool = False
+    config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool = False, projections: int = 0
 ) -> dict[str, int] | None:
     """Estimate what PyTorch holds beside the plan's buffers in a step on the CPU, or beside a model in memory.
+
+    `projections`: bytes that projecting a gradient takes there too, in the backward pass.
 
     None where the model's code cannot be run without values (`forecast.simulation`). benches/plan_accuracy.py measures
     it beside the plan.
@@ -88,8 +90,9 @@ def pytorch_memory(
     return {
         "forward_bytes": step.forward,
         "backward_bytes": step.backward,
+        "projections_bytes": projections,
         "libraries_bytes": LIBRARIES_BYTES,
-        "estimated_bytes": max(step.forward, step.backward) + LIBRARIES_BYTES,
+        "estimated_bytes": max(step.forward, step.backward + projections) + LIBRARIES_BYTES,
     }
 
 

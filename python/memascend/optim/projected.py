@@ -64,21 +64,27 @@ def ask(home: Home, rank: int, room: Room) -> None:
         )
 
 
+def scratch_bytes(projection: Projection, rank: int) -> int:
+    """Return the bytes that one projection takes while it is made, and while factors are found with it.
+
+    Beside the projector: both moments, and a copy of what was projected.
+    """
+    return projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
+
+
 def note_memory(homes: Iterable[Home], rank: int) -> None:
     """Tell the models of parameters what projecting a gradient takes beside the plan of host memory, if it is much."""
     most: dict[Session, int] = {}
     for home in homes:
         if isinstance(home, OnModel):
             rows, columns = home.place.shape
-            projection = Projection(rows, columns, rank, 0, 0)
-            # Beside the projector: both moments, and a copy of what was projected.
-            nbytes = projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
+            nbytes = scratch_bytes(Projection(rows, columns, rank, 0, 0), rank)
             most[home.session] = max(nbytes, most.get(home.session, 0))
     for session, nbytes in most.items():
         if nbytes >= NOTED_BYTES:
             session.notices.append(
-                f"projections of rank {rank} take up to {format_size(nbytes)} of host memory at a time, which the plan "
-                "does not have: leave as much beside host_memory, or choose a smaller rank"
+                f"projections of rank {rank} take up to {format_size(nbytes)} of host memory at a time, beside the "
+                "plan (memascend plan --optimizer counts it): leave as much, or choose a smaller rank"
             )
 
 
