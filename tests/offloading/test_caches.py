@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import bits
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 _DECODER = tiny.SMALLEST_DECODER | {"num_attention_heads": 2, "pad_token_id": 0}
 VOCABULARY = _DECODER["vocab_size"]
+#: The argument and the output of models that hold a cache; transformers 5.24 has renamed both.
+CACHE = (
+    "cache" if "cache" in inspect.signature(inspect.unwrap(GPT2LMHeadModel.forward)).parameters else "past_key_values"
+)
 _ENCODER_DECODER: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCABULARY}
 _MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CACHING: dict[str, Callable[[], PreTrainedModel]] = {
@@ -125,17 +130,17 @@ def test_a_cache_under_checkpointing_is_not_filled(offloaded: Offload, name: str
 
 def test_a_cache_that_is_asked_for_is_kept(offloaded: Offload) -> None:
     expected, model = caching("gpt2"), offloaded(caching("gpt2"))
-    for options in ({"use_cache": True}, {"past_key_values": DynamicCache()}):
+    for options in ({"use_cache": True}, {CACHE: DynamicCache()}):
         caches = []
         for each in (expected, model):
             torch.manual_seed(7)
-            if "past_key_values" in options:
-                options["past_key_values"] = DynamicCache()
+            if CACHE in options:
+                options[CACHE] = DynamicCache()
             first = each(input_ids=tokens(0), labels=tokens(0), **options)
             # The second pass attends to the keys of the first, and its gradients reach them.
-            second = each(input_ids=tokens(1), labels=tokens(1), past_key_values=first.past_key_values)
+            second = each(input_ids=tokens(1), labels=tokens(1), **{CACHE: getattr(first, CACHE)})
             (first.loss + second.loss).backward()
-            caches.append(second.past_key_values)
+            caches.append(getattr(second, CACHE))
         ours, theirs = ([layer.keys for layer in cache.layers] for cache in reversed(caches))
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
         assert ours[0].shape[-2] == 14
@@ -145,7 +150,7 @@ def test_a_cache_that_is_asked_for_is_kept(offloaded: Offload) -> None:
 def test_a_cache_that_was_not_asked_for_is_dropped(offloaded: Offload) -> None:
     model = offloaded(caching("gpt2"))
     output = model(input_ids=tokens(0), labels=tokens(0))
-    cache = output.past_key_values
+    cache = getattr(output, CACHE)
     assert cache.get_seq_length() == 7
     keys = cache.layers[1].keys
     assert (keys.shape, keys.dtype, keys.device.type) == ((2, 4, 7, 16), torch.float32, "cpu")
@@ -153,20 +158,20 @@ def test_a_cache_that_was_not_asked_for_is_dropped(offloaded: Offload) -> None:
         with pytest.raises(memascend.MemascendError, match="use_cache=True"):
             use()
     with pytest.raises(memascend.MemascendError, match="use_cache=True"):
-        model(input_ids=tokens(1), past_key_values=cache)
+        model(input_ids=tokens(1), **{CACHE: cache})
     # A part of the model keeps its own, and a pass without gradients has a cache like any other.
-    assert torch.isfinite(model.transformer(input_ids=tokens(0)).past_key_values.layers[1].keys).all()
+    assert torch.isfinite(getattr(model.transformer(input_ids=tokens(0)), CACHE).layers[1].keys).all()
     model.eval()
     with torch.no_grad():
-        assert torch.isfinite(model(input_ids=tokens(0)).past_key_values.layers[1].keys).all()
+        assert torch.isfinite(getattr(model(input_ids=tokens(0)), CACHE).layers[1].keys).all()
 
 
 def test_a_static_cache_is_refused(offloaded: Offload) -> None:
     model = offloaded(caching("gemma2"))
     cache = StaticCache(config=model.config, max_cache_len=2048)
     with pytest.raises((memascend.MemascendError, RuntimeError), match=r"written in place|inplace operation"):
-        first = model(input_ids=tokens(0), labels=tokens(0), past_key_values=cache)
-        second = model(input_ids=tokens(1), labels=tokens(1), past_key_values=cache)
+        first = model(input_ids=tokens(0), labels=tokens(0), **{CACHE: cache})
+        second = model(input_ids=tokens(1), labels=tokens(1), **{CACHE: cache})
         (first.loss + second.loss).backward()
 
 
