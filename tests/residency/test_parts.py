@@ -100,7 +100,7 @@ def test_an_update_without_a_buffer_is_the_one_in_memory(runtime: Callable[..., 
     captured = native.create_gradient(unit, "gradient", name, numel)
     native.capture(captured, 0, gradient.data_ptr(), numel, False)
     fresh = [True] * len(planes)
-    segment = SimpleNamespace(start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None)
+    segment = SimpleNamespace(start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None)
     update = SimpleNamespace(
         dtype=name,
         numel=numel,

@@ -119,7 +119,9 @@ def test_states_are_let_go_and_their_buffers_come_back(runtime: Callable[..., Ru
             1e-2, betas, 1e-8, 0.1, step, decoupled=True, grad_scale=1.0, maximize=False, seed=0
         )
         fresh = [first] * len(planes)
-        segment = SimpleNamespace(start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None)
+        segment = SimpleNamespace(
+            start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None
+        )
         update = SimpleNamespace(
             dtype="float32",
             numel=numel,
