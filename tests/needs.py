@@ -60,6 +60,17 @@ def unmet(need: str, why: str) -> NoReturn:
     pytest.skip(message, allow_module_level=True)
 
 
+def adapters_of_transformers() -> None:
+    """Skip this test if transformers refuses the PEFT that is installed, as 5.24 does until PEFT 0.22 is released."""
+    from transformers.integrations import peft
+    from transformers.utils.peft_utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=peft.MIN_PEFT_VERSION)
+    except ValueError as error:
+        pytest.skip(f"transformers' own adapters: {error}")
+
+
 def package(need: str, module: str | None = None) -> ModuleType:
     """Import the module that meets a need."""
     try:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # PEFT 0.21 gives models of transformers 5.24 the keys of a prefix by their old name.
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm:UserWarning"),

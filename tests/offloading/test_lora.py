@@ -227,6 +227,8 @@ def test_saved_adapters(offloaded: Callable[..., nn.Module], tmp_path: Path, fir
 
 
 def test_adapters_of_transformers(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
+    needs.adapters_of_transformers()
+
     def run(model: nn.Module) -> Run:
         torch.manual_seed(5)
         model.add_adapter(config(task_type=None))
