@@ -15,7 +15,7 @@ class Options:
     """What the section says.
 
     - `host_memory`: the most bytes of buffers in host memory, as a size ("4GiB") or a number. What it leaves keeps
-      gradients in memory. None: as few as possible.
+      gradients, and then masters and moments, in memory. None: as few as possible.
     - `states`: the dtype of Adam's moments in their files, "float32" as DeepSpeed's or "bfloat16", which moves 8 bytes
       of 28 less for each parameter and step. Masters are float32 in any case. Files with bfloat16 moments are not
       DeepSpeed's.

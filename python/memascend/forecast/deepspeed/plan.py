@@ -21,7 +21,6 @@ SLOTS = 3
 #: Bytes of the buffers through which casts are written: two for weights, for gradients and at the start for masters.
 CASTS = 2 * (4 << 20)
 
-
 _POOL = "parameter pool"
 
 
@@ -39,7 +38,7 @@ class Shapes:
     """What a plan is made of: elements on this rank.
 
     `params`: of each parameter's part, in order. `sub_groups`: the parameters' parts of each sub-group. `itemsize`:
-    bytes of a weight. `largest_live`: of the parameters that are read at the same time, at least.
+    bytes of a weight.
     """
 
     params: Sequence[int]
