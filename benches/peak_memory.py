@@ -80,7 +80,11 @@ class MemascendRun:
         )
         self.clips = options.get("clips", True)
         self.model.train()
-        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        if options.get("optimizer", "adamw") == "adamw":
+            self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        else:
+            make = memascend.Apollo if options["optimizer"] == "apollo" else memascend.ApolloMini
+            self.optimizer = make(memascend.apollo_groups(self.model, options["rank"]), lr=LEARNING_RATE)
 
     def backward(self, loss):
         loss.backward()

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -49,9 +50,10 @@ SHAPES = {
     "1.6b": ((2560, 6784, 20, 40, 20), 32_768),
     "3b": ((3072, 8192, 28, 24, 8), 32_768),
 }
-#: DeepSpeed alone, and memascend's operators (A), pools and gradients (B) and streaming step (C) behind it: with
-#: moments in bfloat16, and with `--share` of the memory that DeepSpeed takes in the same case.
-VARIANTS = ("stock", "A", "AB", "ABC", "ABC-memory", "ABC-bfloat16", "ABC-bfloat16-memory")
+#: DeepSpeed alone, and memascend's operators (A), pools and gradients (B) and streaming step (C) behind it: where
+#: malloc keeps no blocks ("least"), with moments in bfloat16, and with `--share` of the memory that DeepSpeed takes in
+#: the same case.
+VARIANTS = ("stock", "A", "AB", "ABC-least", "ABC", "ABC-memory", "ABC-bfloat16", "ABC-bfloat16-memory")
 GROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -74,6 +76,7 @@ def configuration(name: str, folder: str, dtype: str) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
         "zero_optimization": zero,
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True},
+        "memascend": {},
     }
     if dtype != "float32":
         config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
@@ -121,9 +124,11 @@ def child(job: dict) -> None:
     shape, vocabulary = job["shape"]
     config = configuration(job["configuration"], job["folder"], job["dtype"])
     if "bfloat16" in job["variant"]:
-        config["memascend"] = {"states": "bfloat16"}
+        config["memascend"]["states"] = "bfloat16"
+    if "least" in job["variant"]:
+        config["memascend"]["keep_blocks"] = False
     if job["host_memory"] is not None:
-        config.setdefault("memascend", {})["host_memory"] = job["host_memory"]
+        config["memascend"]["host_memory"] = job["host_memory"]
     dtype = getattr(torch, job["dtype"])
     if dtype == torch.float16:
         # DeepSpeed refuses it where the processor has no instructions for it; PyTorch computes it everywhere.
@@ -245,6 +250,14 @@ def measure(
             group.rmdir()
 
 
+def whole(runs: list[dict]) -> dict:
+    """The medians of several rounds of one variant; the first failure if there was one."""
+    if failed := [run for run in runs if "failed" in run]:
+        return failed[0]
+    keys = ("hwm_bytes", "system_peak_bytes", "tokens_per_second", "ssd_bytes_read", "ssd_bytes_written")
+    return {key: statistics.median(run[key] for run in runs) for key in keys} if runs else {}
+
+
 def compare(workdir: Path, args: argparse.Namespace) -> int:
     for variant in {"stock", *args.variants}:
         warm = argparse.Namespace(**{**vars(args), "steps": 2, "overflow": False})
@@ -256,19 +269,29 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
             for configuration in args.configuration:
                 stock: dict = {}
                 least: dict = {}
+                runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
+                # By turns, because drives change their speed within minutes.
+                for _ in range(args.rounds):
+                    for variant in args.variants:
+                        host_memory = None
+                        if variant.endswith("-memory"):
+                            if "hwm_bytes" not in stock or "hwm_bytes" not in least:
+                                continue  # They say how much that is.
+                            # What the plan does not have comes on top of it: activations, logits, Python.
+                            beside = least["hwm_bytes"] - least["planned_bytes"]
+                            host_memory = int(args.share * stock["hwm_bytes"] - beside)
+                        got = measure(workdir, args, (model, tokens, configuration), variant, host_memory)
+                        stock = stock or (got if variant == "stock" else {})
+                        least = least or (got if variant == "ABC" else {})
+                        runs[variant].append({"host_memory": host_memory, **got})
+                        print(variant, got.get("failed", got.get("seconds")), flush=True)
+                stock = whole(runs.get("stock", []))
                 for variant in args.variants:
-                    host_memory = None
-                    if variant.endswith("-memory"):
-                        if "hwm_bytes" not in stock or "hwm_bytes" not in least:
-                            continue  # They say how much that is.
-                        # What the plan does not have comes on top of it: activations, logits, Python.
-                        beside = least["hwm_bytes"] - least["planned_bytes"]
-                        host_memory = int(args.share * stock["hwm_bytes"] - beside)
-                    got = measure(workdir, args, (model, tokens, configuration), variant, host_memory)
-                    stock = got if variant == "stock" else stock
-                    least = got if variant == "ABC" else least
+                    if not runs[variant]:
+                        continue
+                    got = whole(runs[variant])
                     case = {"model": model, "numel": numel, "tokens": tokens, "configuration": configuration}
-                    entries.append({**case, "variant": variant, "host_memory": host_memory, **got})
+                    entries.append({**case, "variant": variant, **got, "rounds": runs[variant]})
                     name = [model, str(tokens), configuration, variant]
                     if "failed" in got:
                         rows.append([*name, got["failed"], "", "", "", "", "", ""])
@@ -290,6 +313,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         "fio": fio(workdir),
         "dtype": args.dtype,
         "steps": args.steps,
+        "rounds": args.rounds,
         "memory_cgroup_gib": args.limit_gib,
         "share": args.share,
         "runs": entries,
@@ -322,6 +346,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=4, help="iterations, of which the first is dropped")
+    parser.add_argument("--rounds", type=int, default=1, help="of all variants by turns; medians are shown")
     parser.add_argument("--overflow", action="store_true", help="time the overflow check too (float16)")
     parser.add_argument(
         "--share", type=float, default=0.38, help='of the peak of "stock" that "-memory" may have; after "stock", "ABC"'

@@ -82,8 +82,9 @@ class Run:
     leave_free: int = -1
     #: For swap files, if not in `folder`.
     swap: str = ""
-    #: "host_memory" of the section "memascend".
+    #: "host_memory" and "keep_blocks" of the section "memascend".
     host_memory: str = ""
+    keep_blocks: bool = True
 
     def configuration(self) -> dict[str, Any]:
         """Return the contents of DeepSpeed's JSON file."""
@@ -116,6 +117,8 @@ class Run:
             "float16": {"fp16": {"enabled": True, "initial_scale_power": self.initial_scale_power, "hysteresis": 1}},
             "float32": {},
         }
+        section = {"host_memory": self.host_memory} if self.host_memory else {}
+        section |= {} if self.keep_blocks else {"keep_blocks": False}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulated,
@@ -124,7 +127,7 @@ class Run:
             "zero_optimization": zero,
             "aio": {"block_size": 1 << 17, "queue_depth": 64},
             **modes[self.dtype],
-            **({"memascend": {"host_memory": self.host_memory}} if self.host_memory else {}),
+            **({"memascend": section} if section else {}),
         }
 
 
@@ -145,6 +148,8 @@ class Found:
     told: str = ""
     #: Bytes of masters and moments that stay in memory.
     kept_bytes: int = 0
+    #: Bytes of a tensor of 8 MiB that malloc still had once it was freed.
+    block_bytes: int = 0
     #: A digest of each parameter after the last step.
     weights: dict[str, str] | None = None
     #: The most memory that was resident while the run went on beyond what was there at its start.
@@ -232,6 +237,10 @@ def train(run: Run, rank: int = 0) -> Found:
         if found.streams:
             found.kept_bytes = optimizer.optimizer_swapper.kept.nbytes
     found.peak_bytes = memory("VmHWM") - before
+    block = torch.ones(2 << 20)
+    resident = memory("VmRSS")
+    del block
+    found.block_bytes = (8 << 20) - (resident - memory("VmRSS"))
     found.weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
     return found
 

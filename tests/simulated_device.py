@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from memascend._memascend import Projection
     from memascend.plan.device import DevicePlan
     from memascend.residency.cuda import Occupancy
 
@@ -108,6 +109,14 @@ class SimulatedDevice(ComputeDevice):
     def block_sums(self, gradient: torch.Tensor) -> BlockSums | None:
         """Measure a gradient, as the device's kernel does."""
         return SimulatedSums(self.fake, gradient) if gradient.numel() else None
+
+    def projection(self, gradient: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """Project a gradient, as the device's kernels do."""
+        numbers = torch.zeros(projection.numbers)
+        projection.of(DTYPE_NAMES[gradient.dtype], gradient.data_ptr(), 1).write(numbers.data_ptr())
+        self.fake.access(gradient.data_ptr(), gradient.nbytes, False, "projection")
+        self.fake.access(numbers.data_ptr(), numbers.nbytes, True, "projection")
+        return numbers
 
 
 class SimulatedSums(BlockSums):

@@ -118,6 +118,8 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
         runs[f"saved {name} kept"] = SAVED | keeps | {"save": f"{folder}/saved {name} kept"}
         for saved in ("ABC", f"{name} kept"):
             runs[f"loaded {saved} {name} kept"] = SAVED | keeps | {"seed": 2, "load": f"{folder}/saved {saved}"}
+    if STREAMS:
+        runs["bfloat16 blocks returned"] = CASES["bfloat16"] | {"tiers": "ABC", "keep_blocks": False}
     for tiers in ("A", "ABC") if POOLS else ():
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
     listed = [options | IN_MEMORY | {"folder": f"{folder}/run {name}"} for name, options in runs.items()]
@@ -133,7 +135,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    others = ("peak_bytes", "kept_bytes", "streams", "told", "parts")
+    others = ("peak_bytes", "kept_bytes", "block_bytes", "streams", "told", "parts")
     return [{name: value for name, value in rank.items() if name not in others} for rank in found]
 
 
@@ -232,6 +234,13 @@ def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict
     states = 12 * sum(parameter_numels())
     (found,) = trained[f"bfloat16 {kept}"]
     assert found["kept_bytes"] == states if kept == "all kept" else 0.1 * states < found["kept_bytes"] < 0.9 * states
+
+
+@for_streaming
+def test_malloc_keeps_the_blocks_of_temporaries_unless_it_may_not(trained: dict[str, list[dict[str, Any]]]) -> None:
+    assert without_memory(trained["bfloat16 blocks returned"]) == without_memory(trained["bfloat16 ABC"])
+    (kept,), (returned,) = trained["bfloat16 ABC"], trained["bfloat16 blocks returned"]
+    assert kept["block_bytes"] > 7 * MIB and returned["block_bytes"] < MIB
 
 
 def parameter_numels() -> list[int]:

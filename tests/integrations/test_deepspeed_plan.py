@@ -63,6 +63,12 @@ def test_room_goes_to_gradients_and_then_to_states() -> None:
     assert adds_up.keeps_gradients
 
 
+@pytest.mark.parametrize("section", ["4GiB", {"memory": "4GiB"}, {"states": "float16"}, {"keep_blocks": "no"}])
+def test_a_section_that_says_something_else_is_refused(section: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(section)) if isinstance(section, dict) else "host_memory"):
+        options.Options.of({"memascend": section})
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.99, 1.0])
 def test_what_stays_is_spread_over_the_step(share: float) -> None:
     sizes = [100] * 97 + [37]

@@ -1,7 +1,8 @@
-// Runs the overflow check's CUDA source on the CPU. The words and builtins of CUDA are defined here, the source itself is
+// Runs the CUDA source of all kernels on the CPU. The words and builtins of CUDA are defined here, the source itself is
 // included as it ships (SOURCE names it). The threads of a block are contexts of one thread, which __syncthreads
 // switches: so each of them runs to the barrier before any goes on, as on a device.
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -39,6 +40,17 @@ static inline double __longlong_as_double(long long bits) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+static inline long long __double_as_longlong(double value) {
+    long long bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
+static inline float __double2float_rn(double a) { return float(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline unsigned atomicOr(unsigned *address, unsigned value) {
     ++shim_atomics;
     const unsigned old = *address;
@@ -145,6 +157,35 @@ extern "C" void block_sums(u64 address, u64 numel, u64 dtype, double *sums, u32 
     };
     gridDim.x = unsigned((numel + CHUNK - 1) / CHUNK);
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(LANES);
+}
+
+struct Projected {
+    u64 address, dtype, rows, columns, rank, key;
+    float *matrix, *projected;
+    u32 *sums;
+};
+
+// Launch `number` of a projection, on `grid` blocks of threads.
+extern "C" void project(const Projected *given, unsigned number, unsigned grid) {
+    Projected projected = *given;
+    argument = &projected;
+    if (number == 0)
+        body = [](void *pointer) {
+            const Projected &p = *static_cast<Projected *>(pointer);
+            projection_matrix(p.key, p.rows < p.columns ? p.rows : p.columns, p.rank, p.matrix);
+        };
+    else if (number == 1)
+        body = [](void *pointer) {
+            const Projected &p = *static_cast<Projected *>(pointer);
+            projection_product(p.address, p.dtype, p.rows, p.columns, p.rank, p.matrix, p.projected);
+        };
+    else
+        body = [](void *pointer) {
+            const Projected &p = *static_cast<Projected *>(pointer);
+            projection_sums(p.address, p.dtype, p.rows, p.columns, p.sums);
+        };
+    gridDim.x = grid;
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_block(THREADS);
 }
 
 // Conversions, one by one: all of them can be tried. `dtype` as in a row.

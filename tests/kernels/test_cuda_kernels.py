@@ -1,4 +1,4 @@
-"""The CUDA kernels of the overflow check: compiled, run on the host, and, marked gpu, on a device."""
+"""The CUDA kernels of overflow checks and projections: compiled, run on the host, and, marked gpu, on a device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_kernels_compile(architecture: int) -> None:
             nvrtc.getVersion()
         except Exception as error:
             needs.unmet("cupy", f"NVRTC cannot be loaded: {error}")
-    program = nvrtc.createProgram(launcher.SOURCE.read_text(), launcher.SOURCE.name, (), ())
+    program = nvrtc.createProgram(launcher.source(), "memascend.cu", (), ())
     try:
         options = (*launcher.OPTIONS, f"--gpu-architecture=sm_{architecture}")
         nvrtc.compileProgram(program, options)
@@ -49,7 +49,7 @@ def test_the_kernels_compile(architecture: int) -> None:
         nvrtc.destroyProgram(program)
     assert binary[:4] == b"\x7fELF"
     for name in launcher.KERNELS:
-        assert f"overflow_{name}".encode() in binary
+        assert name.encode() in binary
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +124,29 @@ class Host:
         assert sums[blocks] == 1e300, "nothing is written behind the sums"
         return sums[:blocks].view(np.uint64), int(flag[0])
 
+    def project(self, gradient: torch.Tensor, projection: _memascend.Projection) -> torch.Tensor:
+        """What `launcher.project` writes for a gradient, (rows, columns)."""
+        depth = min(gradient.shape)
+        matrix = torch.full((depth * projection.rank + 1,), 1e30)
+        numbers = torch.full((projection.numbers + 1,), 1e30)
+        of_gradient = (gradient.data_ptr(), launcher.DTYPES[gradient.dtype], *gradient.shape)
+        sums = numbers.data_ptr() + projection.channels * projection.rank * 4
+        launches = launcher.launches_of_projection(
+            of_gradient,
+            rank=projection.rank,
+            key=projection.key,
+            matrix=matrix.data_ptr(),
+            projected=numbers.data_ptr(),
+            sums=sums,
+        )
+        assert launches[0][2] == (projection.key, depth, projection.rank, matrix.data_ptr())
+        given = (*of_gradient, projection.rank, projection.key, matrix.data_ptr(), numbers.data_ptr(), sums)
+        words = (ctypes.c_ulonglong * len(given))(*given)
+        for number, (_, grid, _) in enumerate(launches):
+            self._library.project(words, ctypes.c_uint(number), ctypes.c_uint(grid))
+        assert float(matrix[-1]) == float(numbers[-1]) == float(torch.tensor(1e30)), "nothing is written behind them"
+        return numbers[:-1]
+
     def convert(self, dtype: torch.dtype, bits: np.ndarray, rounding: bool) -> np.ndarray:
         """The fp32 bits of values, or fp32 bits rounded to a dtype's."""
         source, target = np.ascontiguousarray(bits, np.uint32), np.empty(bits.size, np.uint32)
@@ -144,9 +167,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
         needs.unmet("compiler", "a C++ compiler compiles the CUDA source for the host, and there is none")
     library = tmp_path_factory.mktemp("host") / "overflow.so"
     shim = Path(__file__).with_name("cuda_on_host.cpp")
-    # The source reads 16 bytes at a time, and may fuse what is exact in any case.
+    (library.parent / "memascend.cu").write_text(launcher.source())
+    # The source reads 16 bytes at a time. What is not exact is fused only where the source says so.
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas"]
-    source = f'-DSOURCE="{launcher.SOURCE}"'
+    flags += ["-ffp-contract=off"]
+    source = f'-DSOURCE="{library.parent / "memascend.cu"}"'
     subprocess.run([compiler, *flags, source, str(shim), "-o", str(library)], check=True)
     return Host(library)
 
@@ -302,6 +327,41 @@ def test_block_sums_of_every_pattern_and_of_extremes(host: Host, dtype: torch.dt
             assert [math.isfinite(s) for s in sums] == [position >= BLOCK, position < BLOCK]
 
 
+SHAPES = [(1, 1), (3, 5), (5, 3), (64, 64), (65, 17), (17, 130), (200, 96), (96, 200), (257, 33)]
+
+
+def projected_on_host(gradient: torch.Tensor, projection: _memascend.Projection) -> torch.Tensor:
+    """What the CPU's kernels make of a gradient, as bits."""
+    numbers = torch.empty(projection.numbers)
+    projection.of(str(gradient.dtype).removeprefix("torch."), gradient.data_ptr(), 1).write(numbers.data_ptr())
+    return numbers.view(torch.int32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_projections_are_the_cpus_to_the_bit(host: Host, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    gradient = numbers(rows * columns, dtype, rows).view(rows, columns)
+    gradient[rows // 2, columns // 2] = -0.0 if rows * columns > 1 else 1.5
+    for rank, seed in ((1, 3), (4, 2**63 + 5), (70, 11)):
+        projection = _memascend.Projection(rows, columns, rank, seed, 2)
+        mine = host.project(gradient, projection)
+        assert torch.equal(mine.view(torch.int32), projected_on_host(gradient, projection))
+        assert mine[: projection.channels * rank].abs().max() > 0
+
+
+def test_the_random_matrix_is_the_cpus_to_the_bit(host: Host) -> None:
+    # Of a gradient that picks one element of each channel, the projection is the matrix itself. Ranks enough for both
+    # branches of the quantile function, and for its tails.
+    depth, rank = 96, 2048
+    gradient = torch.eye(depth)
+    projection = _memascend.Projection(depth, depth, rank, 7, 0)
+    mine = host.project(gradient, projection)[: depth * rank]
+    assert torch.equal(mine, torch.tensor(projection.matrix()))
+    deviations = mine * rank**0.5
+    assert deviations.abs().max() > 4, "there are tails"
+
+
 # ---- on a device --------------------------------------------------------------------------------------------
 
 
@@ -321,6 +381,17 @@ class TestDevice:
         assert result.norm == pytest.approx(foreach, rel=1e-12)
         plain = torch.stack([n.double() for n in torch._foreach_norm([t for t in tensors if t.numel()])]).norm()
         assert result.norm == pytest.approx(plain.item(), rel=1e-2 if dtype != torch.float32 else 1e-5)
+
+    @pytest.mark.parametrize("shape", [*SHAPES, (1024, 2816), (4096, 1024)], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_projections(self, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+        rows, columns = shape
+        gradient = numbers(rows * columns, dtype, rows).view(rows, columns)
+        for rank in (1, 70, 256):
+            projection = _memascend.Projection(rows, columns, rank, 2**63 + rank, 2)
+            mine = torch.empty(projection.numbers, device="cuda")
+            launcher.project(gradient.cuda(), projection, mine)
+            assert torch.equal(mine.cpu().view(torch.int32), projected_on_host(gradient, projection))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_host_has_the_same_sum(self, host: Host, dtype: torch.dtype) -> None:

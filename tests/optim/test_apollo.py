@@ -12,11 +12,14 @@ import tiny
 import torch
 from durable_run import LEAST, Run, same
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import memascend
 from memascend._memascend import Projection
+from memascend.command import main
 from memascend.layout.units import partition
 from memascend.offloading.api import find_offload
+from memascend.optim import projected
 from memascend.plan.host import smallest_plan
 
 if TYPE_CHECKING:
@@ -290,6 +293,62 @@ def test_a_run_that_fails_resumes_to_the_same_bits(tmp_path: Path, variant: str,
         same(run.state(), expected.state())
     finally:
         memascend.close(resumed.model)
+
+
+def test_a_step_that_fails_half_way_cannot_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some moments are a step ahead then; the run goes on from the durable step."""
+    model = memascend.fuse_loss(build("apollo"))
+    expected = Run(model, "llama", make("apollo", model)).go(4)
+    model = memascend.offload(build("apollo"), store=tmp_path / "store", host_memory="1GiB", **LEAST)
+    run = Run(model, "llama", make("apollo", model)).go(2)
+    whole, kept = projected._keep, []
+
+    def fail(home: Any, moments: torch.Tensor) -> None:
+        if len(kept) == 3:
+            raise OSError("the drive is gone")
+        kept.append(home)
+        whole(home, moments)
+
+    monkeypatch.setattr(projected, "_keep", fail)
+    run.model(**tiny.batch("llama", 4)).loss.backward()
+    with pytest.raises(OSError, match="the drive is gone"):
+        run.optimizer.step()
+        memascend.flush(model)
+    monkeypatch.undo()
+    for again in (run.optimizer.step, lambda: memascend.save_checkpoint(model, "half")):
+        with pytest.raises(memascend.MemascendError, match=r"failed half-way.*memascend\.resume"):
+            again()
+    find_offload(model).close(failed=True)
+    resumed = memascend.resume(tmp_path / "store", host_memory="1GiB", **LEAST)
+    try:
+        assert resumed.steps == 2
+        run = Run(resumed.model, "llama", resumed.optimizer).go(4, 2)
+        same(run.state(), expected.state())
+    finally:
+        memascend.close(resumed.model)
+
+
+def test_a_store_of_apollo_is_inspected_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    model = memascend.offload(build("apollo"), store=store, host_memory="1GiB", keep_store=True, **LEAST)
+    run = Run(model, "llama", make("apollo", model)).go(2)
+    weights, states = dict(memascend.parameters_of(model)), run.optimizer.state_dict()
+    memascend.close(model)
+    assert main.main(["inspect", str(store), "--tensors"]) == 0
+    told = capfd.readouterr().out
+    assert "Apollo" in told and "model.layers.0.mlp.up_proj.weight.moments" in told
+    assert main.main(["export", str(store), "--out", str(out), "--format", "torch"]) == 0
+    for name, value in AutoModelForCausalLM.from_pretrained(out).named_parameters():
+        assert torch.equal(value, weights[name]), name
+    saved = torch.load(out / "optimizer.pt", weights_only=True)
+    assert saved["state"].keys() == states["state"].keys()
+    for key, values in states["state"].items():
+        same(saved["state"][key], values)
+    # Of a matrix, what the paper's own code keeps.
+    shapes = {tuple(values["exp_avg"].shape) for values in saved["state"].values()}
+    assert (tiny.WIDE, 12) in shapes
+    assert main.main(["export", str(store), "--out", str(tmp_path / "d"), "--format", "distributed"]) != 0
+    assert "Apollo do not have the shapes of parameters" in capfd.readouterr().err
 
 
 def test_a_step_that_is_left_out_leaves_the_moments(offloaded: Callable[..., nn.Module]) -> None:

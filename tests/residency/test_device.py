@@ -130,6 +130,37 @@ def test_gradients_measured_by_the_cpu_are_the_same(
     tiny.assert_same(trace, reference("llama"))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_apollo_projects_gradients_where_they_are(
+    on_device: Callable[..., nn.Module],
+    fake: fake_cuda.Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    accumulate: int,
+    compiles: bool,
+) -> None:
+    """On the device, but for sums of several backward passes, which lie on the host."""
+
+    def run(model: nn.Module) -> tiny.Trace:
+        optimizer = memascend.Apollo(memascend.apollo_groups(model, 24), lr=2e-3, update_proj_gap=2)
+        return tiny.train(model, "llama", optimizer=optimizer, accumulate=accumulate)
+
+    expected = run(memascend.fuse_loss(tiny.build("llama")))
+    device, projected = SimulatedDevice(), []
+    if compiles:
+        whole = device.projection
+        monkeypatch.setattr(device, "projection", lambda *given: projected.append(given) or whole(*given))
+    else:
+        monkeypatch.setattr(device, "projection", lambda *_: None)
+    model = on_device(tiny.build("llama"), device=device)
+    with Accesses(fake):
+        trace = run(model)
+    tiny.assert_same(trace, expected)
+    assert bool(projected) == compiles
+    large = [place for place in memascend.offload_of(model).places if not place.tensor.packed and place.projected]
+    assert bool(large) == compiles
+
+
 def test_a_run_goes_on_elsewhere(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, store: Path) -> None:
     """On the CPU first, then on a device, and back: the same bits as all in memory."""
     expected = tiny.train(tiny.build("qwen3"), "qwen3", steps=3, evaluate=False)

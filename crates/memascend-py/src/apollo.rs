@@ -25,6 +25,30 @@ impl Projection {
         Ok(Self(memascend_kernels::Projection { rows, columns, rank, seed, redraw }))
     }
 
+    /// Rows of the gradient.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.0.rows
+    }
+
+    /// Columns of the gradient.
+    #[getter]
+    fn columns(&self) -> usize {
+        self.0.columns
+    }
+
+    /// How many numbers stand for each channel.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// What every element of the random matrix is made from, with its index.
+    #[getter]
+    fn key(&self) -> u64 {
+        self.0.key()
+    }
+
     /// How many channels the gradient has.
     #[getter]
     fn channels(&self) -> usize {
@@ -111,6 +135,15 @@ impl ProjectedGradient {
 
 #[pymethods]
 impl ProjectedGradient {
+    /// Writes `Projection.numbers` float32 to an address: the projected gradient, (channels, rank), and
+    /// behind it each channel's sum of squares, the bits of a float64 as two numbers.
+    fn write(&self, address: usize) {
+        let (projected, sums) = (self.projected.clone(), self.sums.clone());
+        let numbers = Self { projection: self.projection, projected, sums }.into_numbers();
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of this size.
+        unsafe { elements_mut(address, numbers.len()) }.copy_from_slice(&numbers);
+    }
+
     /// Updates the moments, (channels, rank) float32 at two addresses, and returns the channels'
     /// factors and the norm of the step.
     #[pyo3(signature = (moments, *, lr, betas, eps, scale, whole, scale_front, step, grad_scale, norm_before))]

@@ -1,4 +1,4 @@
-"""The overflow check on CUDA devices: compiles the kernels and launches them on torch's current stream."""
+"""CUDA kernels of overflow checks and projections: compiled by CuPy, launched on torch's current stream."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from memascend._memascend import GRADIENT_BLOCK
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from memascend._memascend import Projection
+
 _log = logging.getLogger("memascend")
-SOURCE = Path(__file__).with_name("overflow.cu")
+#: In this order they are one source.
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("formats.cu", "overflow.cu", "projection.cu"))
 OPTIONS = ("--std=c++17",)
-KERNELS = ("find", "sum", "unscale", "unscale_sum", "total", "block_sums")
+KERNELS = (
+    *(f"overflow_{name}" for name in ("find", "sum", "unscale", "unscale_sum", "total", "block_sums")),
+    *(f"projection_{name}" for name in ("matrix", "product", "sums")),
+)
 #: As in the source: elements of a chunk, threads of a block, lanes of a partial sum.
 CHUNK, THREADS, LANES = GRADIENT_BLOCK, 256, 32
 #: Blocks per multiprocessor: more than are resident at once, so that none runs dry at the end.
@@ -29,6 +35,13 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ROW = 4
 #: CUDA's handle of the legacy default stream.
 LEGACY_STREAM = 1
+#: As in `projection.cu`: channels and ranks of a block of threads, and sums of a channel of consecutive elements.
+SIDE, SUMS = 64, 8
+
+
+def source() -> str:
+    """Return the CUDA source of all kernels."""
+    return "\n".join(path.read_text() for path in SOURCES)
 
 
 def _cupy() -> Any:
@@ -94,8 +107,8 @@ def _functions(device: int) -> dict[str, Any]:
     """Compile the kernels for a device, once per process."""
     cupy = _cupy()
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
-        return {name: module.get_function(f"overflow_{name}") for name in KERNELS}
+        module = cupy.RawModule(code=source(), options=OPTIONS)
+        return {name: module.get_function(name) for name in KERNELS}
 
 
 def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int]], int]:
@@ -145,10 +158,10 @@ def check(
         grid = min(chunks, processors * BLOCKS_PER_PROCESSOR)
         # CuPy passes Python's integers as 64 bits, so the kernels take 64-bit integers.
         with _launching_on(device, stream) as functions:
-            functions[name]((grid,), (THREADS,), tuple(arguments))
+            functions[f"overflow_{name}"]((grid,), (THREADS,), tuple(arguments))
             if total is not None and partial_sums is not None:
                 summing = (partial_sums.data_ptr(), chunks, flag.data_ptr(), total.data_ptr())
-                functions["total"]((1,), (THREADS,), summing)
+                functions["overflow_total"]((1,), (THREADS,), summing)
     return flag, total
 
 
@@ -179,7 +192,60 @@ def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> 
         used.record_stream(stream)
     arguments = (tensor.data_ptr(), numel, DTYPES[tensor.dtype], sums.data_ptr(), flag.data_ptr())
     with _launching_on(device, stream) as functions:
-        functions["block_sums"]((blocks,), (LANES,), arguments)
+        functions["overflow_block_sums"]((blocks,), (LANES,), arguments)
+
+
+def project(gradient: torch.Tensor, projection: Projection, numbers: torch.Tensor) -> None:
+    """Launch the projection of a gradient on torch's current stream, without waiting.
+
+    What is written equals, to the bit, what the CPU's kernels make of a gradient (`ProjectedGradient.write`).
+
+    Args:
+        gradient: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of the projection's elements.
+        projection: rows, columns, rank and the key of the random matrix, which takes (smaller side) x rank float32 of
+            that device until the launches have run.
+        numbers: float32 of that device, contiguous, shape (projection.numbers,): the projected gradient, (channels,
+            rank), and behind it each channel's sum of squares, the bits of a float64 as two numbers.
+
+    Raises:
+        ImportError: CuPy is not installed; ask `has_cupy` before.
+    """
+    device, rank, channels = gradient.device, projection.rank, projection.channels
+    depth = min(projection.rows, projection.columns)
+    assert gradient.is_contiguous() and gradient.numel() == projection.rows * projection.columns
+    assert (numbers.dtype, numbers.shape, numbers.device) == (torch.float32, (projection.numbers,), device)
+    stream = torch.cuda.current_stream(device)
+    matrix = torch.empty(depth * rank, dtype=torch.float32, device=device)  # (depth, rank)
+    for used in (gradient, numbers, matrix):
+        used.record_stream(stream)
+    # CuPy takes a Python integer as one with a sign.
+    key = projection.key - (1 << 64) * (projection.key >> 63)
+    matrix_at, numbers_at = matrix.data_ptr(), numbers.data_ptr()
+    of_gradient = (gradient.data_ptr(), DTYPES[gradient.dtype], projection.rows, projection.columns)
+    sums_at = numbers_at + channels * rank * numbers.itemsize
+    with _launching_on(device, stream) as functions:
+        for name, grid, arguments in launches_of_projection(
+            of_gradient, rank=rank, key=key, matrix=matrix_at, projected=numbers_at, sums=sums_at
+        ):
+            functions[name]((grid,), (THREADS,), arguments)
+
+
+def launches_of_projection(
+    gradient: tuple[int, int, int, int], *, rank: int, key: int, matrix: int, projected: int, sums: int
+) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Return name, blocks of threads and arguments of each launch of a projection, in their order.
+
+    `gradient` is its address, the number of its dtype, rows and columns; the others are addresses.
+    """
+    _, _, rows, columns = gradient
+    channels, depth = max(rows, columns), min(rows, columns)
+    tiles = -(-channels // SIDE) * -(-rank // SIDE)
+    threads = channels * (SUMS if rows >= columns else 1)
+    return [
+        ("projection_matrix", -(-depth * rank // THREADS), (key, depth, rank, matrix)),
+        ("projection_product", tiles, (*gradient, rank, matrix, projected)),
+        ("projection_sums", -(-threads // THREADS), (*gradient, sums)),
+    ]
 
 
 def _factor(unscale: float | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -83,8 +83,9 @@ class Place:
     #: The gradient's sum of squares, and whether a value is infinite or NaN.
     sum_squares: float = 0.0
     non_finite: bool = False
-    #: The capture under way from a device, which will give `sum_squares` and `non_finite`.
-    capturing: Capture | None = None
+    #: The captures under way from a device: of the gradient, which will give `sum_squares` and `non_finite`, and of
+    #: what it was projected to.
+    capturing: list[Capture] = field(default_factory=list)
     #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
     #: has made.
     owner: Any = None

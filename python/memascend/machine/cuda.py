@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from memascend._memascend import CudaEvent, DeviceLink
+    from memascend._memascend import CudaEvent, DeviceLink, Projection
 
 _log = logging.getLogger("memascend")
 
@@ -147,6 +147,17 @@ class ComputeDevice:
         if not gradient.numel() or not launcher.compiles(self.index):
             return None
         return BlockSums(gradient)
+
+    def projection(self, gradient: torch.Tensor, projection: Projection) -> torch.Tensor | None:
+        """Start projecting a gradient on the device: float32 of the device, (projection.numbers,).
+
+        None where CuPy, which compiles the kernels, is not installed.
+        """
+        if not launcher.compiles(self.index):
+            return None
+        numbers = torch.empty(projection.numbers, dtype=torch.float32, device=gradient.device)
+        launcher.project(gradient, projection, numbers)
+        return numbers
 
     # ---- order ------------------------------------------------------------------------------------------
 

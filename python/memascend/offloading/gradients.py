@@ -19,7 +19,7 @@ from memascend.vocabulary.gradient import TableGradient
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from memascend._memascend import Capture, CudaEvent, Runtime
+    from memascend._memascend import Capture, CudaEvent, Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, StoreTensor
     from memascend.machine.cuda import ComputeDevice
@@ -174,24 +174,36 @@ class GradientCapture:
     def _keep_from_host(
         self, gradient_id: int, place: Place, gradient: torch.Tensor, start: int, accumulate: bool
     ) -> None:
-        optimizer = None if place.owner is None else place.owner()
-        # The gradients of a pack stay in memory: they are projected in the step.
-        projection = None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
+        projection = self._projection_of(place)
         if projection is None:
             place.sum_squares, place.non_finite = self.runtime.capture(
                 gradient_id, start, gradient.data_ptr(), place.numel, accumulate
             )
             return
+        projected = self._allocate_projected(place, projection)
+        place.sum_squares, place.non_finite = self.runtime.capture_projected(
+            gradient_id, gradient.data_ptr(), accumulate, projection, projected, torch.get_num_threads()
+        )
+        place.projection = projection
+
+    def _projection_of(self, place: Place) -> Projection | None:
+        """Return how a gradient is projected as it is captured, if it is."""
+        optimizer = None if place.owner is None else place.owner()
+        # The gradients of a pack stay in memory: they are projected in the step.
+        return None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
+
+    def _allocate_projected(self, place: Place, projection: Projection) -> int:
+        """Return the number of a place's projected gradient in the store, making room for it the first time.
+
+        It is a gradient of bfloat16, of two elements for each float32.
+        """
         if place.projected is None or place.projected[1] != projection.numbers:
             name = f"{place.name}.projected"
             number = self.runtime.create_gradient(
                 place.tensor.unit.index, name, "bfloat16", 2 * projection.numbers, "bfloat16"
             )
             place.projected = number, projection.numbers
-        place.sum_squares, place.non_finite = self.runtime.capture_projected(
-            gradient_id, gradient.data_ptr(), accumulate, projection, place.projected[0], torch.get_num_threads()
-        )
-        place.projection = projection
+        return place.projected[0]
 
     def _keep_blocks(self, place: Place, gradient: TableGradient, accumulate: bool) -> None:
         """Put the gradient of a table into the store's keeping block by block, or add it to the one there."""
@@ -217,8 +229,10 @@ class GradientCapture:
         accumulate: bool,
     ) -> None:
         # The device computes the sums of squares of a whole gradient, so that the host does not
-        # read its bytes.
+        # read its bytes. So it does with the projection; a sum with an earlier gradient is projected in the step.
         sums = None if accumulate else device.block_sums(gradient)
+        projection = None if accumulate else self._projection_of(place)
+        numbers = None if projection is None else device.projection(gradient, projection)
         if accumulate:
             try:
                 self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
@@ -237,10 +251,19 @@ class GradientCapture:
             ready,
             None if sums is None else sums.addresses,
         )
-        place.capturing = capture
+        place.capturing = [capture]
         held = (gradient,) if sums is None else (gradient, sums.memory)
         self._leaving.append((capture, ready, gradient.nbytes, held))
         self._leaving_bytes += gradient.nbytes
+        if projection is not None and numbers is not None:
+            projected = self._allocate_projected(place, projection)
+            capture = self.runtime.capture_from_device(
+                projected, 0, numbers.data_ptr(), 2 * projection.numbers, False, ready, None
+            )
+            place.capturing.append(capture)
+            place.projection = projection
+            self._leaving.append((capture, ready, numbers.nbytes, (numbers,)))
+            self._leaving_bytes += numbers.nbytes
         self._release(self.in_flight_bytes)
 
     def wait_copied(self) -> None:
@@ -268,10 +291,12 @@ class GradientCapture:
 
         Raises the error of a copy that failed: the gradient must not be used.
         """
-        if place.capturing is not None:
+        if place.capturing:
             with self.timeline.waiting("d2h"):
-                place.sum_squares, place.non_finite = place.capturing.wait()
-            place.capturing = None
+                place.sum_squares, place.non_finite = place.capturing[0].wait()
+                for projected in place.capturing[1:]:
+                    projected.wait()
+            place.capturing = []
             self._release(self.in_flight_bytes)
 
     def allocate(self, tensor: StoreTensor) -> int:
@@ -359,10 +384,10 @@ class GradientCapture:
 
     def _discard(self, place: Place) -> None:
         """Wait for the end of a copy whose gradient is no longer wanted, even if it fails."""
-        if place.capturing is not None:
+        for capture in place.capturing:
             with suppress(MemascendError):
-                place.capturing.wait()
-            place.capturing = None
+                capture.wait()
+        place.capturing = []
 
     def close(self) -> None:
         """Wait until no copy reads the device, and no update a gradient."""

@@ -56,7 +56,8 @@ impl Projection {
         (0..self.depth() * self.rank).map(|index| self.element(self.key(), index)).collect()
     }
 
-    fn key(&self) -> u64 {
+    /// Of the random matrix: element `i` is made from `mix(key ^ i)`.
+    pub fn key(&self) -> u64 {
         mix(mix(self.seed ^ DOMAIN) ^ self.redraw)
     }
 

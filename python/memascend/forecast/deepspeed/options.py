@@ -19,10 +19,13 @@ class Options:
     - `states`: the dtype of Adam's moments in their files, "float32" as DeepSpeed's or "bfloat16", which moves 8 bytes
       of 28 less for each parameter and step. Masters are float32 in any case. Files with bfloat16 moments are not
       DeepSpeed's.
+    - `keep_blocks`: whether malloc keeps the freed blocks of temporaries for the next ones, which saves zeroing their
+      pages. False gives every block of 128 KiB or more back at once, and takes the least memory.
     """
 
     host_memory: int | None = None
     states: str = "float32"
+    keep_blocks: bool = True
 
     @classmethod
     def of(cls, configuration: dict[str, Any]) -> Options:
@@ -36,4 +39,6 @@ class Options:
             given["host_memory"] = parse_size(given["host_memory"])
         if given.get("states", "float32") not in DTYPES:
             raise ValueError(f'"states" of "memascend" is one of {", ".join(DTYPES)}, not {given["states"]!r}')
+        if not isinstance(given.get("keep_blocks", True), bool):
+            raise ValueError(f'"keep_blocks" of "memascend" is true or false, not {given["keep_blocks"]!r}')
         return cls(**given)

@@ -1,0 +1,60 @@
+// What the CUDA sources share: widths of numbers, and the formats of a gradient's elements. The sources are compiled as one
+// (launcher.source), in this order: formats.cu, overflow.cu, projection.cu.
+//
+// There are no headers: NVRTC needs none, and the tests compile these very files for the host.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Formats: elements lie in words of 32 bits, one or two in each. With all of its exponent set, and only then, an
+// element's sign bit is set in (word & EXPONENT) + STEP.
+
+struct F32 {
+    typedef u32 Element;
+    static constexpr u32 EXPONENT = 0x7F800000u, STEP = 0x00800000u, SIGN = 0x80000000u;
+
+    static __device__ float value(u32 bits) { return __uint_as_float(bits); }
+    static __device__ u32 round(float value) {
+        const u32 bits = __float_as_uint(value);
+        return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
+    }
+};
+
+struct Bf16 {
+    typedef u16 Element;
+    static constexpr u32 EXPONENT = 0x7F807F80u, STEP = 0x00800080u, SIGN = 0x80008000u;
+
+    static __device__ float value(u32 bits) { return __uint_as_float(bits << 16); }
+    // To the nearest, ties to even.
+    static __device__ u32 round(float value) {
+        const u32 bits = F32::round(value);
+        return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    }
+};
+
+struct F16 {
+    typedef u16 Element;
+    static constexpr u32 EXPONENT = 0x7C007C00u, STEP = 0x04000400u, SIGN = 0x80008000u;
+
+    static __device__ float value(u32 bits) {
+        const u32 rebias = (127u - 15u) << 23;
+        const u32 magnitude = (bits & 0x7FFFu) << 13;
+        const u32 exponent = magnitude & 0x0F800000u;
+        float value;
+        if (exponent == 0)
+            value = __uint_as_float(magnitude + rebias + (1u << 23)) - __uint_as_float(rebias + (1u << 23));
+        else
+            value = __uint_as_float(magnitude + (exponent == 0x0F800000u ? 2 * rebias : rebias));
+        return __uint_as_float(__float_as_uint(value) | (bits & 0x8000u) << 16);
+    }
+    // To the nearest, ties to even.
+    static __device__ u32 round(float value) {
+        const u32 bits = __float_as_uint(value), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000u;
+        if (magnitude > 0x7F800000u) return 0x7E00u;
+        if (magnitude >= 0x477FF000u) return 0x7C00u | sign;
+        // In 0.5 .. 1 the last place of an fp32 is the smallest fp16 denormal.
+        if (magnitude < 0x38800000u) return (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3F000000u) | sign;
+        return ((magnitude - ((127u - 15u) << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13) | sign;
+    }
+};
