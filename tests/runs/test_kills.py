@@ -76,13 +76,16 @@ VARIANTS = {
     "every third, threads": ["--durability", "every:3"],
     "8 bits": ["--states", "8bit", "--no-master"],
     "apollo": ["--optimizer", "apollo", "--lr", "1e-3"],
+    "apollo-mini": ["--optimizer", "apollo-mini", "--lr", "1e-3"],
     # States and weights stay in memory: written beside each step, or by every third step alone.
     "written through": ["--host-memory", "128MiB"],
     "in memory, every third": ["--host-memory", "128MiB", "--durability", "every:3"],
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.soak) if name == "apollo-mini" else name for name in VARIANTS]
+)
 def test_a_run_killed_at_any_instant_comes_to_the_same_end(tmp_path: Path, model_dir: Path, variant: str) -> None:
     more = VARIANTS[variant]
     alone = tmp_path / "alone"
