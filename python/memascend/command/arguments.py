@@ -12,6 +12,7 @@ import memascend
 from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import AUTO, parse_size
+from memascend.doctor.features import features
 from memascend.durable.generations import parse_durability
 from memascend.offloading.activations import POLICIES
 from memascend.offloading.computing import GRADIENTS
@@ -42,6 +43,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"memascend: error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version and the features, which are looked for only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        lines = [f"memascend {memascend.__version__}"]
+        lines += [f"{name:<8}  {feature}" for name, feature in features().items()]
+        print("\n".join(lines))
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; the chosen subcommand's name comes as `command`."""
     whole = _Parser(
@@ -49,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         description="Fine-tune language models larger than memory, from SSD.",
         allow_abbrev=False,
     )
-    whole.add_argument("--version", action="version", version=f"memascend {memascend.__version__}")
+    text = "show the version, and what this machine has: instruction set, io_uring, CUDA"
+    whole.add_argument("--version", action=_Version, nargs=0, help=text)
     subcommands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(subcommands)
     _add_plan(subcommands)
