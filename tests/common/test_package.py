@@ -15,6 +15,7 @@ import yaml
 import memascend
 from memascend._memascend import instruction_set
 from memascend.command import main
+from memascend.command.arguments import parser
 from memascend.doctor import features
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,7 @@ def test_the_command_shows_version_and_features(capsys: pytest.CaptureFixture[st
     shown = dict(line.split(maxsplit=1) for line in lines)
     assert list(shown) == ["Python", "PyTorch", "kernels", "io_uring", "CUDA"]
     assert shown["kernels"] == instruction_set()
+    assert not hasattr(parser().parse_args(["plan", "model"]), "version"), "arguments are those of the command"
     assert shown["io_uring"] == "yes" or shown["io_uring"].startswith("no (")
 
 

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     text = "show the version, and what this machine has: instruction set, io_uring, CUDA"
-    whole.add_argument("--version", action=_Version, nargs=0, help=text)
+    whole.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=text)
     subcommands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(subcommands)
     _add_plan(subcommands)
