@@ -39,7 +39,7 @@ def test_every_bound_can_be_tested_and_is_one() -> None:
         for requirement in OLDEST["requirements"]([extra]):
             bounds.setdefault(requirement.name, set()).add(str(requirement.specifier))
     assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
-    assert str(OLDEST["oldest"](["hf"])["torch"]) == "2.6"
+    assert str(OLDEST["oldest"](["hf"])["torch"]) == "2.8"
     with pytest.raises(SystemExit, match="no extra 'nothing'"):
         OLDEST["requirements"](["nothing"])
 
