@@ -28,6 +28,10 @@ def opening(record: str = "start", **changed: Any) -> dict[str, Any]:
             "ssd_bytes_read": 110 * MIB,
             "ssd_bytes_written": 80 * MIB,
             "host_memory": {"total_bytes": 500 * MIB},
+            "endurance": {
+                "step": {"weights_bytes": 20 * 10**6, "exp_avg_bytes": 60 * 10**6, "total_bytes": 80 * 10**6},
+                "savings": [{"change": "--states 8bit", "step_bytes": 50 * 10**6, "saved": 0.375}],
+            },
         },
         "plan": {
             "host": {

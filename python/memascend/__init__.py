@@ -5,6 +5,7 @@ Parameters, gradients and optimizer states live on SSD; host memory is one budge
 
 from __future__ import annotations
 
+import importlib.metadata as _importlib_metadata
 from typing import TYPE_CHECKING, Any
 
 from memascend import overflow
@@ -42,7 +43,11 @@ from memascend.vocabulary.loss import linear_cross_entropy
 if TYPE_CHECKING:
     from torch import nn
 
-__version__ = "0.1.0"
+try:
+    #: That of Cargo.toml, from which the wheel has it.
+    __version__ = _importlib_metadata.version("memascend")
+except _importlib_metadata.PackageNotFoundError:  # a copy of the sources that was never installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "SGD",

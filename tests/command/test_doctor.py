@@ -53,12 +53,12 @@ def test_a_drive_is_timed(tmp_path, monkeypatch):
 
 def test_versions_are_those_of_the_wheel():
     supported = software._supported()
-    assert supported["torch"].contains("2.6.0") and not supported["torch"].contains("2.5.9")
+    assert supported["torch"].contains("2.8.0") and not supported["torch"].contains("2.7.1")
     assert supported["deepspeed"].contains("0.19.8") and not supported["deepspeed"].contains("0.20.0")
 
 
 def test_versions_that_do_not_fit(monkeypatch):
-    versions = {"torch": "2.5.1", "numpy": "2.1.0", "transformers": "4.40.0", "memascend": "0.1.0"}
+    versions = {"torch": "2.7.1", "numpy": "2.1.0", "transformers": "4.40.0", "memascend": "0.1.0"}
 
     def version(name):
         if name in versions:
@@ -67,7 +67,7 @@ def test_versions_that_do_not_fit(monkeypatch):
 
     monkeypatch.setattr(software.importlib.metadata, "version", version)
     levels = {line.subject: line for line in software.software()}
-    assert levels["torch"].level == "problem" and ">=2.6" in levels["torch"].remedy
+    assert levels["torch"].level == "problem" and ">=2.8" in levels["torch"].remedy
     assert levels["numpy"].level == "ok"
     assert levels["transformers"].level == "note"
     # A part that is not installed is no fault.

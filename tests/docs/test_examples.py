@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import needs
 import pytest
 from simulated_device import Accesses, SimulatedDevice
 
+from memascend.command.arguments import parser
+
 if TYPE_CHECKING:
     import fake_cuda
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+NAMES = sorted(path.name for kind in ("*.py", "*.sh") for path in EXAMPLES.glob(kind))
 
 
 def run(name: str) -> str:
     """Run an example as a program, and return what it printed."""
-    command = [sys.executable, str(EXAMPLES / name)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = ["sh" if name.endswith(".sh") else sys.executable, str(EXAMPLES / name)]
+    # The command is that beside the interpreter.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -80,8 +86,53 @@ def test_the_gpu_run() -> None:
     assert_learned(run("gpu_run.py"))
 
 
+def test_the_command_line() -> None:
+    output = run("command_line.sh")
+    told = ("Written by a run of 4 steps", "4 of 4 steps", "step 4, generation", "everything is as it was written")
+    assert [text for text in told if text not in output] == []
+    assert "report.html: open it" in output and "the model after step 4" in output
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells of code run in order; an installation is left out, and commands go through the command's parser."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "finetune.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"]), "clear the outputs"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    commands = []
+    for number, cell in enumerate(cells):
+        if cell.startswith("!"):
+            words = shlex.split(cell.removeprefix("!").format(**names))
+            commands.append(parser().parse_args(words[1:]).command)
+        elif not cell.startswith("%pip install"):
+            exec(compile(cell, f"cell {number}", "exec"), names)
+    assert commands == ["plan"]
+    assert names["losses"][-1] < names["losses"][0] and len(names["losses"]) == names["STEPS"]
+    assert f"resumed after step {names['STEPS']}" in capsys.readouterr().out
+    assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+def test_the_image_runs_the_command_as_an_ordinary_user() -> None:
+    instructions = [
+        line.split(maxsplit=1)
+        for line in (EXAMPLES.parent / "Dockerfile").read_text().splitlines()
+        if re.match(r"[A-Z]+ ", line)
+    ]
+    last = dict(instructions)
+    assert last["USER"] == "memascend" and last["ENTRYPOINT"] == '["memascend"]'
+    # What follows the last change of the user is run as that.
+    assert [name for name, _ in instructions].index("USER") > max(
+        number for number, (name, _) in enumerate(instructions) if name == "RUN"
+    )
+    copied = dict(instructions)["COPY"].split()[0]
+    assert f"!{copied}" in (EXAMPLES.parent / ".dockerignore").read_text().splitlines()
+
+
 def test_every_example_is_short_and_run() -> None:
-    assert len(NAMES) == 5
+    assert len(NAMES) == 6
     source = Path(__file__).read_text()
     for name in NAMES:
         assert len((EXAMPLES / name).read_text().splitlines()) < 60, name

@@ -52,9 +52,11 @@ def test_the_kernels_compile(architecture: int) -> None:
         assert name.encode() in binary
 
 
-def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("built_for", "extra"), [("12.4", "cuda12"), ("13.2", "cuda13"), (None, "cuda13")])
+def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, built_for: str | None, extra: str) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"memascend\[cuda\]"):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(ImportError, match=rf"memascend\[{extra}\]"):
         launcher.check(torch.device("cuda", 0), [], False, None)
     launcher.has_cupy.cache_clear()
     assert not launcher.has_cupy()

@@ -94,6 +94,32 @@ def test_wear(tmp_path: Path) -> None:
     assert "With --tbw" in page(tmp_path, metrics_file.opening(), *steps).text
 
 
+def test_written_bytes_are_forecast_by_kind_and_measured_in_sum(tmp_path: Path) -> None:
+    steps = [metrics_file.step(number) for number in range(1, 11)]
+    text = page(tmp_path, metrics_file.opening(), *steps).text
+    assert "weights 20.00 MB 200.00 MB –" in text and "exp_avg 60.00 MB 600.00 MB –" in text
+    # 80 MiB in each of ten steps.
+    assert "all of them 80.00 MB 800.00 MB 838.86 MB, 83.89 MB a step" in text
+    assert "--states 8bit 50.00 MB 38%" in text
+    for endurance in (
+        [],
+        {"step": 3, "savings": {}},
+        {"step": {"weights_bytes": "x"}, "savings": [None, {"saved": 1}]},
+    ):
+        opening = metrics_file.opening(forecast={"endurance": endurance})
+        strange = page(tmp_path, opening, *steps).text
+        assert "Written by kind" not in strange and "What would write less" not in strange
+
+
+def test_the_endurance_that_a_run_was_given_is_the_reports(tmp_path: Path) -> None:
+    def text(tbw: Any) -> str:
+        return page(tmp_path, metrics_file.opening(settings={"tbw": tbw}), metrics_file.step(1)).text
+
+    assert "% of 600 TB" in text(600)
+    for nothing in (None, 0, -1, "600"):
+        assert "With --tbw" in text(nothing)
+
+
 def test_older_files(tmp_path: Path) -> None:
     """Without figures of volumes, plan, forecast or time; and a model in memory."""
     lacking = ("time", "plan", "forecast", "machine")

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 import memascend
 from memascend._memascend import format_device
 from memascend.command import main
+from memascend.command.tables import savings_text
+from memascend.forecast.of_store import savings_of_store
 from memascend.runs import live
 
 if TYPE_CHECKING:
@@ -60,6 +62,14 @@ def test_a_store_is_inspected(kept: Any, capfd: pytest.CaptureFixture[str]) -> N
     assert (found["steps"], found["parameters"], found["model"]) == (3, parameters, "LlamaForCausalLM")
     assert [(one["tag"], one["steps"]) for one in found["checkpoints"]] == [("second", 2)]
     assert sum(tensor["bytes"] for tensor in found["tensors"]) >= 12 * parameters
+    kinds = found["step_bytes"]
+    assert sum(kinds.values()) == sum(tensor["bytes"] for tensor in found["tensors"])
+    # In whole pages.
+    per_parameter = {"weights": 2, "master_low": 2, "exp_avg": 4, "exp_avg_sq": 4}
+    assert kinds.keys() == {*per_parameter, "buffers"}
+    for kind, nbytes in per_parameter.items():
+        assert nbytes * parameters <= kinds[kind] <= 1.1 * nbytes * parameters, kind
+    assert "a step writes" in text and f"exp_avg {kinds['exp_avg'] / 1e6:.2f} MB" in text
     (volume,) = found["volumes"]
     assert volume["path"] == str(store)
     # The weights once, and three times 12 bytes of each parameter.
@@ -69,6 +79,20 @@ def test_a_store_is_inspected(kept: Any, capfd: pytest.CaptureFixture[str]) -> N
     go_on(store, "llama", steps=4, keep_store=True)
     again = json.loads(told(capfd, "inspect", store, "--json"))
     assert again["volumes"][0]["life_bytes_written"] >= volume["life_bytes_written"] + 12 * parameters
+
+
+def test_what_would_write_less_than_the_run_in_a_store(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, _, _ = kept
+    text = told(capfd, "inspect", store, "--savings")
+    assert "--states bfloat16 would write" in text
+    found = json.loads(told(capfd, "inspect", store, "--savings", "--json"))
+    assert (found["recipe"]["optimizer"], found["recipe"]["states"]) == ("AdamW", "float32")
+    saved = {saving["change"]: saving["saved"] for saving in found["savings"]}
+    # Four bytes a parameter of 12 and of gradients, which go to the SSD at the least host memory.
+    assert 4 / 14 <= saved["--states bfloat16"] <= 4 / 12
+    assert savings_of_store(found["recipe"] | {"optimizer": "Adagrad"}) is None
+    assert savings_of_store(found["recipe"] | {"config": {"model_type": "t5"}}) is None
+    assert "not known" in savings_text(savings_of_store(None))
 
 
 @pytest.mark.core

@@ -12,6 +12,7 @@ import memascend
 from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import AUTO, parse_size
+from memascend.doctor.features import features
 from memascend.durable.generations import parse_durability
 from memascend.offloading.activations import POLICIES
 from memascend.offloading.computing import GRADIENTS
@@ -42,6 +43,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"memascend: error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version and the features, which are looked for only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        lines = [f"memascend {memascend.__version__}"]
+        lines += [f"{name:<8}  {feature}" for name, feature in features().items()]
+        print("\n".join(lines))
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; the chosen subcommand's name comes as `command`."""
     whole = _Parser(
@@ -49,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         description="Fine-tune language models larger than memory, from SSD.",
         allow_abbrev=False,
     )
-    whole.add_argument("--version", action="version", version=f"memascend {memascend.__version__}")
+    text = "show the version, and what this machine has: instruction set, io_uring, CUDA"
+    whole.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=text)
     subcommands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_finetune(subcommands)
     _add_plan(subcommands)
@@ -127,6 +139,13 @@ def _add_finetune(subcommands: Any) -> None:
     add("--metrics", text, type=Path, metavar="FILE")
     text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"
     add("--in-memory", text, action="store_true")
+    text = (
+        "rated endurance of each drive in terabytes written (TBW): the run begins with a line on the share of it that "
+        "it will write"
+    )
+    add("--tbw", text, type=_positive_rate, metavar="TB")
+    text = "with --tbw: the percentage above which that line warns, and names what would write less"
+    paths.add_argument("--tbw-share", help=f"{text} (default: 10)", type=_percentage, metavar="PERCENT")
     text = "begin even where the machine has less memory than the run takes"
     add("--force", text, action="store_true")
     _add_training(parser)
@@ -241,6 +260,10 @@ def _add_plan(subcommands: Any) -> None:
     )
     add("--update", choices=UPDATES, default="forward", help=text)
     _add_durability(add)
+    text = "optimizer steps of the run, for what it writes in all (default: 1,000 are counted)"
+    add("--steps", type=_positive, metavar="N", help=text)
+    text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run writes"
+    add("--tbw", type=_positive_rate, metavar="TB", help=text)
     text = "show what more host memory would save, from the least budget to one that keeps everything"
     add("--curve", action="store_true", help=text)
     text = "where the store will be, measured by `memascend bench`; several times for several drives"
@@ -289,6 +312,8 @@ def _add_inspect(subcommands: Any) -> None:
     _add_stores(parser)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that is used"
     parser.add_argument("--tbw", type=_rate, metavar="TB", help=text)
+    text = "show what would write less, by a forecast for this model and optimizer at the least host memory"
+    parser.add_argument("--savings", action="store_true", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a text")
 
@@ -466,6 +491,7 @@ _at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
 _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 _positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
+_percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
 
 

@@ -32,12 +32,14 @@ from memascend.command.reporters import prepare_reporters
 from memascend.command.run_log import RunLog
 from memascend.command.settings import Result, Settings
 from memascend.command.training import Training
+from memascend.command.writes import for_steps, forecast_traffic, text_of
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
+from memascend.durable.generations import parse_durability
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
-from memascend.forecast.traffic import Work, projection_bytes, traffic
+from memascend.forecast.traffic import Work, projection_bytes
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
@@ -115,6 +117,11 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         training.resume(progress, entries)
     elif settings.resume and settings.metrics is not None:
         training.begin_anew()
+    if endurance := forecast.get("endurance"):
+        begins = resumed is None
+        forecast["endurance"] = endurance = for_steps(endurance, training.steps - result.steps, begins=begins)
+        if warning := text_of(endurance, settings.tbw_share, begins=begins):
+            note(warning)
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
     result.signal_number = interrupts.asked
@@ -185,17 +192,18 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
+    period = parse_durability(settings.durability)
+    work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
+    work.activations = settings.activations or ("host" if settings.device is None else "recompute")
     expected: dict[str, Any] = {}
     name = "model" if settings.in_memory else "planned"
-    if settings.host_memory == AUTO:
-        # It takes what is left, and nothing is refused unless the least is too much.
-        held, name = least_of(units).total, "at least"
-    elif settings.host_memory is not None:
-        plan = make_plan(units, int(settings.host_memory))
-        held = plan.total
-        if settings.device is None and not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
-            moved = traffic(model, units, plan, config, work)
-            expected = {"ssd_bytes_read": moved.read.total(), "ssd_bytes_written": moved.written.total()}
+    if settings.host_memory is not None:
+        # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
+        automatic = settings.host_memory == AUTO
+        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory))
+        held, name = plan.total, "at least" if automatic else name
+        if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
+            expected = forecast_traffic(model, units, plan, config, work, settings)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0
     beside: int | None = 0

@@ -57,6 +57,8 @@ class Settings:
     lora_rank: int | None = None  # train adapters of this rank instead of the model
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory and what lies in it
+    tbw: float | None = None  # terabytes that each drive is rated to be written in its life
+    tbw_share: float = 10.0  # percent of that, above which a run begins with a warning
     force: bool = False  # begin although the machine has less memory than the run takes
 
     @property

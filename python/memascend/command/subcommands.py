@@ -22,12 +22,13 @@ from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.metrics import records_of
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
-from memascend.command.tables import bench_tail, bench_text, gpu_text
+from memascend.command.tables import bench_tail, bench_text, gpu_text, savings_text
 from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, DataError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
+from memascend.forecast.of_store import savings_of_store
 from memascend.formats.config import load_bare_config
 from memascend.machine import drives, gpu
 from memascend.offloading.computing import Computing
@@ -43,6 +44,11 @@ def _finetune(chosen: argparse.Namespace) -> int:
     values = {name: value for name, value in vars(chosen).items() if name not in ("command", "options")}
     if values["lr"] is None:
         values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
+    if values["tbw_share"] is not None and values["tbw"] is None:
+        tell("error: --tbw-share is of the endurance that --tbw gives: give that too")
+        return BAD_INPUT
+    if values["tbw_share"] is None:
+        values["tbw_share"] = Settings.tbw_share
     values["report_to"] = values["report_to"] or ()
     values["evaluation"] = values["evaluation"] or ()
     if len(values["evaluation"]) == 1 and isinstance(values["evaluation"][0], float):
@@ -164,6 +170,9 @@ def _plan(chosen: argparse.Namespace) -> int:
             gpu=_gpu(chosen, choice.dtype),
             with_curve=chosen.curve,
             ssd=_ssd(chosen),
+            steps=chosen.steps,
+            tbw=chosen.tbw,
+            busiest_share=drives.busiest_share(chosen.store),
         )
     except Exception as error:
         if not chosen.json:
@@ -224,7 +233,15 @@ def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
 
 def _inspect(chosen: argparse.Namespace) -> int:
     contents = inspect.inspect(chosen.store, tbw=chosen.tbw)
-    print(json.dumps(contents, indent=2) if chosen.json else inspect.as_text(contents, tensors=chosen.tensors))
+    if chosen.savings:
+        quiet_libraries()
+        contents["savings"] = savings_of_store(contents["recipe"])
+    if chosen.json:
+        print(json.dumps(contents, indent=2))
+        return 0
+    print(inspect.as_text(contents, tensors=chosen.tensors))
+    if chosen.savings:
+        print(savings_text(contents["savings"]))
     return 0
 
 

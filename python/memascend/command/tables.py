@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_decimal, format_size
 from memascend.common.timeline import describe
 from memascend.machine.drives import rate_of
 from memascend.report.figures import SSD_COUNTERS
@@ -80,3 +80,16 @@ def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -
         lines.append(f"a store on all of these gives them: {', '.join(shares)}")
     lines.append("not remembered" if remembered_in is None else f"remembered in {remembered_in}")
     return "\n".join(lines)
+
+
+def savings_text(savings: list[dict[str, Any]] | None) -> str:
+    """Return what would write less than the run in a store, a line for each change; None where it is not known."""
+    if savings is None:
+        return "what would write less is not known: the model is no causal one of transformers, or has no optimizer yet"
+    if not savings:
+        return "no other options would write less"
+    return "\n".join(
+        f"{saving['change']} would write {format_decimal(saving['step_bytes'])} a step, {saving['saved']:.0%} less "
+        "than now, at the least host memory"
+        for saving in savings
+    )

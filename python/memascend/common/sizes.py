@@ -34,3 +34,11 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+def format_decimal(nbytes: float) -> str:
+    """Write bytes with a decimal unit, as drives are rated: 1.50 TB."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes / 10**6:.2f} MB"

@@ -22,9 +22,11 @@ OPTIONAL = (
     "accelerate",
     "peft",
     "trl",
+    "datasets",
     "deepspeed",
     "lightning",
     "liger-kernel",
+    "cupy-cuda12x",
     "cupy-cuda13x",
 )
 

@@ -18,6 +18,7 @@ from memascend.durable.generations import parse_durability
 from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast.curve import curve
+from memascend.forecast.endurance import endurance, savings
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
@@ -76,12 +77,16 @@ def forecast(
     gpu: Gpu | None = None,
     with_curve: bool = False,
     ssd: Rate | None = None,
+    steps: int | None = None,
+    tbw: float | None = None,
+    busiest_share: float = 1.0,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
     `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
+    `steps`, `tbw` (terabytes) and `busiest_share` are of `memascend.forecast.endurance`, what a run writes in all.
 
     Raises:
         CheckpointError: the configuration cannot be used.
@@ -116,6 +121,14 @@ def forecast(
         "host_memory": memory_part(plan),
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),
+        "endurance": endurance(
+            planned,
+            units,
+            steps=steps,
+            tbw=tbw,
+            busiest_share=busiest_share,
+            savings=savings(model, units, plan, config, work, device_plan),
+        ),
     }
     beside: int | None = 0
     if gpu is None or device_plan is None:

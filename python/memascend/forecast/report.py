@@ -14,6 +14,7 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`; `planned` with what the spare budget keeps
   in memory and `smallest` with the least budget, each with `read` and `written` (by kind, and `total_bytes`),
   `read_bytes_per_parameter`, `written_bytes_per_parameter`; `saved_bytes`, what the spare budget saves.
+- `endurance`: what a run writes in all, as `forecast.endurance` describes.
 - `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
   `step_time.step_time` returns it.
 - `pytorch`, without a GPU: an estimate of what PyTorch holds beside the plan. `forward_bytes`, the most in the forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_decimal, format_size
 from memascend.forecast.traffic import KINDS
 from memascend.forecast.whole import Whole
 
@@ -23,7 +23,10 @@ def as_text(prediction: Mapping[str, Any]) -> str:
         _memory_table("Host memory", prediction["host_memory"], "least that reads ahead"),
         _space_table(space, kinds),
         _traffic_table(prediction["ssd_traffic"], kinds),
+        _endurance_table(prediction["endurance"]),
     ]
+    if prediction["endurance"]["savings"]:
+        tables.append(_savings_table(prediction["endurance"]))
     if "gpu" in prediction:
         gpu = prediction["gpu"]
         title = f"Device memory, of {format_size(gpu['memory_bytes'])}: the rest is for CUDA's own context and holes"
@@ -99,6 +102,45 @@ def _traffic_table(moved: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     )
     return (
         f"{table}\n  what the budget keeps in memory beyond the least saves {format_size(moved['saved_bytes'])} a step"
+    )
+
+
+def _endurance_table(endurance: Mapping[str, Any]) -> str:
+    steps, step = endurance["steps"], endurance["step"]
+    rows = [["weights, once at the beginning", "", format_decimal(endurance["begin_bytes"])]]
+    rows += [
+        [label, format_decimal(step[f"{kind}_bytes"]), format_decimal(steps * step[f"{kind}_bytes"])]
+        for kind, label in KINDS.items()
+        if step[f"{kind}_bytes"]
+    ]
+    rows.append(["total", format_decimal(step["total_bytes"]), format_decimal(endurance["total_bytes"])])
+    given = "" if endurance["steps_given"] else "; --steps N counts those of the run"
+    table = _table(f"Written by a run of {steps:,} steps{given}", ["kind", "a step", "the run"], rows)
+    return f"{table}\n  {_rating(endurance)}"
+
+
+def _rating(endurance: Mapping[str, Any]) -> str:
+    rated, busiest = endurance["rated_bytes"], endurance["busiest_share"]
+    if rated is None:
+        return "--tbw TB: the share of a drive's rated endurance"
+    text = f"{endurance['rating_used']:.2%} of the {format_decimal(rated)} that a drive is rated for"
+    return text if busiest == 1 else f"{text}; the busiest takes {busiest:.0%} of all that is written"
+
+
+def _savings_table(endurance: Mapping[str, Any]) -> str:
+    steps, begin = endurance["steps"], endurance["begin_bytes"]
+    return _table(
+        "What would write less, each by itself; other optimizers and states change results too",
+        ["option", "a step", f"{steps:,} steps", "saved"],
+        [
+            [
+                saving["change"],
+                format_decimal(saving["step_bytes"]),
+                format_decimal(begin + steps * saving["step_bytes"]),
+                f"{saving['saved']:.0%}",
+            ]
+            for saving in endurance["savings"]
+        ],
     )
 
 

@@ -44,13 +44,18 @@ def source() -> str:
     return "\n".join(path.read_text() for path in SOURCES)
 
 
+def _extra() -> str:
+    """Return the extra with the CuPy of the CUDA that PyTorch was built for."""
+    built_for = getattr(torch.version, "cuda", None) or ""
+    return "cuda12" if built_for.startswith("12.") else "cuda13"
+
+
 def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
         raise ImportError(
-            "checking CUDA tensors needs CuPy: pip install 'memascend[cuda]' "
-            "(or cupy-cuda12x, if that is the CUDA of your torch)"
+            f"checking CUDA tensors needs CuPy: pip install 'memascend[{_extra()}]', for the CUDA of your PyTorch"
         ) from error
     return cupy
 

@@ -343,3 +343,16 @@ def store_options(locations: Sequence[Location]) -> tuple[dict[str, Any], str | 
         names = " ".join(os.fspath(location) for location in locations)
         return {}, f"the drives take equal shares of the store; `memascend bench {names}` measures what each can take"
     return {}, None
+
+
+def busiest_share(locations: Sequence[Location]) -> float:
+    """Return the part (of 1) of a store's bytes that lies on the one of these drives that has the most.
+
+    Shares are those of a new store: by the rates that were measured, else equal. Locations on one drive add up.
+    """
+    names = [identity(location) or os.fspath(location) for location in locations]
+    rates = store_options(locations)[0].get("rates", [1.0] * len(names))
+    shares: dict[str, float] = {}
+    for name, rate in zip(names, rates, strict=True):
+        shares[name] = shares.get(name, 0.0) + rate
+    return max(shares.values()) / sum(shares.values()) if shares else 1.0

@@ -16,7 +16,7 @@ from memascend.common.outputs import writing
 from memascend.errors import OutputError
 from memascend.report import sections
 from memascend.report.plots import Plot, figure
-from memascend.report.run import Run, Values, number
+from memascend.report.run import Run, Values, number, section
 
 #: How every report begins, by which one is known that may be written over.
 HEAD = '<!doctype html>\n<html lang="en"><!-- a report of memascend -->\n'
@@ -98,7 +98,12 @@ MISSING = {
 
 
 def page_of(run: Run, tbw: float | None = None) -> str:
-    """Return the page of a run; `tbw` is the rated endurance of each drive in terabytes written."""
+    """Return the page of a run.
+
+    `tbw` is the rated endurance of each drive in terabytes written; without it, that which the run was given.
+    """
+    if tbw is None and (given := number(section(run.opening, "settings").get("tbw"))) is not None and given > 0:
+        tbw = given
     shown = list(plots(run))
     missing = [MISSING.get(plot.name, plot.title.lower()) for plot in shown if not plot.present]
     if not any(isinstance(record.get("volumes"), list) for record in run.records.values()):
@@ -106,6 +111,7 @@ def page_of(run: Run, tbw: float | None = None) -> str:
     told = "".join(f"<li>{escape(note)}</li>" for note in sections.notes(run, missing))
     plan, machine = "".join(sections.plan_tables(run)), "".join(sections.machine_tables(run))
     wear = sections.wear_table(run, tbw)
+    kinds = "".join(made for made in (sections.kinds_table(run), sections.savings_table(run)) if made)
     endurance = "" if tbw else '<p class="faint">With --tbw TB: the share of the drives\' rated endurance.</p>'
     parts = [
         f"<h1>{escape(sections.title(run))}</h1>",
@@ -114,7 +120,7 @@ def page_of(run: Run, tbw: float | None = None) -> str:
         sections.tiles(run),
         f'<section class="plots">{"".join(figure(plot) for plot in shown if plot.present)}</section>',
         f"<section><h2>The plan beside what was measured</h2>{plan}</section>" if plan else "",
-        f"<section><h2>Drive wear</h2>{wear}{endurance}</section>" if wear else "",
+        f"<section><h2>Drive wear</h2>{wear}{endurance}{kinds}</section>" if wear else "",
         f"<section><h2>Machine and settings</h2>{machine}</section>" if machine else "",
     ]
     return _document(sections.title(run), "\n".join(parts), run)

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from typing import Any
 
 from memascend.common.html import Markup, escape, table
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_decimal, format_size
+from memascend.forecast.traffic import KINDS
 from memascend.report.run import Run, Values, number, section
 from memascend.report.scales import shown
 
@@ -31,14 +32,6 @@ def _median(values: Values) -> float | None:
 def _size(value: Any) -> str:
     nbytes = number(value)
     return _NOTHING if nbytes is None else format_size(nbytes)
-
-
-def _decimal(nbytes: float) -> str:
-    """Write bytes with a decimal unit, as drives are rated."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes / 1e6:.2f} MB"
 
 
 def _duration(seconds: float) -> str:
@@ -225,12 +218,45 @@ def wear_table(run: Run, tbw: float | None) -> Markup | None:
     rows = []
     for path, nbytes in written.items():
         daily = nbytes / seconds * DAY_SECONDS
-        row = [path, _decimal(nbytes), _decimal(nbytes / len(run.records)), _decimal(daily)]
+        row = [path, *map(format_decimal, (nbytes, nbytes / len(run.records), daily))]
         if tbw:
             days = f"{tbw * 1e12 / daily:,.0f}" if daily else _NOTHING
             row += [f"{shown(nbytes / (tbw * 1e10))}% of {tbw:,g} TB", days]
         rows.append(row)
     return _scrolled(table("Written by this run", header, rows))
+
+
+def kinds_table(run: Run) -> Markup | None:
+    """Return what the recorded steps have written by kind, as it was forecast, beside what was measured, or None.
+
+    Drives count bytes, not kinds: only the sum is measured.
+    """
+    step, steps = section(run.opening, "forecast", "endurance", "step"), len(run.records)
+    rows = []
+    for kind, label in KINDS.items():
+        nbytes = number(step.get(f"{kind}_bytes"))
+        if nbytes:
+            rows.append((label, format_decimal(nbytes), format_decimal(nbytes * steps), _NOTHING))
+    total, measured = number(step.get("total_bytes")), run.column("ssd_bytes_written")
+    if total is None or not rows:
+        return None
+    median = _median(measured)
+    told = _NOTHING if median is None else f"{format_decimal(_total(measured))}, {format_decimal(median)} a step"
+    rows.append(("all of them", format_decimal(total), format_decimal(total * steps), told))
+    header = ("kind", "forecast, a step", f"forecast, {steps:,} steps", "measured")
+    return _scrolled(table("Written by kind", header, rows))
+
+
+def savings_table(run: Run) -> Markup | None:
+    """Return what would write less, as it was forecast when the run began, or None."""
+    savings = section(run.opening, "forecast", "endurance").get("savings")
+    rows = []
+    for saving in savings if isinstance(savings, list) else ():
+        step_bytes, saved = (number(section(saving).get(name)) for name in ("step_bytes", "saved"))
+        if step_bytes is not None and saved is not None:
+            rows.append((str(saving.get("change"))[:200], format_decimal(step_bytes), f"{saved:.0%}"))
+    caption = "What would write less, each by itself; other optimizers and states change results too"
+    return _scrolled(table(caption, ("option", "forecast, a step", "saved"), rows)) if rows else None
 
 
 # ---- the machine ------------------------------------------------------------------------------------------------

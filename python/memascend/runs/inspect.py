@@ -13,7 +13,7 @@ import torch
 from memascend._memascend import KeptStore
 from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_decimal, format_size
 from memascend.durable.record import parse_record
 from memascend.errors import CheckpointError, StoreError
 from memascend.formats.distributed import save_distributed
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     """Return what a store holds, as values that JSON can hold.
 
-    Of a run that is going on it is the last durable step, and a notice says so.
+    Of a run that is going on it is the last durable step, and a notice says so. `step_bytes` are those of its weights,
+    states and buffers by kind, which a step writes where nothing stays in memory; gradients and activations that pass
+    through the store are counted in the life of the volumes alone. `recipe` is what `forecast.of_store` takes.
 
     Args:
         paths: the volumes of the store, at least one.
@@ -57,7 +59,8 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         for tag, generation, nbytes, text in snapshots
     ]
     if record is None:
-        return report | {"steps": None, "model": None, "parameters": 0, "optimizers": []}
+        report |= {"steps": None, "model": None, "parameters": 0, "optimizers": [], "step_bytes": {}, "recipe": None}
+        return report
     report["steps"] = record["steps"]
     report["model"] = record["model"]["class"]
     report["parameters"] = sum(
@@ -67,10 +70,49 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         for _, shape, _, _ in tensor["parameters"]
     )
     report["optimizers"] = [optimizer["class"] for optimizer in record["optimizers"]]
+    report["step_bytes"] = _step_bytes(record, report["tensors"])
+    report["recipe"] = _recipe(record)
     if tbw:
         for volume in report["volumes"]:
             volume["endurance_used"] = volume["life_bytes_written"] / (tbw * 1e12)
     return report
+
+
+def _step_bytes(record: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the bytes of a generation by kind: weights, planes by their names, moments, buffers."""
+    kinds: dict[str, str] = {}
+    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
+        kinds |= {tensor["name"]: "weights" if tensor["trained"] else "frozen"}
+        kinds |= {name: plane for name, plane, _ in tensor["states"]}
+        kinds |= {name: "moments" for _, name, _ in tensor["moments"]}
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        kind = kinds.get(tensor["name"], "buffers")
+        if kind != "frozen":  # No step writes it.
+            found[kind] = found.get(kind, 0) + tensor["bytes"]
+    return found
+
+
+def _recipe(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what makes a forecast of the run, or None for a model that is not transformers' or has no optimizer.
+
+    Sizes of a step are those of a run of the command line; a loop of the user's own does not record them.
+    """
+    config = record["model"].get("config")
+    if config is None or len(record["optimizers"]) != 1:
+        return None
+    (optimizer,) = record["optimizers"]
+    settings = record["tracked"].get("progress", {}).get("settings", {})
+    dtypes = [tensor["dtype"] for unit in record["units"] for tensor in unit["tensors"]]
+    return {
+        "config": config | {"architectures": [record["model"]["class"]]},
+        "dtype": max(set(dtypes), key=dtypes.count),
+        "optimizer": optimizer["class"],
+        "states": optimizer["defaults"].get("states", "float32"),
+        "master": optimizer["defaults"].get("master", True),
+        "gradients": record["gradients"],
+        "step": {name: settings[name] for name in ("seq_len", "batch_size", "grad_accum") if name in settings},
+    }
 
 
 def _user_of_store(error: StoreError) -> str | None:
@@ -118,6 +160,10 @@ def as_text(report: dict[str, Any], tensors: bool) -> str:
         if "endurance_used" in volume:
             line += f", {volume['endurance_used']:.2%} of the drive's rated endurance"
         lines.append(line)
+    if report["step_bytes"]:
+        kinds = ", ".join(f"{kind} {format_decimal(nbytes)}" for kind, nbytes in report["step_bytes"].items())
+        total = format_decimal(sum(report["step_bytes"].values()))
+        lines.append(f"a step writes {total} where nothing stays in memory: {kinds}; and gradients that find no room")
     lines.append(checkpoints_text(report))
     lines += [f"note: {notice}" for notice in report["notices"]]
     if tensors:

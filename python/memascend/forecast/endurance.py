@@ -1,0 +1,136 @@
+"""What a run writes to its drives, what share of their rated endurance that is, and what would write less.
+
+The keys of what `endurance` returns (bytes unless they say otherwise):
+
+- `steps`, the steps counted, and `steps_given`: false where the number is `STEPS`, for want of another.
+- `begin_bytes`: the weights, written once when the store is made.
+- `step`: written in a step, by kind, and `total_bytes`; see `forecast.report`.
+- `total_bytes`: of the beginning and all steps. What is written to `--out` is not in it.
+- `rated_bytes`: what one drive is rated to be written in its life, or null; `busiest_share`, the part (of 1) of the
+  store's writes that the drive with the most takes; `rating_used`, the part of the rating that the run writes to that
+  drive, or null.
+- `savings`: a list of `change`, the options that would write less, each beside the others as they are;
+  `budget_bytes`, the host memory that they take, or null where it stays; `step_bytes`, written in a step with them;
+  `saved`, the part of the step's bytes that is not written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.forecast.report import by_kind
+from memascend.forecast.traffic import traffic
+from memascend.plan.host import make_plan, smallest_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from memascend.forecast.traffic import Traffic, Work
+    from memascend.layout.units import Unit
+    from memascend.plan.device import DevicePlan
+    from memascend.plan.host import Plan
+
+#: Steps that are counted where a run's number of steps is not known.
+STEPS = 1000
+#: A change that saves less than this part of a step's writes is not worth a line.
+_LEAST_SAVED = 0.01
+#: The durability that is proposed where states stay in memory.
+_PERIOD = 16
+#: More than any model takes.
+_NO_LIMIT = 1 << 62
+_MIB = 1 << 20
+
+
+def endurance(
+    moved: Traffic,
+    units: Sequence[Unit],
+    *,
+    steps: int | None = None,
+    tbw: float | None = None,
+    busiest_share: float = 1.0,
+    savings: Iterable[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return what a run writes, as the module's text describes.
+
+    Args:
+        moved: the traffic of a step.
+        units: of the model.
+        steps: of the run; None counts `STEPS`.
+        tbw: terabytes (10^12 bytes) that each drive is rated to be written in its life.
+        busiest_share: of the store's bytes, the part on the drive that has the most.
+        savings: what `savings` yields.
+    """
+    begin = sum(unit.nbytes for unit in units)
+    counted = STEPS if steps is None else steps
+    total = begin + counted * moved.written.total()
+    rated = None if tbw is None else int(tbw * 10**12)
+    return {
+        "steps": counted,
+        "steps_given": steps is not None,
+        "begin_bytes": begin,
+        "step": by_kind(moved.written),
+        "total_bytes": total,
+        "rated_bytes": rated,
+        "busiest_share": round(busiest_share, 4),
+        "rating_used": None if not rated else total * busiest_share / rated,
+        "savings": list(savings),
+    }
+
+
+def savings(
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: Plan,
+    config: Any,
+    work: Work,
+    device_plan: DevicePlan | None = None,
+    *,
+    with_update: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Yield the changes that would write less in a step; those of optimizer and states change results too.
+
+    Arguments as of `traffic`; `with_update` proposes updates in the backward pass too, where a run can have them.
+    """
+    now = traffic(model, units, plan, config, work, device_plan).written.total()
+    told: dict[str, int] = {"": now}
+    for change, changed_plan, changed_work in _changes(units, plan, work, with_update and device_plan is None):
+        written = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
+        # A part of a change that saves as much by itself makes the whole of it superfluous.
+        if all(written < told[part] - now * _LEAST_SAVED for part in told if change.startswith(part)):
+            told[change] = written
+            yield {
+                "change": change,
+                "budget_bytes": None if changed_plan.budget == plan.budget else changed_plan.budget,
+                "step_bytes": written,
+                "saved": round(1 - written / now, 4),
+            }
+
+
+def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -> Iterator[tuple[str, Plan, Work]]:
+    if work.states != "8bit":
+        yield "--states 8bit", plan, replace(work, states="8bit")
+    if work.states == "float32":
+        yield "--states bfloat16", plan, replace(work, states="bfloat16")
+    if work.optimizer == "adamw":
+        yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
+    if with_update and plan.update == "forward" and work.grad_accum == 1:
+        least = smallest_plan(units, update="backward").total
+        early = make_plan(units, max(plan.budget, least), update="backward")
+        yield "--update backward (without clipping)", early, work
+    seldom = replace(work, period=_PERIOD)
+    may_be_seldom = 0 < work.period < _PERIOD
+    if may_be_seldom:
+        yield f"--durability every:{_PERIOD}", plan, seldom
+    most = make_plan(units, _NO_LIMIT, update=plan.update).total
+    for budget in (2 * plan.total, most):
+        if plan.total < budget <= most:
+            # Whole MiB, so that the text is a size that --host-memory takes.
+            mib = math.ceil(budget / _MIB)
+            larger = make_plan(units, mib * _MIB, update=plan.update)
+            yield f"--host-memory {mib}MiB", larger, work
+            if may_be_seldom:
+                yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger, seldom
