@@ -71,7 +71,7 @@ def _setup_for_real_optimizer(self: Any) -> None:
         if decision.kept_states:
             self.optimizer_swapper.kept.room_bytes = decision.kept_states
         if settings.current.keep_blocks:
-            # Else each temporary of a layer is of new pages, which took a fifth of a step of 0.44 billion parameters.
+            # Else each temporary of a layer is of new pages, which took a fifth of a step of 0.42 billion parameters.
             keep_large_blocks()
 
 

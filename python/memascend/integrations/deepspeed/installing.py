@@ -241,7 +241,7 @@ def _apply_pools(part: Part) -> None:
     from memascend.integrations.deepspeed import buffers, parameters
 
     # Until the optimizer is made (gradients.py). Else malloc keeps what zero.Init leaves behind: some hundred MB of a
-    # Llama with 0.44 billion parameters.
+    # Llama with 0.42 billion parameters.
     return_large_blocks_to_system()
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
     part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
