@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import AUTO, format_decimal
-from memascend.forecast.endurance import endurance, savings
+from memascend.forecast.endurance import endurance, savings, written
 from memascend.forecast.traffic import traffic
 from memascend.machine.drives import busiest_share
 from memascend.machine.limits import total_memory
@@ -55,14 +55,8 @@ def for_steps(endurance: dict[str, Any], steps: int, *, begins: bool) -> dict[st
     """Return a forecast of endurance for the steps that a run has left; one that goes on has written its weights."""
     begin = endurance["begin_bytes"] if begins else 0
     total = begin + steps * endurance["step"]["total_bytes"]
-    rated = endurance["rated_bytes"]
-    return endurance | {
-        "steps": steps,
-        "steps_given": True,
-        "begin_bytes": begin,
-        "total_bytes": total,
-        "rating_used": None if not rated else total * endurance["busiest_share"] / rated,
-    }
+    counted = {"steps": steps, "steps_given": True, "begin_bytes": begin}
+    return endurance | counted | written(total, endurance["rated_bytes"], endurance["busiest_share"])
 
 
 def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str | None:

@@ -66,19 +66,22 @@ def endurance(
     """
     begin = sum(unit.nbytes for unit in units)
     counted = STEPS if steps is None else steps
-    total = begin + counted * moved.written.total()
     rated = None if tbw is None else int(tbw * 10**12)
     return {
         "steps": counted,
         "steps_given": steps is not None,
         "begin_bytes": begin,
         "step": by_kind(moved.written),
-        "total_bytes": total,
+        **written(begin + counted * moved.written.total(), rated, busiest_share),
         "rated_bytes": rated,
         "busiest_share": round(busiest_share, 4),
-        "rating_used": None if not rated else total * busiest_share / rated,
         "savings": list(savings),
     }
+
+
+def written(total: int, rated: int | None, busiest_share: float) -> dict[str, Any]:
+    """Return what a run writes in all, and the part of a drive's rating that this is, under the keys of `endurance`."""
+    return {"total_bytes": total, "rating_used": None if not rated else total * busiest_share / rated}
 
 
 def savings(

@@ -240,7 +240,7 @@ def _apply_pools(part: Part) -> None:
 
     from memascend.integrations.deepspeed import buffers, parameters
 
-    # Until the optimizer is made (gradients.py). Else malloc keeps what zero.Init leaves behind: some hundred MB of a
+    # Until the optimizer is made (gradients.py). Else malloc keeps what zero.Init leaves behind: 0.1 GB of a
     # Llama with 0.42 billion parameters.
     return_large_blocks_to_system()
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
