@@ -2,7 +2,8 @@
 """A small Llama trained from scratch with AdamW, APOLLO and APOLLO-Mini: the loss on text that it has not seen.
 
     python benches/convergence.py --json benches/results/convergence.json --svg docs/assets/convergence.svg
-    python benches/convergence.py --steps 20
+    python benches/convergence.py --width 512 --layers 2 --json benches/results/convergence-512.json
+    python benches/convergence.py --width 512 --layers 2 --beside 3e-4
 
 The model reads bytes; the text is this repository's documentation and Python sources, of which every tenth kilobyte is
 kept for the comparison. All in float32 and in memory, where the optimizers have the bits that they have on SSD. Every
@@ -27,16 +28,22 @@ from _llama import llama_config
 import memascend
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, LAYERS, LENGTH, SEQUENCES = 128, 4, 128, 8
-#: By name: the optimizer, its learning rates, the rank of those that have one, and other options.
-CONTESTANTS: dict[str, tuple[Any, tuple[float, ...], int | None, dict[str, Any]]] = {
-    "AdamW": (memascend.AdamW, (3e-4, 1e-3, 3e-3), None, {}),
-    "APOLLO": (memascend.Apollo, (1e-2,), WIDTH // 4, {}),
-    "APOLLO-Mini": (memascend.ApolloMini, (1e-2,), 1, {"scale": WIDTH / 4}),
-    "APOLLO-Mini, scale 128": (memascend.ApolloMini, (1e-2,), 1, {}),
-}
+LENGTH, SEQUENCES = 128, 8
+#: An optimizer, its learning rates, the rank of those that have one, and other options.
+Contestant = tuple[Any, tuple[float, ...], int | None, dict[str, Any]]
 #: Most by which a loss may be larger than AdamW's.
 LIMIT = 0.01
+
+
+def contestants(width: int) -> dict[str, Contestant]:
+    found: dict[str, Contestant] = {
+        "AdamW": (memascend.AdamW, (3e-4, 1e-3, 3e-3), None, {}),
+        "APOLLO": (memascend.Apollo, (1e-2,), width // 4, {}),
+        "APOLLO-Mini": (memascend.ApolloMini, (1e-2,), 1, {"scale": width / 4}),
+    }
+    if width != 512:
+        found["APOLLO-Mini, scale 128"] = memascend.ApolloMini, (1e-2,), 1, {}
+    return found
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,14 +61,27 @@ def batch(source: torch.Tensor, number: int) -> torch.Tensor:
     return torch.stack([source[start : start + LENGTH] for start in starts])
 
 
-def train(make: Any, lr: float, rank: int | None, options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train anew; returns the losses of steps, in means of tens, and the loss on unseen text."""
+def train(
+    shape: tuple[int, int],
+    make: Any,
+    lr: float,
+    rank: int | None,
+    options: dict[str, Any],
+    steps: int,
+    beside: float | None = None,
+) -> dict[str, Any]:
+    """Train anew; returns the losses of steps, in means of tens, and the loss on unseen text.
+
+    `beside` is the learning rate of what takes AdamW beside APOLLO, if it is another one.
+    """
     from transformers import LlamaForCausalLM
 
-    learn, unseen = text()
+    (width, layers), (learn, unseen) = shape, text()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config((WIDTH, 3 * WIDTH, LAYERS, 4, 4), 256, LENGTH)).float()
-    trained = model.parameters() if rank is None else memascend.apollo_groups(model, rank)
+    model = LlamaForCausalLM(llama_config((width, 3 * width, layers, 4, 4), 256, LENGTH)).float()
+    trained: Any = model.parameters() if rank is None else memascend.apollo_groups(model, rank)
+    if rank is not None and beside is not None:
+        trained[1]["lr"] = beside
     optimizer = make(trained, lr=lr, weight_decay=0.0, **options)
 
     def course(step: int) -> float:
@@ -131,19 +151,26 @@ def drawing(runs: dict[str, dict[str, Any]], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--beside", type=float, metavar="RATE", help="learning rate of embeddings, head and norms under APOLLO"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path, metavar="OUT", help="draw the losses here")
     parser.add_argument("--check", action="store_true", help="fail where APOLLO ends more than 1%% above AdamW")
     chosen = parser.parse_args()
     best: dict[str, dict[str, Any]] = {}
-    for name, (make, rates, rank, options) in CONTESTANTS.items():
-        runs = [train(make, lr, rank, options, chosen.steps) for lr in rates]
+    for name, (make, rates, rank, options) in contestants(chosen.width).items():
+        shape = chosen.width, chosen.layers
+        runs = [train(shape, make, lr, rank, options, chosen.steps, chosen.beside) for lr in rates]
         for run in runs:
             print(f"{name:22} lr {run['lr']:<7} rank {run['rank'] or '-':<4} loss {run['loss']:.4f}", flush=True)
         best[name] = min(runs, key=lambda run: run["loss"])
         best[name]["tried"] = {str(run["lr"]): run["loss"] for run in runs}
     if chosen.json:
         told = {"machine": machine(ROOT), "versions": versions("torch", "transformers"), "steps": chosen.steps}
+        told |= {"width": chosen.width, "layers": chosen.layers, "beside": chosen.beside}
         chosen.json.write_text(json.dumps(told | {"runs": best}, indent=1) + "\n")
     if chosen.svg:
         chosen.svg.write_text(drawing(best, chosen.steps))

@@ -67,6 +67,7 @@ COMPUTES = "computes"
 def child(job: dict) -> dict:
     import torch
 
+    from memascend._memascend import ForTests
     from memascend.common import timeline
     from memascend.offloading.api import offload_of
 
@@ -93,11 +94,11 @@ def child(job: dict) -> dict:
         step()
     del steps[:]
     with timeline.noted() as calls:
-        runtime.begin_recording(SPANS_MOST)
+        ForTests.begin_recording(runtime, SPANS_MOST)
         for _ in range(job["steps"]):
             step()
         now = time.perf_counter_ns()
-        recorded, missed = runtime.end_recording()
+        recorded, missed = ForTests.end_recording(runtime)
     spans = [[kind, volume, nbytes, now - began, now - ended] for kind, volume, nbytes, began, ended in recorded]
     return {"steps": steps, "spans": spans, "calls": calls, "missed": missed, **training.close()}
 
