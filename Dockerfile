@@ -6,8 +6,9 @@
 # Docker's default seccomp profile refuses io_uring: threads move the bytes in its place. Nothing here needs privileges.
 FROM python:3.12-slim-bookworm
 
+# Of x86-64 and of arm64: the machine's own is installed.
 COPY dist/release/memascend-*.whl /tmp/
-RUN pip install --no-cache-dir "$(echo /tmp/memascend-*.whl)[cli]" && rm /tmp/memascend-*.whl
+RUN pip install --no-cache-dir "$(echo /tmp/memascend-*_$(uname -m).whl)[cli]" && rm /tmp/memascend-*.whl
 
 # Any user can run it, since nothing is written but to the two mounts and to HOME.
 RUN useradd --create-home --uid 1000 memascend \

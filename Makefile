@@ -8,7 +8,7 @@ STAMPS := $(VENV)/stamps
 ROOT   := $(CURDIR)
 
 # What the wheel is built from; a change to any of it rebuilds it.
-SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE \
+SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE THIRD-PARTY-LICENSES \
            $(shell find crates python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' \
            -o -name '*.typed' -o -name '*.cu' \))
 
@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python deepspeed oldest asan fuzz wheel wheels lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed oldest asan fuzz wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ SOAK_KILLS ?= 60
 SOAK_PROGRAMS ?= 10000
 soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
-	export MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+	export MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
@@ -87,22 +87,50 @@ oldest: $(STAMPS)/wheel ## test the wheel with the oldest versions that pyprojec
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 
-# zig links for glibc 2.28, whatever this machine has, which is that of PyTorch's wheels.
+# zig links for glibc 2.28, whatever this machine has, which is that of PyTorch's wheels. A target that rustup has not
+# installed gets a standard library from its sources, which have to be those of this rustc: RUST_SRC is their folder
+# (Debian has them as rust-src; cargo gives its variable for that folder no better name).
 RELEASE := dist/release
-wheels: $(STAMPS)/release ## build the wheel for other machines (manylinux_2_28) and the sdist into dist/release, and check them
+WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+RUST_SRC ?= $(shell rustc --print sysroot)/lib/rustlib/src/rust/library
+# No folder of the machine that builds is named in what it builds, neither in the module nor in the SBOM.
+CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
+WITHOUT_PATHS = --remap-path-prefix=$(ROOT)=/memascend --remap-path-prefix=$(CARGO_FOLDER)=/cargo \
+	--remap-path-prefix=$(RUST_SRC)=/rust
+MATURIN_WHEEL := maturin build --release --quiet --zig --compatibility manylinux_2_28 --out $(RELEASE)
+wheels: $(STAMPS)/release ## build the wheels for other machines (manylinux_2_28: x86-64, arm64) and the sdist into dist/release, and check them
 	rm -rf $(RELEASE)
-	PATH="$(ROOT)/$(BIN):$$PATH" maturin build --release --quiet --zig --compatibility manylinux_2_28 --out $(RELEASE)
-	$(BIN)/maturin sdist --quiet --out $(RELEASE)
-	$(BIN)/auditwheel show $(RELEASE)/*.whl
+	export PATH="$(ROOT)/$(BIN):$$PATH" RUSTFLAGS="$(WITHOUT_PATHS)" && for target in $(WHEEL_TARGETS); do \
+		if [ -d "$$(rustc --print target-libdir --target $$target)" ]; then $(MATURIN_WHEEL) --target $$target; \
+		elif [ -d "$(RUST_SRC)/std" ]; then __CARGO_TESTS_ONLY_SRC_ROOT="$(RUST_SRC)" RUSTC_BOOTSTRAP=1 \
+			$(MATURIN_WHEEL) --target $$target -Z build-std=std,panic_abort; \
+		else echo "no standard library for $$target: rustup target add $$target, or set RUST_SRC to the library" \
+			"folder of $$(rustc --version | cut -d' ' -f1-2)'s sources, or WHEEL_TARGETS to fewer targets" >&2; exit 1; \
+		fi || exit 1; \
+	done
+	for wheel in $(RELEASE)/*.whl; do $(BIN)/python -m wheel unpack --dest $(RELEASE)/unpacked $$wheel || exit 1; \
+		sed -i 's|path+file://$(ROOT)/|path+file:///memascend/|g' $(RELEASE)/unpacked/*/*.dist-info/sboms/*.json; \
+		$(BIN)/python -m wheel pack --dest-dir $(RELEASE) $(RELEASE)/unpacked/* || exit 1; rm -r $(RELEASE)/unpacked; done
+	$(BIN)/maturin sdist --out $(RELEASE)
+	for wheel in $(RELEASE)/*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
 	$(BIN)/abi3audit --strict $(RELEASE)/*.whl
 	$(BIN)/check-wheel-contents $(RELEASE)/*.whl
 	$(BIN)/twine check --strict $(RELEASE)/*
+	$(BIN)/python tests/wheel_contents.py $(RELEASE)
+
+# As root: both set up another user's or another architecture's surroundings, and say what else they need.
+drive: ## install dist/release's wheel as nobody, without compiler or writable HOME, and fine-tune with it (DRIVE: where)
+	sh tests/drive.sh $(RELEASE)/memascend-*_$$(uname -m).whl $(or $(DRIVE),build/drive)
+
+qemu: ## run dist/release's wheel for arm64 under qemu: digests of its kernels, then pytest (ARGS: pytest's; ARM64: its root)
+	sh tests/arm64.sh $(or $(ARM64),build/arm64) $(ARGS)
 
 lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
+	$(BIN)/python tests/crate_licenses.py
 	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/mypy
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
@@ -134,7 +162,7 @@ $(STAMPS)/venv:
 
 # The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
 $(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
-	rm -rf dist
+	rm -f dist/*.whl
 	$(BIN)/maturin build --release --quiet --interpreter $(BIN)/python --out dist
 	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
 	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
@@ -149,7 +177,7 @@ $(STAMPS)/dev: $(STAMPS)/wheel
 	touch $@
 
 $(STAMPS)/release: $(STAMPS)/venv
-	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine
+	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine wheel
 	touch $@
 
 $(STAMPS)/docs: $(STAMPS)/wheel

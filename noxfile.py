@@ -3,11 +3,12 @@
     nox --list
     nox --session "tests-3.12(torch='oldest')" -- -k stores    # pytest's arguments; without them: -m core
 
-The wheel is the newest in dist/release (`make wheels`), else in dist (`make wheel`). `make` covers everything else.
+The wheel is this machine's newest in dist/release (`make wheels`), else in dist (`make wheel`). `make` covers the rest.
 """
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import nox
@@ -28,9 +29,12 @@ nox.options.default_venv_backend = "venv"
 def wheel() -> Path:
     """Return the wheel to test. Raises SystemExit where there is none."""
     for folder in (ROOT / "dist" / "release", ROOT / "dist"):
-        if found := sorted(folder.glob("memascend-*.whl"), key=lambda path: path.stat().st_mtime):
+        wheels = folder.glob(f"memascend-*_{platform.machine()}.whl")
+        if found := sorted(wheels, key=lambda path: path.stat().st_mtime):
             return found[-1]
-    raise SystemExit("dist holds no wheel: build it with `make wheels`, or `make wheel` for this machine alone")
+    raise SystemExit(
+        "dist holds no wheel for this machine: build it with `make wheels`, or `make wheel` for this machine alone"
+    )
 
 
 @nox.session(python=PYTHONS)
@@ -40,7 +44,7 @@ def tests(session: nox.Session, torch: str) -> None:
     pinned = []
     if torch == "oldest":
         (bound,) = (
-            line.removeprefix("torch>=")
+            line.removeprefix("torch>=").split(",")[0]
             for line in nox.project.load_toml(ROOT / "pyproject.toml")["project"]["dependencies"]
             if line.startswith("torch>=")
         )

@@ -85,6 +85,8 @@ class Run:
     #: "host_memory" and "keep_blocks" of the section "memascend".
     host_memory: str = ""
     keep_blocks: bool = True
+    #: Chunks that are under way in the streaming step, if not as many as suit the model.
+    slots: int = 0
 
     def configuration(self) -> dict[str, Any]:
         """Return the contents of DeepSpeed's JSON file."""
@@ -144,6 +146,8 @@ class Found:
     #: Sub-groups, and those of them that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
+    #: Chunks that were under way.
+    slots: int = 0
     #: What deepspeed.initialize has said on stderr.
     told: str = ""
     #: Bytes of masters and moments that stay in memory.
@@ -195,6 +199,10 @@ def train(run: Run, rank: int = 0) -> Found:
     deepspeed.init_distributed(init_method=meeting, rank=rank, world_size=run.ranks, auto_mpi_discovery=False)
     if run.compiled_adam and run.tiers:
         use_compiled_adam()
+    if run.slots:
+        from memascend.integrations.deepspeed import streaming
+
+        streaming.slots = lambda sub_groups: run.slots
     before = memory("VmRSS")
     found = Found([], [])
     torch.manual_seed(0)
@@ -236,6 +244,7 @@ def train(run: Run, rank: int = 0) -> Found:
         found.streams = sum(streaming.streams(optimizer, group) for group in range(found.sub_groups))
         if found.streams:
             found.kept_bytes = optimizer.optimizer_swapper.kept.nbytes
+            found.slots = len(optimizer.optimizer_swapper.slots)
     found.peak_bytes = memory("VmHWM") - before
     block = torch.ones(2 << 20)
     resident = memory("VmRSS")

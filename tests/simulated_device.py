@@ -17,7 +17,7 @@ from fake_cuda import Fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memascend._memascend import gradient_stats
+from memascend._memascend import ForTests, gradient_stats
 from memascend.kernels.launcher import CHUNK
 from memascend.layout.units import DTYPE_NAMES
 from memascend.machine.cuda import BlockSums, ComputeDevice
@@ -113,7 +113,7 @@ class SimulatedDevice(ComputeDevice):
     def projection(self, gradient: torch.Tensor, projection: Projection) -> torch.Tensor:
         """Project a gradient, as the device's kernels do."""
         numbers = torch.zeros(projection.numbers)
-        projection.of(DTYPE_NAMES[gradient.dtype], gradient.data_ptr(), 1).write(numbers.data_ptr())
+        ForTests.write_projected(projection.of(DTYPE_NAMES[gradient.dtype], gradient.data_ptr(), 1), numbers.data_ptr())
         self.fake.access(gradient.data_ptr(), gradient.nbytes, False, "projection")
         self.fake.access(numbers.data_ptr(), numbers.nbytes, True, "projection")
         return numbers

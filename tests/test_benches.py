@@ -1,4 +1,4 @@
-"""The benchmark of the CUDA path runs without a GPU; its sums, and those of the timeline, are right."""
+"""The benchmark of the CUDA path runs without a GPU, that of ranks without DeepSpeed; their sums are right."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
 import gpu  # noqa: E402
+import ranks  # noqa: E402
 import timeline  # noqa: E402
 
 
@@ -113,6 +114,38 @@ def test_what_is_beyond_a_limit_fails(section: str, number: int, worse: dict, nu
     rows = {name: [dict(row) for row in there] for name, there in ROWS.items()}
     rows[section][number] |= worse
     assert verdicts(rows).count(False) == number_failed
+
+
+@pytest.mark.timeout(900)  # four processes, each of which imports PyTorch and transformers
+def test_what_ranks_send_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    words = ["--model", "tiny", "--systems", "memascend", "--host-memory", "least", "--steps", "3", "--tokens", "16"]
+    paths = ("--workdir", str(tmp_path / "work"), "--json", str(out))
+    done = subprocess.run([sys.executable, str(BENCHES / "ranks.py"), *words, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = json.loads(out.read_text())["runs"]
+    for rank in entry["rounds"][0]["raw"]:
+        counted = sum(step["network_bytes"] for step in rank["steps"])
+        # The comparisons of the order and what is agreed on come on top of weights and gradients.
+        assert 1 < counted / rank["network_bytes_sent"] < 1.001
+    assert 0 < entry["step_peak_bytes"] < 4e8 and entry["ssd_bytes_written"] > entry["numel"]
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_what_a_collective_sends_is_what_it_is_defined_as() -> None:
+    names = ("all_gather_into_tensor", "all_reduce", "broadcast")
+    assert [ranks.sent(name, 4, 100, root=True) for name in names] == [75, 150, 300]
+    assert ranks.sent("broadcast", 4, 100, root=False) == 0
+
+
+def test_ranks_are_compared_with_deepspeed() -> None:
+    theirs = {"model": "m", "system": "deepspeed-author", "name": "theirs", "losses": [2.0]}
+    theirs |= {"step_peak_bytes": 100, "network_bytes": 50, "zero3_network_bytes": 100}
+    ours = theirs | {"system": "memascend", "name": "ours"}
+    assert ranks.checks([ours | {"network_bytes": 102}, theirs]) == []
+    for worse in ({"losses": [2.03]}, {"step_peak_bytes": 101}, {"network_bytes": 104}, {"failed": "no room"}):
+        assert ranks.checks([ours | worse, theirs]), worse
+    assert ranks.checks([ours])
 
 
 MS = 1_000_000

@@ -1,9 +1,26 @@
 """Models made of a configuration alone, and steps of them whose traffic is counted."""
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 import memascend
+
+TIED = GPT2Config(architectures=["GPT2LMHeadModel"], vocab_size=2048, n_embd=256, n_layer=4, n_head=4, n_positions=256)
+EXPERTS = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=1024,
+    hidden_size=128,
+    intermediate_size=192,
+    moe_intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=1,
+    max_position_embeddings=256,
+)
 
 
 def build(config, dtype=torch.bfloat16):
@@ -17,7 +34,16 @@ def saved(config, folder):
 
 
 def settle(state):
-    """Wait until nothing moves: a window between two such moments holds whole steps."""
+    """Wait until nothing moves: a window between two such moments holds whole steps.
+
+    What the step could not begin yet, since updates of the backward pass still had the buffers, begins now.
+    """
+    _wait(state)
+    state.streamer.start_next_pass()
+    _wait(state)
+
+
+def _wait(state):
     for residency in state.streamer.residencies.values():
         if residency.ticket is not None:
             residency.ticket.wait()
@@ -38,3 +64,19 @@ def steps(model, optimizer, count, accumulate, batch, tokens, vocabulary):
         settle(state)
         before.append(memascend.stats(model))
     return before
+
+
+def assert_measured(found, seen, fewer_reads=0.03, fewer=0.03):
+    """What is forecast of host memory, the store and a step's traffic is what `traffic.steps` returned of a run.
+
+    A run may read less than is forecast, by up to `fewer_reads`, and read and write less by up to `fewer`.
+    """
+    assert found["host_memory"]["total_bytes"] == seen[-1]["host_bytes_planned"]
+    # Between steps the store holds everything but activations.
+    space = found["ssd_space"]
+    assert space["total_bytes"] - space["activations_bytes"] == seen[-1]["store_bytes_used"]
+    for counter, direction in (("ssd_bytes_read", "read"), ("ssd_bytes_written", "written")):
+        real = (seen[3][counter] - seen[1][counter]) / 2
+        forecast_bytes = found["ssd_traffic"]["planned"][direction]["total_bytes"]
+        least = 1 - max(fewer, fewer_reads if direction == "read" else 0)
+        assert least * forecast_bytes <= real <= 1.03 * forecast_bytes, direction

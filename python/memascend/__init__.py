@@ -18,6 +18,7 @@ from memascend.errors import (
     HostMemoryError,
     MemascendError,
     PinnedMemoryError,
+    RankError,
     StoreError,
 )
 from memascend.formats.distributed import load_distributed, save_distributed
@@ -27,6 +28,7 @@ from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
 from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
+from memascend.runs.reshard import reshard
 from memascend.runs.resume import (
     Resumed,
     can_resume,
@@ -63,6 +65,7 @@ __all__ = [
     "Lion",
     "MemascendError",
     "PinnedMemoryError",
+    "RankError",
     "Resumed",
     "StoreError",
     "apollo_groups",
@@ -83,6 +86,7 @@ __all__ = [
     "parse_size",
     "pin_memory",
     "plan_of",
+    "reshard",
     "restore_checkpoint",
     "resume",
     "save_checkpoint",
@@ -114,6 +118,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - With a device: `device_bytes_budget`, the present ceiling, and `device_bytes_planned`; `device`: `h2d_bytes`,
       `d2h_bytes`, `h2d_copies`, `d2h_copies`, and how often Python (`waits_python`) or a native thread
       (`waits_worker`) waited for the device.
+    - Where the store is divided over ranks: `rank`, `ranks`, and `network_bytes_sent`, the weights and gradients that
+      this rank has sent to others.
     - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `notices`: what the user should know about them.
     - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
       of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and

@@ -49,6 +49,10 @@ class DeviceError(MemascendError):
     """A CUDA device, its driver or its memory is missing, or failed."""
 
 
+class RankError(MemascendError):
+    """The ranks of a group did different things, or one of them does not answer any more."""
+
+
 class BudgetError(MemascendError, ValueError):
     """A budget of host or device memory cannot hold what the model needs; `smallest_bytes` can."""
 

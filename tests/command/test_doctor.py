@@ -76,6 +76,19 @@ def test_versions_that_do_not_fit(monkeypatch):
     assert {line.subject: line for line in software.software()}["numpy"].level == "problem"
 
 
+def test_a_free_threaded_python_is_noted(monkeypatch):
+    def python():
+        (line,) = [line for line in software.software() if line.subject == "Python"]
+        return line
+
+    for disabled in (None, 0):
+        monkeypatch.setattr(software.sysconfig, "get_config_var", {"Py_GIL_DISABLED": disabled}.__getitem__)
+        assert python().level == "ok"
+    monkeypatch.setattr(software.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.__getitem__)
+    assert python().level == "note"
+    assert "free-threaded" in python().text and "PYTHON_GIL=0" in python().remedy
+
+
 def test_what_the_system_refuses(monkeypatch):
     def refuse(*_, **__):
         raise OSError(1, "Operation not permitted")
@@ -95,6 +108,24 @@ def test_what_the_system_refuses(monkeypatch):
         assert remedy in found[subject].remedy
     assert "Operation not permitted" in found["io_uring"].text
     assert "cgroup" in found["memory"].text
+
+
+@pytest.mark.parametrize(
+    ("told", "level"),
+    [
+        ("always [madvise] never", "ok"),
+        ("[always] madvise never", "ok"),
+        ("always madvise [never]", "note"),
+        (None, "note"),
+    ],
+)
+def test_huge_pages_are_looked_for(told, level, tmp_path, monkeypatch):
+    monkeypatch.setattr(system, "HUGE_PAGES", tmp_path / "enabled")
+    if told is not None:
+        system.HUGE_PAGES.write_text(told)
+    (found,) = [line for line in system.system() if line.subject == "huge pages"]
+    assert found.level == level
+    assert (found.remedy != "") == (level == "note") == (str(tmp_path) in found.remedy)
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "overlay", "btrfs", "ext4"])

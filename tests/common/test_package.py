@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import tomllib
@@ -42,6 +43,19 @@ def test_every_bound_can_be_tested_and_is_one() -> None:
     assert str(OLDEST["oldest"](["hf"])["torch"]) == "2.8"
     with pytest.raises(SystemExit, match="no extra 'nothing'"):
         OLDEST["requirements"](["nothing"])
+
+
+def test_what_only_tests_call_is_in_one_place() -> None:
+    package = Path(memascend.__file__).parent
+    code = "\n".join(file.read_text() for file in package.rglob("*.py"))
+    for described in ast.parse((package / "_memascend.pyi").read_text()).body:
+        if isinstance(described, ast.ClassDef) and described.name != "ForTests":
+            members = [member.name for member in described.body if isinstance(member, ast.FunctionDef)]
+            uncalled = [name for name in members if not name.startswith("__") and f".{name}" not in code]
+            assert not uncalled, f"only tests call {uncalled} of {described.name}: they belong in ForTests"
+        elif isinstance(described, ast.FunctionDef):
+            assert described.name in code
+    assert "ForTests" not in code.replace("`ForTests.", "")
 
 
 def test_the_version_has_one_source() -> None:

@@ -191,7 +191,6 @@ def test_the_command_prints_tables_or_one_error(
     for more, told in (
         (["--deepspeed", f"{file}.missing"], f"{file}.missing is no file"),
         (["--deepspeed", str(model_dir)], f"{model_dir} is no file"),
-        (["--ranks", "2"], "--deepspeed too"),
         (["--deepspeed", str(file), "--host-memory", "1GiB"], "--host-memory is not of a plan with --deepspeed"),
         (["--deepspeed", str(cut)], f"{cut} cannot be read as JSON"),
         (["--deepspeed", str(listed)], f"{listed}: it holds no JSON object"),

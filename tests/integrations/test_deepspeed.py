@@ -119,6 +119,8 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
         for saved in ("ABC", f"{name} kept"):
             runs[f"loaded {saved} {name} kept"] = SAVED | keeps | {"seed": 2, "load": f"{folder}/saved {saved}"}
     if STREAMS:
+        # As many as a larger model has; a model of this size has three.
+        runs["bfloat16 eight slots"] = CASES["bfloat16"] | {"tiers": "ABC", "slots": 8}
         runs["bfloat16 blocks returned"] = CASES["bfloat16"] | {"tiers": "ABC", "keep_blocks": False}
     for tiers in ("A", "ABC") if POOLS else ():
         runs[f"cut {tiers}"] = {"tiers": tiers, "cut": "exp_avg-*", "cut_after": 2}
@@ -135,7 +137,7 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def without_memory(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert not [rank["error"] for rank in found if rank["error"]]
-    others = ("peak_bytes", "kept_bytes", "block_bytes", "streams", "told", "parts")
+    others = ("peak_bytes", "kept_bytes", "block_bytes", "streams", "slots", "told", "parts")
     return [{name: value for name, value in rank.items() if name not in others} for rank in found]
 
 
@@ -182,8 +184,8 @@ def test_memory_is_that_of_what_is_in_use(trained: dict[str, list[dict[str, Any]
     assert whole > 1_000_000_000
     assert pools < 400_000_000
     if STREAMS:
-        # Masters and moments are 12 bytes for each of 3 million parameters.
-        assert streamed < pools - 20_000_000
+        # Masters and moments are 12 bytes for each of 3 million parameters; from run to run a peak differs by 20 MB.
+        assert streamed < pools - 10_000_000
 
 
 def test_two_ranks(trained: dict[str, list[dict[str, Any]]]) -> None:
@@ -234,6 +236,13 @@ def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict
     states = 12 * sum(parameter_numels())
     (found,) = trained[f"bfloat16 {kept}"]
     assert found["kept_bytes"] == states if kept == "all kept" else 0.1 * states < found["kept_bytes"] < 0.9 * states
+
+
+@for_streaming
+def test_the_number_of_slots_changes_no_bits(trained: dict[str, list[dict[str, Any]]]) -> None:
+    assert without_memory(trained["bfloat16 eight slots"]) == without_memory(trained["bfloat16 ABC"])
+    (three,), (eight,) = trained["bfloat16 ABC"], trained["bfloat16 eight slots"]
+    assert (three["slots"], eight["slots"]) == (3, 8)
 
 
 @for_streaming

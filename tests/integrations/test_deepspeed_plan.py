@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("deepspeed") is None:
     needs.unmet("deepspeed", "deepspeed is not installed")
 
-from memascend.integrations.deepspeed import buffers, kept, options
-from memascend.integrations.deepspeed.pinned import PINNED
+# An old DeepSpeed is warned of here, where the filter below does not apply.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from memascend.integrations.deepspeed import buffers, kept, options
+    from memascend.integrations.deepspeed.pinned import PINNED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -61,6 +65,20 @@ def test_room_goes_to_gradients_and_then_to_states() -> None:
     # Where gradients are added up they stay in any case.
     adds_up = plan.decide(replace(SHAPES, accumulates=True), options.Options(host_memory=needed + gradients))
     assert adds_up.keeps_gradients
+
+
+@pytest.mark.parametrize(
+    ("sub_groups", "slots"),
+    [
+        ([1], 3),
+        ([15 * plan.CHUNK], 3),
+        ([8 * plan.CHUNK + 1, 7 * plan.CHUNK + 1], 4),
+        ([30 * plan.CHUNK], 7),
+        ([400 * plan.CHUNK], 8),
+    ],
+)
+def test_slots_grow_with_the_model(sub_groups: list[int], slots: int) -> None:
+    assert plan.slots(sub_groups) == slots
 
 
 @pytest.mark.parametrize("section", ["4GiB", {"memory": "4GiB"}, {"states": "float16"}, {"keep_blocks": "no"}])

@@ -262,7 +262,7 @@ print(told)
 # ---- buffers that a device still uses -----------------------------------------------------------------------
 
 LEASES = """
-from memascend._memascend import Runtime
+from memascend._memascend import Runtime, ForTests
 fake = Fake()
 runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="cuda")
 
@@ -277,9 +277,9 @@ lease = runtime.lease_unit(MIB)
 address = lease.address
 tensor = torch.frombuffer(lease, dtype=torch.uint8)
 fake.set("busy", 1)
-lease.return_after(0x5EA)
+ForTests.return_after(lease, 0x5EA)
 assert fake.get("last_stream") == 0x5EA
-lease.return_after(0)
+ForTests.return_after(lease, 0)
 assert fake.get("last_stream") == 0 and fake.get("live_events") == 2
 del lease
 assert not free(), "a tensor holds the buffer"
@@ -301,7 +301,7 @@ assert free()
 fake.set("busy", 0)
 # A stream that is done before the tensor dies keeps nothing.
 lease = runtime.lease_unit(MIB)
-lease.return_after(1)
+ForTests.return_after(lease, 1)
 del lease
 assert free()
 runtime.close(False)
@@ -316,7 +316,7 @@ def test_a_stream_that_failed_keeps_the_buffer_and_says_why(runtime: Callable[..
 lease = runtime.lease_unit(MIB)
 for call in ("cudaEventCreateWithFlags", "cudaEventRecord"):
     fake.fail(call, 719)
-    told = refused(lambda: lease.return_after(1))
+    told = refused(lambda: ForTests.return_after(lease, 1))
     assert call in told and "cudaErrorLaunchFailure" in told, told
 fake.fail("", 0)
 assert fake.get("live_events") == 0
@@ -324,7 +324,7 @@ del lease
 assert free(), "no event was recorded"
 
 lease = runtime.lease_unit(MIB)
-lease.return_after(1)
+ForTests.return_after(lease, 1)
 del lease
 fake.fail("cudaEventQuery", 719)
 told = refused(free)
@@ -340,10 +340,10 @@ assert (fake.get("live_allocations"), fake.get("live_events"), fake.get("misuses
 
 def test_waiting_for_a_stream_needs_cuda(tmp_path: Path) -> None:
     script = """
-from memascend._memascend import Runtime
+from memascend._memascend import Runtime, ForTests
 runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="pageable")
 lease = runtime.lease_unit(MIB)
-told = refused(lambda: lease.return_after(0))
+told = refused(lambda: ForTests.return_after(lease, 0))
 assert "/nonexistent/libcudart.so" in told, told
 del lease
 assert runtime.lease_unit(MIB) is not None

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import memascend
-from memascend._memascend import Projection
+from memascend._memascend import ForTests, Projection
 from memascend.command import main
 from memascend.layout.units import partition
 from memascend.offloading.api import find_offload
@@ -47,7 +47,7 @@ class Reference:
         gradient = gradient.double()
         rows, columns = gradient.shape
         projection = Projection(rows, columns, options["rank"], 0, (self.step - 1) // options["update_proj_gap"])
-        matrix = torch.tensor(projection.matrix()).double().view(min(rows, columns), options["rank"])
+        matrix = torch.tensor(ForTests.random_matrix(projection)).double().view(min(rows, columns), options["rank"])
         projected = gradient @ matrix if rows >= columns else matrix.t() @ gradient
         beta1, beta2 = options["betas"]
         self.first = beta1 * self.first + (1 - beta1) * projected
@@ -122,14 +122,14 @@ def test_a_hundred_steps_are_those_of_the_formulas(shape: tuple[int, int], optio
 
 
 def test_the_random_matrix_is_normal_and_a_function_of_everything_that_it_depends_on() -> None:
-    matrix = torch.tensor(Projection(300, 400, 200, 1, 0).matrix()).double() * math.sqrt(200)
+    matrix = torch.tensor(ForTests.random_matrix(Projection(300, 400, 200, 1, 0))).double() * math.sqrt(200)
     assert abs(float(matrix.mean())) < 4 / math.sqrt(matrix.numel())
     assert float(matrix.var()) == pytest.approx(1, abs=4 * math.sqrt(2 / matrix.numel()))
     for quantile in (0.001, 0.05, 0.3, 0.5, 0.8, 0.999):
         share = float((matrix < NormalDist().inv_cdf(quantile)).double().mean())
         assert abs(share - quantile) < 4 * math.sqrt(quantile * (1 - quantile) / matrix.numel())
     for other in (Projection(300, 400, 200, 2, 0), Projection(300, 400, 200, 1, 1)):
-        products = matrix * torch.tensor(other.matrix()).double() * math.sqrt(200)
+        products = matrix * torch.tensor(ForTests.random_matrix(other)).double() * math.sqrt(200)
         assert abs(float(products.mean())) < 4 / math.sqrt(matrix.numel())
 
 
@@ -301,15 +301,14 @@ def test_a_step_that_fails_half_way_cannot_be_tried_again(tmp_path: Path, monkey
     expected = Run(model, "llama", make("apollo", model)).go(4)
     model = memascend.offload(build("apollo"), store=tmp_path / "store", host_memory="1GiB", **LEAST)
     run = Run(model, "llama", make("apollo", model)).go(2)
-    whole, kept = projected._keep, []
+    whole, found = projected.find_factors, []
 
-    def fail(home: Any, moments: torch.Tensor) -> None:
-        if len(kept) == 3:
+    def fail(*arguments: Any) -> None:
+        found.append(whole(*arguments))
+        if len(found) > 3:
             raise OSError("the drive is gone")
-        kept.append(home)
-        whole(home, moments)
 
-    monkeypatch.setattr(projected, "_keep", fail)
+    monkeypatch.setattr(projected, "find_factors", fail)
     run.model(**tiny.batch("llama", 4)).loss.backward()
     with pytest.raises(OSError, match="the drive is gone"):
         run.optimizer.step()

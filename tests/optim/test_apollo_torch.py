@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memascend
-from memascend._memascend import Projection
+from memascend._memascend import ForTests, Projection
 
 apollo_torch = pytest.importorskip("apollo_torch")
 
@@ -35,7 +35,9 @@ def same_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = vars(self).setdefault("drawn", 0)
         self.drawn += 1
         rows, columns = weights.shape
-        matrix = torch.tensor(Projection(rows, columns, rank, 0, drawn).matrix()).view(min(rows, columns), rank)
+        matrix = torch.tensor(ForTests.random_matrix(Projection(rows, columns, rank, 0, drawn))).view(
+            min(rows, columns), rank
+        )
         return matrix.t().contiguous() if type == "right" else matrix
 
     monkeypatch.setattr(GradientProjector, "get_orthogonal_matrix", draw)

@@ -86,6 +86,21 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert "weights of layer 3 × 1024.0 KiB 3.0 MiB 2.0 MiB x" in text, "by the size of a buffer, in whole pages"
 
 
+def test_each_rank_has_a_row(tmp_path: Path) -> None:
+    mib = metrics_file.MIB
+
+    def ranks(number: int) -> list[Any]:
+        return [[512, 2.0, mib, 2 * mib, 0, 40 * mib, 480 * mib], [256, 4.0, mib, mib, number * mib, None, 500 * mib]]
+
+    steps = [metrics_file.step(number, ranks=ranks(number)) for number in (1, 2)]
+    strange = [metrics_file.step(3, ranks="x"), metrics_file.step(4, ranks=[None, [1, "<b>", {}], {}])]
+    text = page(tmp_path, metrics_file.opening(), *steps, *strange).text
+    assert "0 2 256 2.10 MB 4.19 MB 0.00 MB 40.0 MiB 480.0 MiB" in text
+    # Tokens of the third step, which has no seconds, count too.
+    assert "1 4 64.12 2.10 MB 2.10 MB 3.15 MB – 500.0 MiB" in text
+    assert "Each rank" not in page(tmp_path, metrics_file.opening(), metrics_file.step(1)).text
+
+
 def test_wear(tmp_path: Path) -> None:
     steps = [metrics_file.step(number) for number in range(1, 11)]
     text = page(tmp_path, metrics_file.opening(), *steps, tbw=0.1).text

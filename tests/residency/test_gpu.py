@@ -17,7 +17,7 @@ import torch
 
 import memascend
 from memascend import _memascend
-from memascend._memascend import Runtime
+from memascend._memascend import ForTests, Runtime
 from memascend.common.timeline import span
 from memascend.kernels import launcher
 
@@ -159,7 +159,7 @@ def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> 
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
             device.copy_(tensor, non_blocking=True)
-        lease.return_after(stream.cuda_stream)
+        ForTests.return_after(lease, stream.cuda_stream)
         del tensor, lease
         assert runtime.lease_unit(size) is None, "the buffer is free while the device reads it"
         stream.synchronize()

@@ -100,7 +100,9 @@ def test_an_update_without_a_buffer_is_the_one_in_memory(runtime: Callable[..., 
     captured = native.create_gradient(unit, "gradient", name, numel)
     native.capture(captured, 0, gradient.data_ptr(), numel, False)
     fresh = [True] * len(planes)
-    segment = SimpleNamespace(start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None)
+    segment = SimpleNamespace(
+        start=0, first_element=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None
+    )
     update = SimpleNamespace(
         dtype=name,
         numel=numel,
@@ -202,7 +204,7 @@ def test_memory_outside_is_counted_until_its_last_view_is_gone(runtime: Callable
 
     assert outside() == (0, 0)
     first, second = native.lease_outside(5000), native.lease_outside(MIB)
-    assert (first.capacity, first.address % 4096) == (8192, 0)
+    assert (len(first), first.address % 4096) == (8192, 0)
     view = torch.frombuffer(second, dtype=torch.uint8)[7:]
     del first, second
     assert outside() == (MIB, MIB + 8192)

@@ -9,6 +9,7 @@ import pytest
 from durable_run import LEAST, Run, build
 
 import memascend
+from memascend._memascend import ForTests
 from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ def test_every_request_flush_and_kernel_is_recorded(tmp_path: Path, engine: str)
         memascend.flush(model)
         runtime = offload_of(model).runtime
         before, begun = memascend.stats(model), time.perf_counter_ns()
-        runtime.begin_recording(1_000_000)
+        ForTests.begin_recording(runtime, 1_000_000)
         run.go(4, 2)
         memascend.flush(model)
-        spans, missed = runtime.end_recording()
+        spans, missed = ForTests.end_recording(runtime)
         elapsed, after = time.perf_counter_ns() - begun, memascend.stats(model)
         assert missed == 0
         for volume in (0, 1):
@@ -44,12 +45,12 @@ def test_every_request_flush_and_kernel_is_recorded(tmp_path: Path, engine: str)
         assert any(kind == "kernel" for kind, *_ in spans)
         assert all(elapsed >= began >= ended >= 0 for *_, began, ended in spans)
         # A recording that is too short says so, and one that was ended records nothing.
-        runtime.begin_recording(1)
+        ForTests.begin_recording(runtime, 1)
         run.go(5, 4)
         memascend.flush(model)
-        spans, missed = runtime.end_recording()
+        spans, missed = ForTests.end_recording(runtime)
         assert len(spans) == 3 and missed > 0
         run.go(6, 5)
-        assert runtime.end_recording() == ([], 0)
+        assert ForTests.end_recording(runtime) == ([], 0)
     finally:
         memascend.close(model)

@@ -120,7 +120,7 @@ def test_states_are_let_go_and_their_buffers_come_back(runtime: Callable[..., Ru
         )
         fresh = [first] * len(planes)
         segment = SimpleNamespace(
-            start=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None
+            start=0, first_element=0, numel=numel, rule=rule, scalars=scalars, fresh=fresh, host=None, factors=None
         )
         update = SimpleNamespace(
             dtype="float32",

@@ -12,7 +12,7 @@ use memascend_store::Extent;
 
 use crate::device::{Copies, DeviceGradient, Download};
 use crate::{Pending, Result, Staging, Underway};
-use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector};
+use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
 pub use self::dtypes::GradientDtypes;
 pub(crate) use self::dtypes::widen;
@@ -28,6 +28,7 @@ pub struct Gradients {
     staging: Staging,
     chunk_elements: usize,
     records: Mutex<Vec<Arc<Record>>>,
+    scratch: Arc<Scratch>,
 }
 
 struct Record {
@@ -94,7 +95,7 @@ impl Gradients {
     /// a multiple of [`GRADIENT_BLOCK`], and at most a buffer of `staging`.
     pub fn new(staging: Staging, chunk_elements: usize) -> Self {
         assert!(chunk_elements.is_multiple_of(GRADIENT_BLOCK), "statistics are taken in whole blocks");
-        Self { staging, chunk_elements, records: Mutex::default() }
+        Self { staging, chunk_elements, records: Mutex::default(), scratch: Arc::default() }
     }
 
     /// Allocates the gradient of a tensor that moves alone. `pending` counts its spills.
@@ -168,6 +169,8 @@ impl Gradients {
         // SAFETY: the caller vouches for `numel` readable elements.
         let source = unsafe { std::slice::from_raw_parts(source, numel * dtypes.made_bytes()) };
         let mut stats = GradientStats::default();
+        // What is kept as it is made is projected as a whole, while its chunks are being written.
+        let whole = if accumulate || dtypes.rounded() { None } else { projector.take() };
         let mut place = record.settled();
         record.changed();
         match &mut *place {
@@ -186,6 +189,9 @@ impl Gradients {
                 record.pending.wait()?;
                 self.capture_chunks(&record, *extent, chunks, 0, source, accumulate, &mut stats, projector)?;
             }
+        }
+        if let Some(projector) = whole {
+            projector.add(source);
         }
         Ok(stats)
     }
@@ -516,35 +522,16 @@ impl Gradients {
         GradientSource { place, rounded: record.dtypes.rounded() }
     }
 
-    /// Reads a gradient of `target.len()` bytes, in the dtype it is kept in, for inspection outside
-    /// training.
+    /// Reads a gradient of `target.len()` bytes, in the dtype it is kept in. What is in memory is not read from the
+    /// drives.
     pub fn read(&self, id: GradientId, target: &mut [u8]) -> Result<()> {
-        let record = self.record(id);
-        let place = record.settled();
-        record.pending.wait()?;
-        match &*place {
-            Place::Packed { buffer } => {
-                // SAFETY: the record's lock is held and no update is under way on a gradient being
-                // inspected.
-                target.copy_from_slice(&unsafe { buffer.as_slice() }[..target.len()]);
-            }
-            Place::Chunks { extent, chunks } => {
-                self.staging.read(*extent, target)?;
-                let chunk_bytes = self.chunk_elements * record.dtypes.kept_bytes();
-                for (part, chunk) in target.chunks_mut(chunk_bytes).zip(chunks) {
-                    match chunk {
-                        Chunk::Host(lease) => {
-                            let source = LeaseSlice::new(Arc::clone(lease), 0, part.len());
-                            // SAFETY: the record's lock is held; only captures write its chunks.
-                            part.copy_from_slice(unsafe { source.as_slice() });
-                        }
-                        Chunk::Empty => part.fill(0),
-                        Chunk::Ssd => {}
-                    }
-                }
-            }
-        }
-        Ok(())
+        let numel = target.len() / self.record(id).dtypes.kept_bytes();
+        let mut rest = target;
+        self.visit(id, 0, numel, |piece| {
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
+            part.copy_from_slice(piece);
+            rest = after;
+        })
     }
 
     /// Hands out `numel` elements of a gradient from element `start` on, as they are kept, in pieces and
@@ -607,14 +594,19 @@ impl Gradients {
         projection: Projection,
         threads: usize,
     ) -> Result<Projector> {
-        let mut projector = Projector::new(projection, self.record(id).dtypes.kept(), threads);
+        let mut projector = self.projector(id, projection, threads);
         self.visit(id, start, projection.rows * projection.columns, |piece| projector.add(piece))?;
         Ok(projector)
     }
 
     /// The projector of a gradient that is about to be captured into `id`.
     pub fn projector(&self, id: GradientId, projection: Projection, threads: usize) -> Projector {
-        Projector::new(projection, self.record(id).dtypes.kept(), threads)
+        Projector::new(projection, self.record(id).dtypes.kept(), threads, &self.scratch)
+    }
+
+    /// The memory of the projections of these gradients, and of the moments that steps keep of them.
+    pub fn scratch(&self) -> &Arc<Scratch> {
+        &self.scratch
     }
 
     fn insert(

@@ -47,14 +47,17 @@ pub struct UnitTensor {
 }
 
 /// Elements of a tensor that one optimizer step updates with the same hyper-parameters: one
-/// parameter.
+/// parameter, or the part of one that a store has which is divided over ranks.
 pub struct Segment {
     /// First element within the tensor.
     pub start: usize,
+    /// Which element of the parameter that is, for random numbers; a multiple of
+    /// [`GRADIENT_BLOCK`](memascend_kernels::GRADIENT_BLOCK).
+    pub first_element: u64,
     /// Number of elements.
     pub numel: usize,
     /// What the step computes, and on which of the tensor's planes. With 8-bit states the segment
-    /// is the whole tensor.
+    /// is the whole tensor, but for padding behind it.
     pub rule: Rule,
     /// Hyper-parameters of this step.
     pub scalars: StepScalars,

@@ -207,6 +207,54 @@ fn tensors_in_host_memory_are_updated_by_address() {
     }
 }
 
+/// A store that is divided over ranks has a share of a parameter, with padding behind the last one.
+#[test]
+fn shares_of_a_parameter_have_the_bits_of_the_whole() {
+    const SHARE: usize = 2 * BLOCK;
+    let numel = SHARE + BLOCK + 777;
+    for (index, rule) in every_rule().into_iter().enumerate() {
+        let kinds = Kind::all(index as u64);
+        let bench = Bench::new(kinds[index % kinds.len()], 1);
+        let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
+        let executor =
+            Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 2, None);
+        let mut random = Random(index as u64 + 1);
+        let mut whole = random.values(dtype_of(rule), numel);
+        let mut states: Vec<_> = rule.planes().iter().map(|plane| vec![0; plane.bytes(numel)]).collect();
+        let share_bytes = SHARE * rule.weight.bytes();
+        let mut shares: Vec<_> = whole.chunks(share_bytes).map(<[u8]>::to_vec).collect();
+        let planes: Vec<Vec<_>> = (0..shares.len())
+            .map(|rank| {
+                let tensor = |plane: memascend_kernels::Plane| {
+                    let name = format!("{} of rank {rank}", plane.name);
+                    (plane, bench.store.create_tensor(&name, plane.bytes(SHARE) as u64).unwrap())
+                };
+                rule.planes().into_iter().map(tensor).collect()
+            })
+            .collect();
+        for step in 1..=3 {
+            let gradient = random.values(dtype_of(rule), numel);
+            let tensor = HostTensor {
+                rule,
+                weight: &mut whole,
+                planes: states.iter_mut().map(Vec::as_mut_slice).collect(),
+                gradient: &gradient,
+            };
+            step_host(tensor, &scalars_of(rule.algorithm, 1, step), 1);
+            for (rank, (share, gradient)) in shares.iter_mut().zip(gradient.chunks(share_bytes)).enumerate() {
+                let mut parts = [(0, std::mem::take(share), gradient.to_vec())];
+                let mut update = by_address(rule, SHARE, &planes[rank], &mut parts, step);
+                update.segments[0].first_element = (rank * SHARE) as u64;
+                let pending = Arc::default();
+                executor.fetch(Arc::clone(&pending), None, vec![update]).wait().unwrap();
+                pending.wait().unwrap();
+                [(_, *share, _)] = parts;
+            }
+            assert!(shares.concat() == whole, "{rule:?}, step {step}");
+        }
+    }
+}
+
 /// Some parameters of a pack begin later than others, and two optimizers may share it.
 #[test]
 fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
@@ -258,6 +306,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
                 (Address(ours[index].as_mut_ptr()), Address(gradients[index].as_ptr().cast_mut()));
             segments.push(Segment {
                 start: starts[index],
+                first_element: 0,
                 numel: part,
                 rule,
                 scalars,

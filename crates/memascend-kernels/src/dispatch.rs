@@ -88,11 +88,20 @@ impl Isa {
 }
 
 /// Defines a kernel from its `#[inline(always)]` body: `NAME(…)` runs on the widest instruction
-/// set, `WITH(isa, …)` on a chosen one.
+/// set, `WITH(isa, …)` on a chosen one. Of two bodies, which must give the same bits, the first is for AVX-512.
 macro_rules! kernel {
     (
         $(#[$doc:meta])*
         pub fn $name:ident / $with:ident ($($arg:ident: $ty:ty),+ $(,)?) = $body:path;
+    ) => {
+        $crate::dispatch::kernel! {
+            $(#[$doc])*
+            pub fn $name / $with ($($arg: $ty),+) = $body, $body;
+        }
+    };
+    (
+        $(#[$doc:meta])*
+        pub fn $name:ident / $with:ident ($($arg:ident: $ty:ty),+ $(,)?) = $wide:path, $body:path;
     ) => {
         $(#[$doc])*
         pub fn $name($($arg: $ty),+) {
@@ -107,7 +116,7 @@ macro_rules! kernel {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
             fn avx512($($arg: $ty),+) {
-                $body($($arg),+);
+                $wide($($arg),+);
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]

@@ -32,7 +32,9 @@ mod rules;
 mod split;
 mod step_host;
 
-pub use apollo::{FactorOptions, Measured, Projection, Projector, channel_factors};
+pub use apollo::{
+    FactorOptions, Numbers, Projected, Projection, Projector, Purpose, Scratch, channel_factors,
+};
 pub use bf16::{round_bf16, widen_bf16, widen_bf16_slice, widen_bf16_slice_with};
 pub use dispatch::Isa;
 pub use dtype::Dtype;

@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use memascend_kernels::{FactorOptions, Measured, Projector, channel_factors};
+use memascend_exec::Pending;
+use memascend_kernels::{Projected, Projector, Purpose, channel_factors};
+use memascend_store::TensorId;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::host::{elements, elements_mut, parse_dtype};
+use crate::parts::Parts;
 
 /// How the gradient of a matrix is projected.
 #[pyclass(frozen, eq, module = "memascend._memascend")]
@@ -55,11 +58,6 @@ impl Projection {
         self.0.channels()
     }
 
-    /// The random matrix as a list of float32, (elements of a channel, rank).
-    fn matrix(&self) -> Vec<f32> {
-        self.0.matrix()
-    }
-
     /// Bytes of host memory that a projection takes while a gradient passes by.
     #[getter]
     fn bytes(&self) -> usize {
@@ -69,7 +67,7 @@ impl Projection {
     /// How many float32 a projected gradient takes where it is put aside.
     #[getter]
     fn numbers(&self) -> usize {
-        ProjectedGradient::numbers(&self.0)
+        Projected::count(&self.0)
     }
 
     /// Projects a contiguous gradient of `dtype` in host memory.
@@ -82,76 +80,25 @@ impl Projection {
     ) -> PyResult<ProjectedGradient> {
         let dtype = parse_dtype(dtype)?;
         Ok(py.detach(|| {
-            let mut projector = Projector::new(self.0, dtype, threads);
+            let mut projector = Projector::new(self.0, dtype, threads, &Arc::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of the projection's shape
             // and of `dtype`, and holds it for the call.
             projector.add(unsafe { elements(gradient, self.0.rows * self.0.columns * dtype.bytes()) });
-            ProjectedGradient::new(self.0, projector)
+            ProjectedGradient(projector.finish())
         }))
     }
 }
 
-/// What a gradient's projection has measured.
+/// What the factors of one step depend on, beside the gradient.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct ProjectedGradient {
-    projection: memascend_kernels::Projection,
-    projected: Vec<f32>,
-    sums: Vec<f64>,
-}
-
-impl ProjectedGradient {
-    pub(crate) fn new(projection: memascend_kernels::Projection, projector: Projector) -> Self {
-        let (projected, sums) = projector.finish();
-        Self { projection, projected, sums }
-    }
-
-    /// How many numbers `into_numbers` returns.
-    pub(crate) fn numbers(projection: &memascend_kernels::Projection) -> usize {
-        projection.channels() * (projection.rank + 2)
-    }
-
-    /// All of it as float32: the bits of each channel's sum of squares are those of two numbers.
-    pub(crate) fn into_numbers(self) -> Vec<f32> {
-        let halves = |sum: &f64| {
-            let bits = sum.to_bits();
-            [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)]
-        };
-        let mut numbers = self.projected;
-        numbers.extend(self.sums.iter().flat_map(halves));
-        numbers
-    }
-
-    /// What `into_numbers` was called on.
-    pub(crate) fn from_numbers(projection: memascend_kernels::Projection, numbers: Vec<f32>) -> Self {
-        let mut projected = numbers;
-        let halves = projected.split_off(projection.channels() * projection.rank);
-        let sum = |[low, high]: &[f32; 2]| {
-            f64::from_bits(u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32)
-        };
-        let sums = halves.as_chunks().0.iter().map(sum).collect();
-        Self { projection, projected, sums }
-    }
-}
+pub(crate) struct FactorOptions(memascend_kernels::FactorOptions);
 
 #[pymethods]
-impl ProjectedGradient {
-    /// Writes `Projection.numbers` float32 to an address: the projected gradient, (channels, rank), and
-    /// behind it each channel's sum of squares, the bits of a float64 as two numbers.
-    fn write(&self, address: usize) {
-        let (projected, sums) = (self.projected.clone(), self.sums.clone());
-        let numbers = Self { projection: self.projection, projected, sums }.into_numbers();
-        // SAFETY: the Python layer passes a live, contiguous CPU tensor of this size.
-        unsafe { elements_mut(address, numbers.len()) }.copy_from_slice(&numbers);
-    }
-
-    /// Updates the moments, (channels, rank) float32 at two addresses, and returns the channels'
-    /// factors and the norm of the step.
-    #[pyo3(signature = (moments, *, lr, betas, eps, scale, whole, scale_front, step, grad_scale, norm_before))]
+impl FactorOptions {
+    #[new]
+    #[pyo3(signature = (*, lr, betas, eps, scale, whole, scale_front, step, grad_scale, norm_before))]
     #[allow(clippy::too_many_arguments)]
-    fn factors(
-        &self,
-        py: Python<'_>,
-        moments: (usize, usize),
+    fn new(
         lr: f64,
         betas: (f64, f64),
         eps: f64,
@@ -161,22 +108,91 @@ impl ProjectedGradient {
         step: u64,
         grad_scale: f32,
         norm_before: Option<f64>,
+    ) -> Self {
+        Self(memascend_kernels::FactorOptions {
+            lr,
+            betas,
+            eps,
+            scale,
+            whole,
+            scale_front,
+            step,
+            grad_scale,
+            norm_before,
+        })
+    }
+}
+
+/// What a gradient's projection has measured.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct ProjectedGradient(pub Projected);
+
+#[pymethods]
+impl ProjectedGradient {
+    /// Updates the moments, (channels, rank) float32 at two addresses, and returns the channels'
+    /// factors and the norm of the step.
+    fn factors(
+        &self,
+        py: Python<'_>,
+        moments: (usize, usize),
+        threads: usize,
+        options: &Bound<'_, FactorOptions>,
     ) -> (ChannelFactors, f64) {
-        let options =
-            FactorOptions { lr, betas, eps, scale, whole, scale_front, step, grad_scale, norm_before };
+        let (options, elements) = (options.get(), self.0.values().len());
         py.detach(|| {
-            let mut factors = vec![0.0; self.sums.len()];
             // SAFETY: the Python layer passes live, contiguous, distinct CPU tensors of this size and
             // holds them for the call.
-            let (first, second) = unsafe {
-                (elements_mut(moments.0, self.projected.len()), elements_mut(moments.1, self.projected.len()))
-            };
-            let measured = Measured { projected: &self.projected, sums: &self.sums };
-            let norm = channel_factors(&options, measured, first, second, &mut factors);
-            let by_column = self.projection.by_column();
-            let factors = memascend_kernels::ChannelFactors::new(factors, self.projection.columns, by_column);
-            (ChannelFactors(Arc::new(factors)), norm)
+            let (first, second) =
+                unsafe { (elements_mut(moments.0, elements), elements_mut(moments.1, elements)) };
+            self.find(options, first, second, threads)
         })
+    }
+}
+
+impl ProjectedGradient {
+    fn find(
+        &self,
+        options: &FactorOptions,
+        first_moment: &mut [f32],
+        second_moment: &mut [f32],
+        threads: usize,
+    ) -> (ChannelFactors, f64) {
+        let projection = self.0.projection();
+        let mut factors = vec![0.0; projection.channels()];
+        let norm = channel_factors(&options.0, &self.0, first_moment, second_moment, &mut factors, threads);
+        let factors =
+            memascend_kernels::ChannelFactors::new(factors, projection.columns, projection.by_column());
+        (ChannelFactors(Arc::new(factors)), norm)
+    }
+
+    /// `factors` with both moments in a tensor of the store, (2, channels, rank) float32; `written` says
+    /// whether it holds any yet.
+    pub(crate) fn stored_factors(
+        &self,
+        parts: &Parts,
+        moments: TensorId,
+        written: bool,
+        threads: usize,
+        options: &FactorOptions,
+    ) -> memascend_exec::Result<(ChannelFactors, f64)> {
+        let count = self.0.values().len();
+        let mut both = parts.gradients.scratch().take(Purpose::Moments, 2 * count);
+        let bytes = size_of_val(&*both);
+        let address = both.as_mut_ptr() as usize;
+        if written {
+            // SAFETY: these are the bytes of `both`, which nothing else uses meanwhile.
+            parts.staging.read(parts.store.current(moments), unsafe { elements_mut(address, bytes) })?;
+        } else {
+            both.fill(0.0);
+        }
+        let (first, second) = both.split_at_mut(count);
+        let found = self.find(options, first, second, threads);
+        let pending = Arc::new(Pending::default());
+        let target = parts.store.rewrite(moments)?.target;
+        // SAFETY: as above; the write copies them.
+        parts.staging.write(target, unsafe { elements(address, bytes) }, &pending)?;
+        pending.wait()?;
+        Ok(found)
     }
 }
 

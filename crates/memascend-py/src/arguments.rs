@@ -15,6 +15,7 @@ use crate::parts::Parts;
 #[derive(FromPyObject)]
 pub(crate) struct SegmentArgument<'py> {
     start: usize,
+    first_element: u64,
     numel: usize,
     rule: Bound<'py, Rule>,
     scalars: Bound<'py, StepScalars>,
@@ -58,7 +59,7 @@ impl UpdateArgument<'_> {
             })
             .collect();
         let dtype = parse_dtype(&self.dtype)?;
-        let numel = self.numel;
+        let alone = self.segments.len() == 1;
         let segments = self.segments.into_iter().map(|segment| {
             let rule = segment.rule.get().0;
             for plane in rule.planes() {
@@ -68,7 +69,7 @@ impl UpdateArgument<'_> {
                         plane.name
                     )));
                 }
-                if plane.has_records() && (segment.start, segment.numel) != (0, numel) {
+                if plane.has_records() && !(alone && segment.start == 0) {
                     return Err(PyValueError::new_err("a parameter with 8-bit states has to be a tensor of its own, but this one is a part of a tensor"));
                 }
             }
@@ -93,6 +94,7 @@ impl UpdateArgument<'_> {
             }
             Ok(Segment {
                 start: segment.start,
+                first_element: segment.first_element,
                 numel: segment.numel,
                 rule,
                 scalars: segment.scalars.get().0,
@@ -103,7 +105,7 @@ impl UpdateArgument<'_> {
         });
         Ok(UpdateTensor {
             dtype,
-            numel,
+            numel: self.numel,
             weight_offset: self.weight_offset,
             segments: segments.collect::<PyResult<_>>()?,
             planes,

@@ -9,10 +9,9 @@ use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
 use memascend_nvme::IoError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::errors::{io_error, store_error};
-use crate::volume::{engine_options, parse_operation, set_counters};
+use crate::volume::{engine_options, parse_operation};
 
 /// A file outside the store from which weights are read where they lie. It must stay as it was when
 /// `os.stat` gave `bytes` bytes and the last change at `modified_ns`.
@@ -67,13 +66,6 @@ impl FileEngine {
     fn notice(&self) -> Option<&str> {
         self.0.notice()
     }
-
-    /// Bytes, requests, latencies and queue depths so far.
-    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = PyDict::new(py);
-        set_counters(&report, &self.0.counters())?;
-        Ok(report)
-    }
 }
 
 /// Transfers that are waited for together.
@@ -112,12 +104,6 @@ impl FileTransfers {
     #[new]
     fn new(engine: &Bound<'_, FileEngine>) -> Self {
         Self { engine: Arc::clone(&engine.get().0), shared: Arc::default(), origin: Origin::here() }
-    }
-
-    /// Transfers that were started and not waited for.
-    #[getter]
-    fn pending(&self) -> usize {
-        self.shared.lock().count
     }
 
     /// Starts to "read" or "write" `bytes` bytes between `address` and byte `offset` of the file at

@@ -1,10 +1,10 @@
 //! Buffers that export the buffer protocol.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use memascend_mem::{CudaEvent, Cudart, HostBlock, Lease};
+use memascend_mem::{HostBlock, Lease};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -20,38 +20,13 @@ pub(crate) struct LeaseBuffer {
 
 #[pymethods]
 impl LeaseBuffer {
-    /// Bytes of the buffer: its size class.
-    #[getter]
-    fn capacity(&self) -> usize {
-        self.lease.capacity()
-    }
-
     /// Address of the first byte.
     #[getter]
     fn address(&self) -> usize {
         self.lease.address().as_ptr() as usize
     }
 
-    /// Returns the buffer to its pool only when everything enqueued in a CUDA stream so far is
-    /// done: a copy by the device may outlive the tensor. `stream` is torch's `Stream.cuda_stream`.
-    fn return_after(&self, stream: usize) -> PyResult<()> {
-        /// Found once: a search for the library takes too long for every copy.
-        static CUDART: OnceLock<Arc<Cudart>> = OnceLock::new();
-        let record = || {
-            let cudart = match CUDART.get() {
-                Some(cudart) => cudart,
-                None => {
-                    let found = Cudart::find()?;
-                    CUDART.get_or_init(|| found)
-                }
-            };
-            // SAFETY: the Python layer passes the handle of a live stream of the current device.
-            unsafe { CudaEvent::record(cudart, stream as *mut c_void) }
-        };
-        self.lease.return_after(Arc::new(record().map_err(|error| memory_error(&error))?));
-        Ok(())
-    }
-
+    /// Bytes of the buffer: its size class.
     fn __len__(&self) -> usize {
         self.lease.capacity()
     }

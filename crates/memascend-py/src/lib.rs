@@ -14,12 +14,16 @@ mod overflow;
 mod parts;
 mod runtime;
 mod statistics;
+mod testing;
 mod volume;
 
 use pyo3::prelude::*;
 
 /// The native core of memascend.
-#[pymodule]
+///
+/// It needs the GIL: types here are `Sync`, but the Python layer above gives them addresses of tensors
+/// and keeps those alive, and its hooks, which autograd's threads call, count on one thread at a time.
+#[pymodule(gil_used = true)]
 mod _memascend {
     use pyo3::exceptions::PyValueError;
     use pyo3::prelude::*;
@@ -40,7 +44,7 @@ mod _memascend {
     const FILE_WINDOW_BYTES: usize = memascend_exec::FILE_WINDOW_BYTES;
 
     #[pymodule_export]
-    use crate::apollo::{ChannelFactors, ProjectedGradient, Projection};
+    use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
     #[pymodule_export]
     use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
@@ -60,6 +64,8 @@ mod _memascend {
     use crate::overflow::check_overflow;
     #[pymodule_export]
     use crate::runtime::Runtime;
+    #[pymodule_export]
+    use crate::testing::ForTests;
     #[pymodule_export]
     use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
 

@@ -3,16 +3,16 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use memascend_exec::{DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
+use memascend_kernels::Projected;
 use memascend_mem::LockExt;
 use memascend_store::StoreOptions;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::apollo::{ProjectedGradient, Projection};
+use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
 use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
 use crate::device::{self, Capture, CudaEvent, Stash};
@@ -26,9 +26,6 @@ use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions,
 use crate::statistics::statistics;
 use crate::volume::engine_options;
 
-/// Activity, volume, bytes, and nanoseconds since its begin and its end.
-type RecordedSpan = (&'static str, usize, usize, u64, u64);
-
 /// One training run's native side: store, arena, gradients and step executor.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Runtime {
@@ -40,7 +37,7 @@ pub(crate) struct Runtime {
 }
 
 impl Runtime {
-    fn parts(&self) -> PyResult<Arc<Parts>> {
+    pub(crate) fn parts(&self) -> PyResult<Arc<Parts>> {
         let parts = self.parts.locked();
         parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
     }
@@ -159,36 +156,6 @@ impl Runtime {
     fn let_go_states(&self, unit: usize, planes: Vec<(Bound<'_, TensorId>, u64)>) -> PyResult<Ticket> {
         let planes = planes.iter().map(|(tensor, bytes)| (tensor.get().0, *bytes)).collect();
         Ok(Ticket(self.parts()?.executor.let_go_beyond(self.unit(unit), planes)))
-    }
-
-    /// Records from now on what the volumes and the update kernels do: the next `most` spans of each
-    /// volume and of the kernels.
-    fn begin_recording(&self, most: usize) -> PyResult<()> {
-        let parts = self.parts()?;
-        let volumes = parts.store.recorders().map(|(_, recorder)| recorder);
-        volumes.chain([parts.executor.recorder()]).for_each(|recorder| recorder.begin(most));
-        Ok(())
-    }
-
-    /// Ends the recording. Returns `(activity, volume, bytes, began, ended)` of each span, the times in
-    /// nanoseconds before this call, and how many spans were too many. Activities are `read`, `write`,
-    /// `flush`, `manifest` and `kernel`, of which the last is of no volume: 0.
-    fn end_recording(&self) -> PyResult<(Vec<RecordedSpan>, usize)> {
-        let (parts, now) = (self.parts()?, Instant::now());
-        let ago =
-            |instant| u64::try_from(now.saturating_duration_since(instant).as_nanos()).unwrap_or(u64::MAX);
-        let (mut spans, mut missed) = (Vec::new(), 0);
-        for (volume, recorder) in parts.store.recorders().chain([(0, parts.executor.recorder())]) {
-            let recording = recorder.end();
-            missed += recording.missed;
-            spans.extend(
-                recording
-                    .spans
-                    .iter()
-                    .map(|span| (span.activity.name(), volume, span.bytes, ago(span.began), ago(span.ended))),
-            );
-        }
-        Ok((spans, missed))
     }
 
     /// A number for a new unit, under which its transfers are ordered.
@@ -537,8 +504,8 @@ impl Runtime {
             let stats = unsafe {
                 gradients.capture_and_project(id, 0, source, numel, accumulate, Some(&mut projector))
             }?;
-            let numbers = ProjectedGradient::new(projection, projector).into_numbers();
-            let (address, count) = (numbers.as_ptr().cast::<u8>(), 2 * numbers.len());
+            let measured = projector.finish();
+            let (address, count) = (measured.numbers().as_ptr().cast::<u8>(), 2 * measured.numbers().len());
             // SAFETY: the numbers are ours, and live until the end of the call.
             unsafe { gradients.capture(GradientId(projected), 0, address, count, false) }?;
             Ok(stats)
@@ -556,13 +523,19 @@ impl Runtime {
     ) -> PyResult<ProjectedGradient> {
         let (parts, projection, id) = (self.parts()?, projection.get().0, GradientId(projected));
         py.detach(|| {
-            let mut numbers = Vec::with_capacity(ProjectedGradient::numbers(&projection));
-            let halves = 2 * ProjectedGradient::numbers(&projection);
+            let mut measured = Projected::room(projection, parts.gradients.scratch());
+            let (mut rest, halves) = (measured.numbers_mut(), 2 * Projected::count(&projection));
             parts.gradients.visit(id, 0, halves, |piece| {
-                numbers.extend(piece.as_chunks().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)));
+                let numbers = piece.as_chunks().0;
+                let (target, after) = std::mem::take(&mut rest).split_at_mut(numbers.len());
+                target
+                    .iter_mut()
+                    .zip(numbers)
+                    .for_each(|(number, &bytes)| *number = f32::from_ne_bytes(bytes));
+                rest = after;
             })?;
             parts.gradients.clear(id);
-            Ok(ProjectedGradient::from_numbers(projection, numbers))
+            Ok(ProjectedGradient(measured))
         })
         .map_err(|error| exec_error(&error))
     }
@@ -647,9 +620,26 @@ impl Runtime {
         let (parts, projection) = (self.parts()?, projection.get().0);
         py.detach(|| {
             let projector = parts.gradients.project(GradientId(gradient), start, projection, threads)?;
-            Ok(ProjectedGradient::new(projection, projector))
+            Ok(ProjectedGradient(projector.finish()))
         })
         .map_err(|error| exec_error(&error))
+    }
+
+    /// `ProjectedGradient.factors` with both moments in a tensor of the store, (2, channels, rank) float32;
+    /// `written` says whether it holds any yet.
+    fn stored_factors(
+        &self,
+        py: Python<'_>,
+        measured: &Bound<'_, ProjectedGradient>,
+        moments: &Bound<'_, TensorId>,
+        written: bool,
+        threads: usize,
+        options: &Bound<'_, FactorOptions>,
+    ) -> PyResult<(ChannelFactors, f64)> {
+        let (parts, moments) = (self.parts()?, moments.get().0);
+        let (measured, options) = (measured.get(), options.get());
+        py.detach(|| measured.stored_factors(&parts, moments, written, threads, options))
+            .map_err(|error| exec_error(&error))
     }
 
     /// Puts `bytes` bytes at address `source` aside: in spare staging buffers, and on the SSD when

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use memascend_mem::{
-    Lease, LeaseSlice, LockExt, PageableAllocator, Pool, SizeClass, WaitExt, round_up_to_page,
+    Lease, LeaseSlice, LockExt, PAGE_BYTES, PageableAllocator, Pool, SizeClass, WaitExt, round_up_to_page,
 };
 use memascend_nvme::{
     Completion, CountersSnapshot, DirectionSnapshot, Engine, EngineChoice, EngineOptions, IoError, Operation,
@@ -380,13 +380,18 @@ impl KeptStore {
         Ok(self.store()?.tensors().into_iter().map(|(name, extent)| (name, extent.bytes)).collect())
     }
 
-    /// Reads the first `bytes` bytes of a tensor to address `target`.
-    fn read(&self, py: Python<'_>, name: &str, target: usize, bytes: usize) -> PyResult<()> {
+    /// Reads `bytes` bytes of a tensor, from `offset` on (whole pages), to address `target`.
+    #[pyo3(signature = (name, target, bytes, offset = 0))]
+    fn read(&self, py: Python<'_>, name: &str, target: usize, bytes: usize, offset: u64) -> PyResult<()> {
         let store = self.store()?;
-        let found = store.tensors().into_iter().find(|(found, _)| found == name);
-        let (_, extent) = found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        if bytes as u64 > extent.bytes {
-            return Err(PyValueError::new_err(format!("{name} has {} bytes", extent.bytes)));
+        let id = store.find_tensor(name).ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        let extent = store.current(id);
+        let within = offset.checked_add(bytes as u64).is_some_and(|end| end <= extent.bytes);
+        if !within || !offset.is_multiple_of(PAGE_BYTES as u64) {
+            return Err(PyValueError::new_err(format!(
+                "{name} has {} bytes, and is read by whole pages: not {bytes} bytes from {offset} on",
+                extent.bytes
+            )));
         }
         py.detach(|| {
             const CHUNK: usize = 8 << 20;
@@ -399,7 +404,7 @@ impl KeptStore {
                 let lease = Arc::new(lease.expect("the only buffer is free again"));
                 let buffer = LeaseSlice::new(lease, 0, round_up_to_page(part.len()));
                 store
-                    .transfer_wait(Operation::Read, extent, (index * CHUNK) as u64, buffer.clone())
+                    .transfer_wait(Operation::Read, extent, offset + (index * CHUNK) as u64, buffer.clone())
                     .map_err(|error| store_error(&error))?;
                 // SAFETY: the transfer has ended.
                 part.copy_from_slice(&unsafe { buffer.as_slice() }[..part.len()]);

@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(subcommands)
     _add_checkpoints(subcommands)
     _add_export(subcommands)
+    _add_reshard(subcommands)
     _add_report(subcommands)
     _add_bench(subcommands)
     _add_format(subcommands)
@@ -270,16 +271,15 @@ def _add_plan(subcommands: Any) -> None:
     add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
     add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
     add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+    _add_ranks(parser)
     deepspeed = parser.add_argument_group(
         "behind DeepSpeed",
         "Shows what ZeRO-3 with offload to NVMe holds in host memory and moves, and what it does with\n"
-        "memascend.deepspeed. DeepSpeed is not needed. Of the options above, --dtype and --grad-accum stand in for\n"
-        '"auto" in its configuration; the section "memascend" there has the others.',
+        "memascend.deepspeed. DeepSpeed is not needed. Of the options above, --dtype, --grad-accum and --ranks\n"
+        'stand in for "auto" in its configuration; the section "memascend" there has the others.',
     )
     text = "the JSON file of DeepSpeed's configuration, for a plan of that instead of memascend's own"
     deepspeed.add_argument("--deepspeed", type=Path, metavar="FILE", help=text)
-    text = "the number of its processes, which share parameters and states (default: 1)"
-    deepspeed.add_argument("--ranks", type=_positive, metavar="N", help=text)
     gpu = parser.add_argument_group(
         "computing on a GPU",
         "Plans the GPU's memory too, and predicts the time of a step from the machine's rates, as `memascend\n"
@@ -294,6 +294,18 @@ def _add_plan(subcommands: Any) -> None:
     add("--flops", type=_positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")
     add("--pcie", type=_positive_rate, metavar="X", help="bytes per second in each direction, such as 25e9")
     add("--dram", type=_positive_rate, metavar="X", help="bytes per second of host memory, read and written together")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "over several processes or machines",
+        "Shows what each rank holds on its SSD, moves, and sends to the others. --batch-size and --grad-accum are of\n"
+        "each rank.",
+    ).add_argument
+    text = "the number of ranks, over which parameters, gradients and states are divided (default: 1)"
+    add("--ranks", type=_positive, metavar="N", help=text)
+    text = "bits per second of each rank's network in each direction, such as 25e9 for 25 GbE, for the time of a step"
+    add("--network", type=_positive_rate, metavar="X", help=text)
 
 
 def _add_stores(parser: argparse.ArgumentParser) -> None:
@@ -366,6 +378,23 @@ def _add_export(subcommands: Any) -> None:
     text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
     add("--tokenizer", type=Path, metavar="DIR", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
+
+
+def _add_reshard(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "reshard",
+        help="write the stores of a run anew for another number of processes",
+        description="Write the stores of a run of several processes, or of one, anew for another number of them, with\n"
+        "little memory. The run goes on from there with memascend.resume. Its stores stay as they are;\n"
+        "checkpoints are not copied. All stores are to be on this machine.",
+    )
+    add = parser.add_argument
+    text = "the run's stores, with {rank} for the number of each process, such as '/nvme{rank}/run'; or one store"
+    add("store", type=Path, nargs="+", metavar="STORE", help=text)
+    add("--ranks", type=_positive, required=True, metavar="N", help="how many processes the run is to have")
+    text = "directories for the new stores, with {rank} if there are several; they must not exist, or be empty"
+    add("--to", type=Path, required=True, metavar="NEW", help=text)
 
 
 def _add_report(subcommands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from memascend.command.settings import Result, Settings
 from memascend.command.tables import bench_tail, bench_text, gpu_text, savings_text
 from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
-from memascend.errors import BudgetError, DataError
+from memascend.errors import BudgetError, DataError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.of_store import savings_of_store
@@ -35,6 +36,7 @@ from memascend.offloading.computing import Computing
 from memascend.report.page import page_of, write_page
 from memascend.report.run import read_run
 from memascend.runs import inspect
+from memascend.runs.reshard import reshard
 
 #: The learning rate of adapters, which start at zero.
 ADAPTER_RATE = 2e-4
@@ -95,6 +97,11 @@ def _conflict(settings: Settings) -> str | None:
     if settings.save_every and (settings.in_memory or settings.durability == "none"):
         return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return (
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were launched, and memascend finetune trains in one: "
+                "use memascend.integrations.transformers.Trainer in a script, or start one process"
+            )
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]
         if missing:
@@ -148,7 +155,7 @@ def _demo(chosen: argparse.Namespace) -> int:
 def _plan(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     try:
-        if chosen.deepspeed is not None or chosen.ranks is not None:
+        if chosen.deepspeed is not None:
             return _plan_deepspeed(chosen)
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
@@ -173,6 +180,8 @@ def _plan(chosen: argparse.Namespace) -> int:
             steps=chosen.steps,
             tbw=chosen.tbw,
             busiest_share=drives.busiest_share(chosen.store),
+            ranks=chosen.ranks or 1,
+            network=_network(chosen),
         )
     except Exception as error:
         if not chosen.json:
@@ -188,8 +197,6 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def _plan_deepspeed(chosen: argparse.Namespace) -> int:
-    if chosen.deepspeed is None:
-        raise DataError("--ranks is of DeepSpeed: give its configuration with --deepspeed too")
     left_out = vars(parser().parse_args(["plan", str(chosen.model)]))
     given = [name for name, value in vars(chosen).items() if value != left_out[name]]
     others = [name for name in given if name not in ("deepspeed", "ranks", "dtype", "grad_accum", "json")]
@@ -221,14 +228,29 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
         return None
     given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
     rates = gpu.rates_for(dtype, given, chosen.store)
+    if (network := _network(chosen)) is not None:
+        rates["network"] = network
+    elif (chosen.ranks or 1) > 1:
+        raise UnmeasuredError(
+            "not known: the rate of the network between the ranks. Give --network, as 25e9 for 25 GbE"
+        )
     return Gpu(chosen.gpu, rates, activations=chosen.activations, fused_loss=chosen.fused_loss)
 
 
 def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
     """The rate of the drives for --curve, given or measured before, or None."""
-    if chosen.ssd is not None and not chosen.curve and chosen.gpu is None:
-        raise DataError("--ssd is for the time of a step: give --curve or --gpu too")
+    if chosen.ssd is not None and not chosen.curve and chosen.gpu is None and chosen.network is None:
+        raise DataError("--ssd is for the time of a step: give --curve, --gpu or --network too")
     return gpu.rate_of_drives(chosen.ssd, chosen.store)
+
+
+def _network(chosen: argparse.Namespace) -> gpu.Rate | None:
+    """The rate of the network between the ranks, in bytes per second, or None."""
+    if chosen.network is None:
+        return None
+    if (chosen.ranks or 1) == 1:
+        raise DataError("--network is between ranks: give their number with --ranks too")
+    return gpu.Rate(chosen.network / 8, f"given: {chosen.network / 1e9:g} Gbit/s")
 
 
 def _inspect(chosen: argparse.Namespace) -> int:
@@ -276,6 +298,13 @@ def _export(chosen: argparse.Namespace) -> int:
         tell=note,
     )
     print(f"wrote {chosen.out}: the model after step {steps}")
+    return 0
+
+
+def _reshard(chosen: argparse.Namespace) -> int:
+    steps = reshard(chosen.store, chosen.to, ranks=chosen.ranks)
+    processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
+    print(f"wrote {chosen.to}: the run after step {steps}, for {processes}")
     return 0
 
 
@@ -362,6 +391,7 @@ SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "checkpoints": _checkpoints,
     "export": _export,
+    "reshard": _reshard,
     "report": _report,
     "bench": _bench,
     "format": _format,

@@ -37,3 +37,8 @@ def outside_of_graphs(function: Callable) -> Callable:
 def in_backward() -> bool:
     """Whether this thread is in a backward pass, which computes layers again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Have `function` called at the end of the backward pass that is running, before `backward` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

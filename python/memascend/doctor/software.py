@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 import memascend
@@ -34,12 +35,23 @@ OPTIONAL = (
 def software() -> Iterator[Finding]:
     """Yield a line for memascend, for Python and for each package that is installed or needed."""
     yield ok("memascend", f"{importlib.metadata.version('memascend')}, {os.path.dirname(memascend.__file__)}")
-    yield ok("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    yield _python()
     supported = _supported()
     if supported is None:
         yield note("versions", "not compared with what is supported", "pip install packaging")
     for name in (*NEEDED, *OPTIONAL):
         yield from _package(name, (supported or {}).get(name))
+
+
+def _python() -> Finding:
+    text = f"{sys.version.split()[0]}, {sys.executable}"
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return ok("Python", text)
+    return note(
+        "Python",
+        f"{text}, free-threaded: memascend needs the GIL, which Python turns on again when it is imported",
+        "Use the ordinary Python of this version, and leave PYTHON_GIL=0 and -X gil=0 away",
+    )
 
 
 def _package(name: str, specifier: Any) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 LOCKED_BYTES = 64 << 20
 #: Less than this leaves no room for a model beside PyTorch.
 SMALL_BYTES = 4 << 30
+#: Which memory gets huge pages: "always [madvise] never", with the choice in brackets.
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def system() -> Iterator[Finding]:
@@ -30,6 +32,7 @@ def system() -> Iterator[Finding]:
     yield _io_uring()
     yield _locked_memory()
     yield _memory()
+    yield _huge_pages()
     yield from _swap()
     yield from _processor()
     yield _gpu()
@@ -91,6 +94,20 @@ def _memory() -> Finding:
             "memory", text, "Give the container more, or close other programs: PyTorch alone takes about 0.7 GB"
         )
     return ok("memory", text)
+
+
+def _huge_pages() -> Finding:
+    try:
+        chosen = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        chosen = "not in this kernel"
+    if chosen in ("always", "madvise"):
+        return ok("huge pages", f"{chosen}: huge_pages=True uses them")
+    return note(
+        "huge pages",
+        f"{chosen or 'unknown'}: huge_pages=True makes no difference, and locking takes longer",
+        f"echo madvise > {HUGE_PAGES}, as root",
+    )
 
 
 def _swap() -> Iterator[Finding]:

@@ -228,6 +228,8 @@ class Generations:
         `optimizer` is about to step, or to begin training a parameter. Raises StoreError if the generation could not be
         committed; the next call tries again, unless the generation's record is too large.
         """
+        # On every rank, although only those with deferred updates need their buffers for them below.
+        self._session.streamer.forget_last_use()
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
             # No pass of the whole model since its last step: the training loop calls parts of the
             # model.
@@ -245,8 +247,15 @@ class Generations:
                 if isinstance(error, StoreError) and error.errno == errno.EFBIG and error.operation is None:
                     self._refuse_record(error)
                 raise
+            self._meet_ranks()
             self._commit = self._due = None
             self._committed_steps = self.steps
+
+    def _meet_ranks(self) -> None:
+        """Wait until every rank has the generation: until then, any of them may have to go back to the one before."""
+        membership = self._session.membership
+        if membership is not None:
+            membership.ranks.meet(f"have generation {self._session.runtime.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
         """Give up a record that does not fit into the manifest, and raise an error that names what is large in it.
@@ -355,6 +364,7 @@ class Generations:
             optimizers=self._describe_optimizers(),
             random_numbers=moment["random"],
             tracked=tracked_states,
+            ranks=None if self._session.membership is None else self._session.membership.described,
         )
 
     def _describe_optimizers(self) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, Unit
+    from memascend.ranks.membership import Membership
     from memascend.residency.host import Streamer
     from memascend.residency.updates import Segment
 
@@ -27,6 +28,7 @@ class Session(Protocol):
     fused_loss: bool | str
     gradients_in: str
     keep_store: bool | None
+    membership: Membership | None
 
     def model(self) -> nn.Module | None:
         """Return the model, or None once it is gone."""

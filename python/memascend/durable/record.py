@@ -40,6 +40,7 @@ def record_text(
     optimizers: list[dict[str, Any]],
     random_numbers: dict[str, Any],
     tracked: dict[str, Any],
+    ranks: dict[str, Any] | None = None,
 ) -> str:
     """Return the record of a run as JSON.
 
@@ -54,6 +55,7 @@ def record_text(
         optimizers: what `describe` of each optimizer returned.
         random_numbers: what `random_states` returned.
         tracked: state dicts by the names given to `memascend.track`.
+        ranks: over which ranks the store is divided, if it is; see `memascend.ranks.membership.Membership`.
 
     Raises MemascendError for a value in `random_numbers` or `tracked` that JSON cannot hold exactly.
     """
@@ -73,6 +75,7 @@ def record_text(
             "random": exact_json.encode(random_numbers, "the random numbers"),
             "tracked": exact_json.encode(tracked, "the run"),
         }
+        | ({} if ranks is None else {"ranks": ranks})
     )
 
 

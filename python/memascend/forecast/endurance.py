@@ -64,7 +64,7 @@ def endurance(
         busiest_share: of the store's bytes, the part on the drive that has the most.
         savings: what `savings` yields.
     """
-    begin = sum(unit.nbytes for unit in units)
+    begin = sum(unit.stored_nbytes for unit in units)
     counted = STEPS if steps is None else steps
     rated = None if tbw is None else int(tbw * 10**12)
     return {
@@ -100,7 +100,8 @@ def savings(
     """
     now = traffic(model, units, plan, config, work, device_plan).written.total()
     told: dict[str, int] = {"": now}
-    for change, changed_plan, changed_work in _changes(units, plan, work, with_update and device_plan is None):
+    with_update = with_update and device_plan is None and work.ranks == 1
+    for change, changed_plan, changed_work in _changes(units, plan, work, with_update):
         written = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
         # A part of a change that saves as much by itself makes the whole of it superfluous.
         if all(written < told[part] - now * _LEAST_SAVED for part in told if change.startswith(part)):
@@ -118,7 +119,7 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
         yield "--states 8bit", plan, replace(work, states="8bit")
     if work.states == "float32":
         yield "--states bfloat16", plan, replace(work, states="bfloat16")
-    if work.optimizer == "adamw":
+    if work.optimizer == "adamw" and work.ranks == 1:
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
         least = smallest_plan(units, update="backward").total

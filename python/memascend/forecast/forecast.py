@@ -19,14 +19,14 @@ from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
+from memascend.forecast.network import network as between_ranks
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
-from memascend.forecast.traffic import Work, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
+from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.transformers_models import empty_model
-from memascend.layout.units import partition
 from memascend.machine.limits import resident_memory
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
@@ -80,17 +80,22 @@ def forecast(
     steps: int | None = None,
     tbw: float | None = None,
     busiest_share: float = 1.0,
+    ranks: int = 1,
+    network: Rate | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
     `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
-    `steps`, `tbw` (terabytes) and `busiest_share` are of `memascend.forecast.endurance`, what a run writes in all.
+    Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
+    bytes per second in each direction. `steps`, `tbw` (terabytes) and `busiest_share` are of
+    `memascend.forecast.endurance`, what a run writes in all.
 
     Raises:
         CheckpointError: the configuration cannot be used.
-        DataError: a sequence has more tokens than the model has positions, or an option is not one of a GPU's.
+        DataError: a sequence has more tokens than the model has positions, or an option is not one of a GPU's, or of a
+            run over ranks.
         BudgetError: the budget, or the GPU, is too small for a run.
     """
     config = load_bare_config(path)
@@ -101,13 +106,17 @@ def forecast(
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
     if gpu is not None and update != "forward":
         raise DataError(f"--update {update} is of a run on the CPU: leave it out with --gpu")
+    if ranks > 1:
+        _check_over_ranks(optimizer, gradients, update)
     model = empty_model(config, _directory(path), getattr(torch, dtype))
-    units = partition(model, fused_loss="auto" if gpu is None else None, gradients=gradients)
+    units = divided(model, gpu is not None, gradients, ranks)
     smallest = smallest_plan(units, update=update)
     plan = smallest if budget is None else make_plan(units, budget, update=update)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
-    work = Work(seq_len, batch_size, grad_accum, optimizer, states, master, 1 if period is None else period)
+    work = Work(
+        seq_len, batch_size, grad_accum, optimizer, states, master, 1 if period is None else period, ranks=ranks
+    )
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations
@@ -130,6 +139,12 @@ def forecast(
             savings=savings(model, units, plan, config, work, device_plan),
         ),
     }
+    if ranks > 1:
+        prediction["network"] = between_ranks(model, units, work)
+    if network is not None and gpu is None:
+        rates = {"network": network} | ({} if ssd is None else {"ssd": ssd})
+        moved = {"network": prediction["network"]["busiest_bytes"], "ssd": planned.total}
+        prediction["step"] = step_time(moved, rates, tokens=work.step_tokens)
     beside: int | None = 0
     if gpu is None or device_plan is None:
         prediction["pytorch"] = estimates = pytorch_memory(
@@ -144,12 +159,23 @@ def forecast(
 
             def seconds(moved: Traffic) -> float:
                 passes = amounts(model, units, config, work, moved)
-                return float(step_time(passes, gpu.rates, tokens=work.tokens * work.grad_accum)["floor_seconds"])
+                return float(step_time(passes, gpu.rates, tokens=work.step_tokens)["floor_seconds"])
 
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     prediction["whole"] = Whole.of(plan.total, beside, resident_memory()).as_dict()
-    prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, grad_accum)
+    prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, work)
     return prediction
+
+
+def _check_over_ranks(optimizer: str, gradients: str, update: str) -> None:
+    """Raise DataError for options that a run over ranks does not have."""
+    for given, option, instead in (
+        (optimizer.startswith("apollo"), f"--optimizer {optimizer}", "adamw"),
+        (gradients != "auto", f"--gradients {gradients}", "auto"),
+        (update != "forward", f"--update {update}", "forward"),
+    ):
+        if given:
+            raise DataError(f"{option} cannot be had yet over ranks: use {instead}")
 
 
 def _directory(path: Path) -> Path:
@@ -191,7 +217,7 @@ def _gpu_part(
         "memory_bytes": gpu.memory,
         "activations": gpu.activations,
         "device_memory": memory_part(plan),
-        "step": step_time(amounts(model, units, config, work, moved), gpu.rates, tokens=work.tokens * work.grad_accum),
+        "step": step_time(amounts(model, units, config, work, moved), gpu.rates, tokens=work.step_tokens),
     }
 
 
@@ -202,14 +228,19 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     inputs are copied from it. Through host memory passes everything that comes from or goes to the SSD and the GPU, and
     what the CPU computes with: an update reads gradients, weights and states and writes weights and states; the
     gradient of a later pass is read, added to the one there, and written. What the processor's caches may serve (copies
-    of chunks, checksums) is not counted.
+    of chunks, checksums) is not counted. Over ranks, what is sent and what is received pass through host memory too.
     """
     layers = sum(unit.repeated for unit in units)
     inputs = stash_bytes(units, config, work) * layers * work.grad_accum
-    weights = sum(unit.nbytes for unit in units)
+    weights = sum(unit.stored_nbytes for unit in units)
     states = sum(sum(state_kinds(tensor, work).values()) for unit in units for tensor in unit.tensors)
     ssd = moved.total
-    h2d, d2h = moved.uploaded + inputs, weights * work.grad_accum + inputs
+    gradients = sum(unit.nbytes for unit in units)
+    h2d, d2h = moved.uploaded + inputs, gradients * work.grad_accum + inputs
     update = weights + 2 * (weights + states) + 3 * weights * (work.grad_accum - 1)
     flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
-    return {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
+    passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
+    if work.ranks > 1:
+        passed["network"] = between_ranks(model, units, work)["busiest_bytes"]
+        passed["dram"] += 2 * passed["network"]
+    return passed

@@ -14,6 +14,12 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`; `planned` with what the spare budget keeps
   in memory and `smallest` with the least budget, each with `read` and `written` (by kind, and `total_bytes`),
   `read_bytes_per_parameter`, `written_bytes_per_parameter`; `saved_bytes`, what the spare budget saves.
+- `network`, over ranks: what one rank sends to all others together, and receives from them, in an optimizer step.
+  `ranks`; `weights_bytes`, of weights in each direction; `sent_bytes` and `received_bytes`, lists by rank, gradients
+  included; `busiest_bytes`, the most of a rank in a direction. With several ranks, `host_memory`, `ssd_space`,
+  `ssd_traffic` and `endurance` are those of rank 0; the others have as much, and move no more.
+- `step`, over ranks with the rate of the network and without a GPU: as `step_time.step_time` returns it, of the network
+  and, where its rate is known, the SSD. Its tokens are those of all ranks.
 - `endurance`: what a run writes in all, as `forecast.endurance` describes.
 - `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
   `step_time.step_time` returns it.
@@ -129,19 +135,25 @@ def _directions(moved: Traffic, parameters: int) -> dict[str, Any]:
     }
 
 
-def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, grad_accum: int) -> dict[str, Any]:
-    """Describe what ZeRO-Infinity holds and moves for these units, beside the host memory of our plans in bytes."""
-    places = [place for unit in units for place in unit.places]
-    itemsize = max(place.dtype.itemsize for place in places)
-    numels = [place.numel for place in places]
+def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, work: Work) -> dict[str, Any]:
+    """Describe what ZeRO-Infinity holds and moves for these units, beside the host memory of our plans in bytes.
+
+    Over ranks, each holds and moves its part of every parameter.
+    """
+
+    def parts_of(unit: Unit) -> list[int]:
+        return [-(-place.numel // work.ranks) for place in unit.places]
+
+    itemsize = max(place.dtype.itemsize for unit in units for place in unit.places)
+    numels = [numel for unit in units for numel in parts_of(unit)]
     total, largest = sum(numels), max(numels)
-    outer = [place.numel for unit in units if not unit.repeated for place in unit.places]
-    layers = [[place.numel for place in unit.places] for unit in units if unit.repeated]
+    outer = [numel for unit in units if not unit.repeated for numel in parts_of(unit)]
+    layers = [parts_of(unit) for unit in units if unit.repeated]
     slots = max(1, zero_infinity.in_flight_slots(outer, layers, itemsize))
     fullest = max(layers, key=lambda layer: sum(zero_infinity.is_swapped(n, itemsize) for n in layer), default=[])
     in_flight = [numel for numel in [*outer, *fullest] if zero_infinity.is_swapped(numel, itemsize)]
     sub_group = zero_infinity.largest_sub_group(numels)
-    read, written = zero_infinity.ssd_traffic_bytes(total, itemsize, grad_accum)
+    read, written = zero_infinity.ssd_traffic_bytes(total, itemsize, work.grad_accum)
     gradients = zero_infinity.gradient_buffer_bytes(total, itemsize)
     held = {
         "parameter_pool_bytes": zero_infinity.parameter_pool_bytes(largest, slots, itemsize),
@@ -161,7 +173,7 @@ def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, grad_acc
         "overflow_check_float16_bytes": zero_infinity.overflow_check_bytes(total, 2),
         "ssd_read_bytes": read,
         "ssd_written_bytes": written,
-        "ssd_bytes_per_parameter": round((read + written) / total, 2),
+        "ssd_bytes_per_parameter": round((read + written) / _parameters(units), 2),
         "ratio": round(peak / ours, 2),
         "ratio_to_smallest": round(peak / smallest, 2),
     }

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.common.timeline import Timeline
+from memascend.forecast.traffic import divided
 from memascend.formats.transformers_models import empty_model
 from memascend.layout.tables import Blocks
-from memascend.layout.units import partition
 from memascend.offloading.activations import InputStash, Recomputation, StashedInput
 from memascend.vocabulary.gradient import TableGradient
 from memascend.vocabulary.logits import deferred_linear
@@ -77,7 +77,7 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
 
 def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
     model = empty_model(config, directory, dtype)
-    units = partition(model, fused_loss="auto")
+    units = divided(model, ranks=work.ranks)
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     held = _Held(experts)

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes on a GPU: what passes through each resource, over the rate of the resource.
+"""How long an optimizer step takes, on a GPU or over ranks: what passes through each resource, over its rate.
 
 How well the resources overlap is not modelled. The slowest resource gives the least time of a step, and the sum of all
 gives the time without any overlap. Only necessary work is counted, not what an implementation adds to it.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 RESOURCES = {
     "flops": "compute",
     "ssd": "SSD, read and written",
+    "network": "network, in the busier direction",
     "h2d": "PCIe to the GPU",
     "d2h": "PCIe from the GPU",
     "dram": "host memory",
@@ -67,16 +68,17 @@ def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int
     """Return what a step of `tokens` tokens takes.
 
     Args:
-        amounts: operations ("flops") and bytes (the other keys of `RESOURCES`) of a step.
-        rates: of the same keys.
+        amounts: operations ("flops") and bytes (other keys of `RESOURCES`) of a step.
+        rates: of the same keys; what has none is left out.
         tokens: of all passes of the step.
 
     Returns:
         `resources`, a list of `resource`, `name`, `amount`, `per_second`, `seconds`, `source`; `bound_by` and `next`,
-        the names of the slowest and the second, and `times_the_next`, the seconds of one over those of the other;
-        `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does; `tokens_per_second_at_most`.
+        the names of the slowest and the second, and `times_the_next`, the seconds of one over those of the other (null
+        where there is no second); `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does;
+        `tokens_per_second_at_most`.
     """
-    seconds = {key: amounts[key] / rates[key].per_second for key in RESOURCES}
+    seconds = {key: amounts[key] / rates[key].per_second for key in RESOURCES if key in rates and key in amounts}
     resources = [
         {
             "resource": key,
@@ -87,13 +89,14 @@ def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int
             "source": rates[key].source,
         }
         for key, name in RESOURCES.items()
+        if key in seconds
     ]
-    slowest, second, *_ = sorted(RESOURCES, key=lambda key: -seconds[key])
+    slowest, second, *_ = [*sorted(seconds, key=lambda key: -seconds[key]), None]
     return {
         "resources": resources,
         "bound_by": RESOURCES[slowest],
-        "next": RESOURCES[second],
-        "times_the_next": seconds[slowest] / seconds[second],
+        "next": None if second is None else RESOURCES[second],
+        "times_the_next": None if second is None else seconds[slowest] / seconds[second],
         "floor_seconds": seconds[slowest],
         "sum_seconds": sum(seconds.values()),
         "tokens_per_second_at_most": tokens / seconds[slowest],

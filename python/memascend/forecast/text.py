@@ -27,6 +27,10 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     ]
     if prediction["endurance"]["savings"]:
         tables.append(_savings_table(prediction["endurance"]))
+    if "network" in prediction:
+        tables.append(_network_table(prediction["network"]))
+    if "step" in prediction:
+        tables.append(_step_table(prediction["step"], "Time of an optimizer step, without that of computing"))
     if "gpu" in prediction:
         gpu = prediction["gpu"]
         title = f"Device memory, of {format_size(gpu['memory_bytes'])}: the rest is for CUDA's own context and holes"
@@ -165,7 +169,7 @@ def _curve_table(points: Sequence[Mapping[str, Any]]) -> str:
     return _table("More host memory: SSD traffic of an optimizer step, by the budget", header, rows) + how
 
 
-def _step_table(step: Mapping[str, Any]) -> str:
+def _step_table(step: Mapping[str, Any], title: str = "Time of an optimizer step") -> str:
     rows = []
     for resource in step["resources"]:
         if resource["resource"] == "flops":
@@ -175,10 +179,25 @@ def _step_table(step: Mapping[str, Any]) -> str:
         rows.append([resource["name"], amount, rate, f"{resource['seconds']:.2f}", resource["source"]])
     rows.append(["the slowest: all else overlaps", "", "", f"{step['floor_seconds']:.2f}", ""])
     rows.append(["the sum: nothing overlaps", "", "", f"{step['sum_seconds']:.2f}", ""])
+    times = "" if step["next"] is None else f": {step['times_the_next']:.1f} times what {step['next']} takes"
     return (
-        _table("Time of an optimizer step", ["resource", "amount", "rate", "seconds", "from"], rows)
-        + f"\n  bound by {step['bound_by']}: {step['times_the_next']:.1f} times what {step['next']} takes; at most "
-        f"{step['tokens_per_second_at_most']:,.0f} tokens/s"
+        _table(title, ["resource", "amount", "rate", "seconds", "from"], rows)
+        + f"\n  bound by {step['bound_by']}{times}; at most {step['tokens_per_second_at_most']:,.0f} tokens/s"
+    )
+
+
+def _network_table(moved: Mapping[str, Any]) -> str:
+    weights, sent, received = (moved[f"{name}_bytes"] for name in ("weights", "sent", "received"))
+    rows = [
+        ["weights, for forward and backward passes", weights, weights],
+        ["gradients, on rank 0", sent[0] - weights, received[0] - weights],
+        ["gradients, the most on a rank", max(sent) - weights, max(received) - weights],
+        ["total, the most on a rank", max(sent), max(received)],
+    ]
+    return _table(
+        f"Network traffic of an optimizer step, of each of {moved['ranks']} ranks",
+        ["what", "sent", "received"],
+        [[name, format_size(of_sent), format_size(of_received)] for name, of_sent, of_received in rows],
     )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
-from memascend.layout.units import round_up
+from memascend.layout.division import divide
+from memascend.layout.units import partition, round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
 from memascend.optim.projected import scratch_bytes
@@ -65,6 +66,8 @@ class Work:
     activations: str = "host"
     #: Whether the repeated layers are recomputed in the backward pass.
     recompute: bool = True
+    #: Over how many ranks the store is divided; each computes all of this on batches of its own.
+    ranks: int = 1
 
     @property
     def written_share(self) -> float:
@@ -75,6 +78,11 @@ class Work:
     def tokens(self) -> int:
         """Tokens of one forward pass."""
         return self.seq_len * self.batch_size
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step: of all passes, on all ranks."""
+        return self.tokens * self.grad_accum * self.ranks
 
 
 @dataclass(slots=True)
@@ -89,6 +97,15 @@ class Traffic:
     def total(self) -> int:
         """SSD bytes read and written."""
         return self.read.total() + self.written.total()
+
+
+def divided(model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1) -> list[Unit]:
+    """Divide a model into the units of a run; over ranks they are those of the first, and all have as many bytes."""
+    # Tables are whole on a GPU and over ranks.
+    units = partition(model, fused_loss=None if on_gpu or ranks > 1 else "auto", gradients=gradients)
+    if ranks > 1:
+        divide(units, 0, ranks)
+    return units
 
 
 def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]:
@@ -174,7 +191,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     """
     space: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     for unit in units:
-        space["weights"] += unit.nbytes
+        space["weights"] += unit.stored_nbytes
         for tensor in unit.tensors:
             space.update(state_kinds(tensor, work))
             space["moments"] += moments_bytes(tensor, work)
@@ -209,14 +226,14 @@ def traffic(
     for _ in range(2):
         found = replay.step(fetched)
     for number in chain(*found):
-        moved.read["weights"] += units[number].nbytes
+        moved.read["weights"] += units[number].stored_nbytes
     for number in streamed:
         moved.read["weights"] += _read_by_blocks(model, units[number], work)
     states_kept = _states_kept(units, plan, work)
     for number, unit in enumerate(units):
         # The fetch for the first forward pass carries the update. Its read of the weights is
         # counted above.
-        moved.written["weights"] += int(unit.nbytes * (work.written_share if number in staying else 1))
+        moved.written["weights"] += int(unit.stored_nbytes * (work.written_share if number in staying else 1))
         for tensor in unit.tensors:
             for kind, nbytes in state_kinds(tensor, work).items():
                 kept = states_kept[tensor][kind]

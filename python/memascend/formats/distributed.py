@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.common.outputs import sync
-from memascend.errors import CheckpointError, MemascendError
+from memascend.errors import CheckpointError, MemascendError, StoreError
 from memascend.formats.saving import saved_buffers
-from memascend.offloading.api import sessions_of
-from memascend.offloading.places import place_of
+from memascend.offloading.api import refuse_ranks, sessions_of
+from memascend.offloading.over_ranks import raise_on_all
+from memascend.offloading.places import place_of, ranks_of
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Rule
     from memascend.formats.dcp import DistributedReader
     from memascend.layout.units import Place
+    from memascend.ranks.group import Ranks
 
 #: Prefix of the optimizer's states in a checkpoint; the parameter's name, a dot and the state's
 #: name follow.
@@ -45,18 +47,15 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     never updated has states of zeros and a `step` of 0.
 
     One tensor is in memory at a time, and one of the states on the store's drive. The checkpoint appears under its name
-    only when it is whole and on the medium.
+    only when it is whole and on the medium. Where the store is divided over ranks, every rank calls this, and rank 0
+    writes; an error there is raised on every rank.
 
     Raises:
         CheckpointError: `directory` is there already and not empty.
         OSError: of the system, naming `directory`, or the store's where there is no room for the one state. The model
             and the optimizer are as before.
     """
-    from memascend.formats.dcp import write_distributed
-
     path = Path(directory)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already: a checkpoint needs a new or an empty directory")
     state: dict[str, Any] = {"model": {}}
     sources: dict[str, Callable[[], torch.Tensor]] = {}
     names = _names(model)
@@ -64,6 +63,44 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     if optimizer is not None:
         state["optim"] = {"state": {}, "param_groups": []}
         _add_states(_ours(optimizer), names, state["optim"], sources)
+    ranks = ranks_of(names)
+    if ranks is None:
+        _write(path, state, sources)
+    else:
+        _write_over(ranks, path, state, sources)
+
+
+def _write_over(
+    ranks: Ranks, path: Path, state: dict[str, Any], sources: dict[str, Callable[[], torch.Tensor]]
+) -> None:
+    """Write a checkpoint on rank 0, and have every rank send it its shares of what it says that it is about to read."""
+    failure: OSError | CheckpointError | None = None
+    action = "write a checkpoint"
+
+    def told(key: str, source: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ranks.texts(action, key)
+        return source()
+
+    if ranks.rank == 0:
+        try:
+            _write(path, state, {key: partial(told, key, source) for key, source in sources.items()})
+        except (OSError, CheckpointError) as error:
+            if isinstance(error, StoreError):
+                raise
+            failure = error
+        ranks.texts(action, "")
+    else:
+        while key := ranks.texts(action, "")[0].strip():
+            sources[key]()
+    raise_on_all(ranks, action, failure)
+
+
+def _write(path: Path, state: dict[str, Any], sources: dict[str, Callable[[], torch.Tensor]]) -> None:
+    """Write a checkpoint that appears under its name when it is whole."""
+    from memascend.formats.dcp import write_distributed
+
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists already: a checkpoint needs a new or an empty directory")
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,6 +235,7 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     """
     from memascend.formats.dcp import DistributedReader
 
+    refuse_ranks(model, "load_distributed", "load weights before memascend.offload")
     names, buffers = _names(model), saved_buffers(model)
     _check_can_be_filled(model, names)
     reader = DistributedReader(Path(directory))

@@ -17,11 +17,14 @@ from memascend.formats.transformers_models import (
     load_generation_config,
 )
 from memascend.formats.weights import Sources, WeightFiles
+from memascend.layout.division import divide
 from memascend.layout.units import Unit, absent_like, partition
+from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
-from memascend.offloading.hooks import Hooks
+from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
 from memascend.plan.automatic import plan_for
+from memascend.ranks.group import Ranks
 
 if TYPE_CHECKING:
     import os
@@ -51,12 +54,13 @@ def from_pretrained(
     durability: str = "auto",
     keep_store: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
+    process_group: Any = None,
     **options: Any,
 ) -> nn.Module:
     """Open a Hugging Face model directory with its parameters on SSD: the model is never whole in memory.
 
     Args:
-        path: directory with config.json and safetensors weights.
+        path: directory with config.json and safetensors weights. Over ranks each one reads its share of them.
         dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
         frozen: freeze all parameters, for adapters that are added later (PEFT): "store" copies them to the store like
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
@@ -64,38 +68,56 @@ def from_pretrained(
             steps.
         store, host_memory, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, fused_loss, gradients, update: as in `memascend.offload`.
-        durability, keep_store, options: as in `memascend.offload`.
+        durability, keep_store, process_group, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
-        CheckpointError: the directory is not such a model, or a file is damaged.
-        BudgetError, DeviceError, StoreError, ValueError: as in `memascend.offload`.
+        CheckpointError: the directory is not such a model, a file is damaged, or another rank's files differ.
+        BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
     _check_frozen(frozen, durability, keep_store)
+    ranks, paths = Ranks.of(process_group), over_ranks.paths_of(store, process_group)
+    if ranks is not None:
+        durability = over_ranks.check_options(
+            device=device,
+            host_memory=host_memory,
+            host_memory_max=host_memory_max,
+            fused_loss=fused_loss,
+            gradients=gradients,
+            update=update,
+            durability=durability,
+            store=paths,
+            frozen=frozen,
+        )
+        fused_loss = False
     return_large_blocks_to_system()
     directory = Path(path)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
-    config = load_any_config(directory)
-    with closing(WeightFiles(directory)) as files:
-        model = empty_model(config, directory, parse_dtype(dtype))
-        load_generation_config(model, directory)
-        sources = Sources(model, files)
-        units = _divide(model, sources, computing, frozen, options.get("direct", True))
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
-        materialise(model, units)
-        session = Session(
-            model,
-            units,
-            plan,
-            store,
-            computing=computing,
-            keep_store=keep_store,
-            durability="none" if frozen == "files" else durability,
-            source=source_of(model, sources.conversions, directory),
-            options=options,
-            automatic=automatic,
+    with over_ranks.telling(ranks):
+        computing = Computing.of(
+            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
-        _fill(session, sources, progress)
+        config = load_any_config(directory)
+        with closing(WeightFiles(directory)) as files:
+            model = empty_model(config, directory, parse_dtype(dtype))
+            load_generation_config(model, directory)
+            sources = Sources(model, files)
+            units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
+            plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+            materialise(model, units)
+            session = Session(
+                model,
+                units,
+                plan,
+                paths,
+                computing=computing,
+                keep_store=keep_store,
+                durability="none" if frozen == "files" else durability,
+                source=source_of(model, sources.conversions, directory),
+                options=options,
+                automatic=automatic,
+                membership=None if ranks is None else over_ranks.join(ranks),
+            )
+            _fill(session, sources, progress)
     return model
 
 
@@ -109,23 +131,29 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | None) 
         )
 
 
-def _divide(model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, direct: bool) -> list[Unit]:
-    """Divide the model into units, frozen if `frozen` is not None."""
+def _divide(
+    model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, direct: bool, ranks: Ranks | None
+) -> list[Unit]:
+    """Divide the model into units, frozen if `frozen` is not None, and those into the shares of `ranks`."""
     model.requires_grad_(frozen is None)
-    # A table is read by parts from the store only.
-    fused_loss = None if frozen == "files" else computing.fused_loss
+    # A table is read by parts from the store only, and from one that is not divided.
+    fused_loss = None if frozen == "files" or ranks is not None else computing.fused_loss
     units = partition(model, computing.torch_device, fused_loss, computing.gradients)
     if frozen == "files":
         sources.locate(units, direct)
+    if ranks is not None:
+        over_ranks.compare_layout(ranks, units)
+        over_ranks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)
+        divide(units, ranks.rank, ranks.size)
     return units
 
 
 def _fill(session: Session, sources: Sources, progress: Callable[[int, int], None] | None) -> None:
     """Read the weights into the store and attach the session to its model; discard the session on an error."""
     try:
-        session.fill(sources.read, progress)
+        session.fill(sources.read if session.membership is None else sources.read_share, progress)
         sources.read_buffers()
-        Hooks(session).attach()
+        hooks_for(session).attach()
     except BaseException:
         session.discard()
         raise

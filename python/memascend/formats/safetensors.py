@@ -111,23 +111,23 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
         return entry
 
-    def read_into(self, name: str, target: torch.Tensor, first_row: int = 0) -> None:
+    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Read a tensor into `target` (contiguous CPU tensor of its shape), converting to its dtype piece by piece.
 
-        A `target` with fewer rows gets those from `first_row` on.
+        A `target` with fewer elements gets those from number `first` on.
         """
         entry = self.entries[name]
-        start = entry.start + first_row * math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        start = entry.start + first * entry.dtype.itemsize
         flat = target.reshape(-1)
         if entry.dtype == target.dtype:
             self._read(flat.view(torch.uint8).numpy().data, start)
             return
         step = PIECE_BYTES // entry.dtype.itemsize
         piece = torch.empty(min(step, max(flat.numel(), 1)), dtype=entry.dtype)
-        for first in range(0, flat.numel(), step):
-            part = piece[: min(step, flat.numel() - first)]
-            self._read(part.view(torch.uint8).numpy().data, start + first * entry.dtype.itemsize)
-            flat[first : first + part.numel()].copy_(part)
+        for begin in range(0, flat.numel(), step):
+            part = piece[: min(step, flat.numel() - begin)]
+            self._read(part.view(torch.uint8).numpy().data, start + begin * entry.dtype.itemsize)
+            flat[begin : begin + part.numel()].copy_(part)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in the dtype of the file."""

@@ -8,29 +8,34 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections import defaultdict
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memascend.common.sizes import parse_size
-from memascend.errors import CheckpointError, OutputError
+from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.formats.safetensors import write_safetensors
 from memascend.formats.transformers_models import revert_conversions, saves_adapters, tied_names, unsaved_names
 from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
 from memascend.layout.units import DTYPE_NAMES
-from memascend.offloading.api import sessions_of
+from memascend.offloading.api import refuse_ranks, sessions_of
 from memascend.offloading.hooks import Hooks, has_adapters
-from memascend.offloading.places import place_of
+from memascend.offloading.over_ranks import raise_on_all
+from memascend.offloading.places import place_of, ranks_of
 from memascend.offloading.stand_ins import is_stand_in, shown_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable, Iterator
+    from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 
+    from memascend.ranks.group import Ranks
     from memascend.residency.tables import OffloadedTable
 
 #: Parameters that are written together, by name: those of a unit, and what lies in memory beside them.
@@ -104,6 +109,9 @@ def save_pretrained(
     when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same, and replaces what is
     there, as transformers does. Here weights that `out` holds already are refused, unless `overwrite` is set.
 
+    Where the store is divided over ranks, every rank calls this, and rank 0 writes. An error there is raised on every
+    rank.
+
     With `dtype` ("bfloat16", "float16" or "float32") every weight is converted as it is written, and config.json says
     so; the model stays as it is.
 
@@ -115,9 +123,10 @@ def save_pretrained(
     directory = Path(out)
     converted_dtype = None if dtype is None else parse_dtype(dtype)
     sessions = sessions_of(model)
-    if not overwrite:
-        _refuse_weights(directory, _ADAPTERS if saves_adapters(model) and converted_dtype is None else _WEIGHTS)
+    ranks = ranks_of(model.parameters())
     if saves_adapters(model) and converted_dtype is None:
+        if not overwrite:
+            _on_first(ranks, partial(_refuse_weights, directory, _ADAPTERS), iter(()))
         _save_adapters(model, directory)
         return
     if sessions and (saves_adapters(model) or has_adapters(model)):
@@ -127,15 +136,51 @@ def save_pretrained(
         )
     if not sessions and not hasattr(model, "save_pretrained"):
         raise CheckpointError(f"{type(model).__name__} is not a Hugging Face model: use memascend.parameters_of")
+
     if not sessions and converted_dtype is None:
+        if not overwrite:
+            _refuse_weights(directory, _WEIGHTS)
         own: Any = model
         own.save_pretrained(directory, max_shard_size=max_shard_size)
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    shards = _shards(_groups(_written_parameters(model)), parse_size(max_shard_size), converted_dtype)
+    unread = (group for shard in shards for group in shard)
+
+    def begin() -> None:
+        if not overwrite:
+            _refuse_weights(directory, _WEIGHTS)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        _write_weights(model, directory, converted_dtype, shards, unread)
+        _write_configs(model, directory, converted_dtype)
+
+    _on_first(ranks, begin, iter(()))
     for session in sessions:
         session.flush()
-    _write_weights(model, directory, converted_dtype, parse_size(max_shard_size))
-    _write_configs(model, directory, converted_dtype)
+    _on_first(ranks, write, unread)
+
+
+def _on_first(ranks: Ranks | None, do: Callable[[], None], unread: Iterator[_Group]) -> None:
+    """Have rank 0 alone do something for which it takes groups from `unread`; the others send it their shares of these.
+
+    Raises an error of the files that rank 0 writes on every rank. The groups that it has left unread are read before,
+    so that all ranks are where they would be without the error, and may go on.
+    """
+    failure: OSError | CheckpointError | None = None
+    if ranks is None or ranks.rank == 0:
+        try:
+            do()
+        except (OSError, CheckpointError) as error:
+            if ranks is None or isinstance(error, StoreError):
+                raise
+            # The frames hold views of a buffer that the remaining groups need.
+            traceback.clear_frames(error.__traceback__)
+            failure = error
+    if ranks is not None:
+        for group in unread:
+            _values(group)
+        raise_on_all(ranks, "save the model", failure)
 
 
 def _refuse_weights(directory: Path, patterns: tuple[str, ...]) -> None:
@@ -189,7 +234,8 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
             raise ValueError(
                 f"{type(model).__name__} is offloaded: its save_pretrained cannot follow {name}={shown}: {instead}"
             )
-    if saves:
+    # Every rank sends its shares; which of them writes is settled.
+    if saves or ranks_of(model.parameters()) is not None:
         save_pretrained(model, save_directory, max_shard_size=shard, overwrite=True)
 
 
@@ -214,9 +260,17 @@ def _show_the_same(one: Any, other: Any) -> bool:
 class _Values(dict[str, Any]):
     """A state dict whose stand-ins are read when they are asked for: only adapters stay in memory."""
 
+    #: Whether what was read stays here.
+    keeps = False
+
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        return value.detach().clone() if isinstance(value, torch.Tensor) and is_stand_in(value) else value
+        if not isinstance(value, torch.Tensor) or not is_stand_in(value):
+            return value
+        read = value.detach().clone()
+        if self.keeps:
+            self[name] = read
+        return read
 
     def items(self) -> Any:
         return ((name, self[name]) for name in self)
@@ -229,7 +283,31 @@ def _save_adapters(model: Any, save_directory: str | os.PathLike[str], *args: An
     sessions = sessions_of(model)
     if sessions and {**chosen, **chosen.get("kwargs", {})}.get("state_dict") is None:
         kwargs["state_dict"] = _Values(model.state_dict())
-    own(model, save_directory, *args, **kwargs)
+    ranks = ranks_of(model.parameters())
+    if ranks is None:
+        own(model, save_directory, *args, **kwargs)
+    else:
+        _save_adapters_over(ranks, model, save_directory, *args, **kwargs)
+
+
+def _save_adapters_over(
+    ranks: Ranks, model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> None:
+    """Let a model of PEFT ask for its adapters on all ranks, and then save them on rank 0."""
+    own = type(model).save_pretrained
+    if not hasattr(model, "get_base_model"):
+        refuse_ranks(model, "saving adapters of transformers' own", "make them with peft.get_peft_model")
+    if isinstance(kwargs["state_dict"], _Values):
+        kwargs["state_dict"].keeps = True
+    bound = inspect.signature(own).bind(model, save_directory, *args, **kwargs)
+
+    def save(directory: str | os.PathLike[str], writes: bool) -> None:
+        bound.arguments |= {"save_directory": directory, "is_main_process": writes}
+        own(*bound.args, **bound.kwargs)
+
+    with TemporaryDirectory() as nowhere:
+        save(nowhere, False)
+    _on_first(ranks, partial(save, save_directory, True), iter(()))
 
 
 def _written_parameters(model: nn.Module) -> _Group:
@@ -289,9 +367,17 @@ def _values(group: _Group) -> dict[str, torch.Tensor]:
     return values
 
 
-def _write_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None, shard_bytes_max: int) -> None:
-    """Write the safetensors files, with an index if there are several, and remove those of an earlier save."""
-    shards = _shards(_groups(_written_parameters(model)), shard_bytes_max, dtype)
+def _write_weights(
+    model: nn.Module,
+    directory: Path,
+    dtype: torch.dtype | None,
+    shards: list[list[_Group]],
+    unread: Iterator[_Group],
+) -> None:
+    """Write the safetensors files, with an index if there are several, and remove those of an earlier save.
+
+    `unread` has the groups of all `shards`, each of which is taken as it is read.
+    """
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
@@ -301,7 +387,7 @@ def _write_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None,
         # Buffers keep their dtype, as they do where a model is loaded in another one.
         buffers = _written_buffers(model) if number == 1 else {}
         entries |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()}
-        write_safetensors(directory / file, entries, _tensors(model, shard, buffers, dtype))
+        write_safetensors(directory / file, entries, _tensors(model, islice(unread, len(shard)), buffers, dtype))
         weight_map |= dict.fromkeys(entries, file)
         total += sum(math.prod(shape) * kind.itemsize for kind, shape in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -333,7 +419,7 @@ def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> No
 
 
 def _tensors(
-    model: nn.Module, groups: list[_Group], buffers: dict[str, torch.Tensor], dtype: torch.dtype | None
+    model: nn.Module, groups: Iterable[_Group], buffers: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor | Generator[torch.Tensor, None, None]]]:
     yield from buffers.items()
     for group in groups:

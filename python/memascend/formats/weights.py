@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections import Counter
 from contextlib import closing
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+#: Elements of each tensor that a fingerprint of weights has.
+_BEGINNING = 1024
 
 
 class WeightFiles:
@@ -45,6 +49,17 @@ class WeightFiles:
         except BaseException:
             self.close()
             raise
+
+    def fingerprint(self) -> bytes:
+        """Return what tells these weights from others without reading all of them: the beginning of each tensor."""
+        digest = hashlib.blake2b()
+        for key in sorted(self.where):
+            entry = self.where[key].entries[key]
+            beginning = torch.empty(min(math.prod(entry.shape), _BEGINNING), dtype=entry.dtype)
+            self.where[key].read_into(key, beginning)
+            digest.update(repr((key, entry.dtype, entry.shape)).encode())
+            digest.update(beginning.view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def close(self) -> None:
         """Close the files."""
@@ -177,10 +192,23 @@ class Sources:
 
     def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""
+        first = (first_row or 0) * math.prod(place.shape[1:])
+        self._read(place, target, first, rows_follow=first_row is not None and first + target.numel() < place.numel)
+
+    def read_share(self, place: Place, target: torch.Tensor) -> None:
+        """Fill of `target`, which has room for a whole parameter, the elements that one rank's store has.
+
+        Only those are read, but for a parameter that a conversion makes.
+        """
+        first, _, count = place.stored
+        self._read(place, target.view(-1)[first : first + count], first)
+
+    def _read(self, place: Place, target: torch.Tensor, first: int, rows_follow: bool = False) -> None:
+        """Fill `target` with the elements of a parameter from number `first` on."""
         for name in self._aliases[place.name]:
             if name in self._plain:
                 key = self._plain[name]
-                self.files.where[key].read_into(key, target, first_row or 0)
+                self.files.where[key].read_into(key, target, first)
                 return
             if name in self._made or self._convert(name):
                 made = self._made.pop(name)
@@ -189,12 +217,9 @@ class Sources:
                         f"the tensors in {self.files.directory} that make {name} give shape {tuple(made.shape)}, the "
                         f"configuration says {tuple(place.shape)}"
                     )
-                if first_row is None:
-                    target.copy_(made)
-                    return
-                target.copy_(made[first_row : first_row + len(target)])
-                if first_row + len(target) < len(made):
-                    self._made[name] = made  # for the rows that follow
+                target.copy_(made.reshape(-1)[first : first + target.numel()].view(target.shape))
+                if rows_follow:
+                    self._made[name] = made
                 return
         raise CheckpointError(f"no weights for {place.name} in {self.files.directory}")
 

@@ -27,6 +27,7 @@ from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.saving import save_pretrained
 from memascend.formats.transformers_models import saves_adapters
 from memascend.integrations import named_checkpoints as named
+from memascend.integrations.launches import check_processes
 from memascend.layout.units import as_held
 from memascend.offloading.api import find_offload
 from memascend.offloading.torch_functions import refuse_foreign
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_ONE_PROCESS = "an offloaded model trains in one process: leave it out, and give memascend.offload more host_memory"
+_DIVIDED = "memascend.offload divides a model over processes itself: leave it out"
+#: What of a launch an offloaded model trains over.
+_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_CPU)
+_INSTEAD = "memascend.resume goes on from the last durable step"
 #: Arguments that divide a model between processes or devices.
 _PLUGINS = (
     "deepspeed_plugin",
@@ -62,9 +66,12 @@ class Accelerator(accelerate.Accelerator):
       prepared optimizers and schedulers stay usable; an optimizer of before `prepare` refuses to step.
     - `save_model` writes what `memascend.save_pretrained` does.
     - `free_memory(model)` closes an offloaded model.
+    - In several processes that a launcher has started, a model that is offloaded after the Accelerator was made is
+      divided over them, and is not wrapped: each has its own batches, and the update takes the mean of their gradients.
+      With gradient accumulation, each `backward` sends gradients, in `no_sync` too.
 
-    What cannot work raises MemascendError when it is asked for: more than one process, DeepSpeed, FSDP, Megatron-LM,
-    FP8, fp16 without a CUDA device.
+    What cannot work raises MemascendError when it is asked for: processes that compute on GPUs, DeepSpeed, FSDP,
+    Megatron-LM, FP8, fp16 without a CUDA device; over processes, `save_state` and `load_state`.
     """
 
     scaler: torch.amp.GradScaler | None
@@ -74,8 +81,12 @@ class Accelerator(accelerate.Accelerator):
         """Take the arguments of `accelerate.Accelerator`."""
         _check_arguments(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
-        if self.distributed_type != DistributedType.NO:
-            raise MemascendError(f"distributed_type is {self.distributed_type}: {_ONE_PROCESS}")
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.distributed_type not in _LAUNCHES or launched > self.num_processes:
+            raise MemascendError(
+                f"WORLD_SIZE={launched} processes were launched, and distributed_type is {self.distributed_type}: "
+                "offloaded models train over several processes on CPUs: use Accelerator(cpu=True), or one process"
+            )
         if self.scaler is not None:
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self.scaler = GradScaler(self.device.type, **options)
@@ -91,9 +102,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as accelerate does; what is offloaded stays where it is.
+        """Prepare a model as accelerate does; what is offloaded stays where it is, and is not wrapped.
 
-        Raises MemascendError for a model that was closed, or computes on another device than the accelerator's.
+        Raises MemascendError for a model that was closed, or computes on another device than the accelerator's, or is
+        not divided over the accelerator's processes.
         """
         session = named.open_session(model)
         if self.verify_device_map(model):
@@ -117,6 +129,8 @@ class Accelerator(accelerate.Accelerator):
                     "regional compilation replaces the layers of an offloaded model: call layer.compile() for each "
                     "layer, and leave use_regional_compilation out"
                 )
+            check_processes(session, self.num_processes, "the Accelerator")
+            evaluation_mode = True  # accelerate wraps what is not, and does nothing else with it
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
@@ -168,6 +182,7 @@ class Accelerator(accelerate.Accelerator):
 
         Checkpoints that `total_limit` removes go from the store too. Raises what `memascend.save_checkpoint` raises.
         """
+        self._refuse_ranks("save_state")
         self._before = self._named_by(output_dir)
         with self._without_stored_optimizers():
             location = Path(super().save_state(output_dir, safe_serialization, **options))
@@ -182,8 +197,14 @@ class Accelerator(accelerate.Accelerator):
         Raises CheckpointError for a directory that does not fit what was prepared, StoreError where the store does not
         have the checkpoint any more.
         """
+        self._refuse_ranks("load_state")
         with self._without_stored_optimizers():
             super().load_state(input_dir, load_kwargs, **options)
+
+    def _refuse_ranks(self, what: str) -> None:
+        """Raise MemascendError over processes, whose files in one directory would be each other's."""
+        for session in self._sessions(self._models).values():
+            session.refuse_ranks(what, _INSTEAD)
 
     def _sessions(self, models: list[nn.Module]) -> dict[int, Any]:
         """Return the sessions of the offloaded ones among `models`, by their index there."""
@@ -306,12 +327,10 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raise MemascendError for what an offloaded model cannot be trained with."""
     for name in _PLUGINS:
         if arguments.get(name) is not None:
-            raise MemascendError(f"{name}: {_ONE_PROCESS}")
+            raise MemascendError(f"{name}: {_DIVIDED}")
     for name in _VARIABLES:
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise MemascendError(f"ACCELERATE_USE_{name} is set by accelerate launch: {_ONE_PROCESS}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise MemascendError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were launched: {_ONE_PROCESS}")
+            raise MemascendError(f"ACCELERATE_USE_{name} is set by accelerate launch: {_DIVIDED}")
     precision = str(arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     if precision == "fp8":
         raise MemascendError("mixed_precision='fp8' replaces layers, whose weights are on SSD: use 'bf16'")

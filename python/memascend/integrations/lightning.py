@@ -20,6 +20,7 @@ from memascend.integrations import named_checkpoints as named
 from memascend.offloading.api import offload
 from memascend.offloading.torch_functions import refuse_foreign
 from memascend.optim import OffloadedOptimizer
+from memascend.ranks.group import refuse_group
 from memascend.runs.resume import resume
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class MemascendStrategy(_Single):
                     f"{type(module).__name__} is not offloaded: give MemascendStrategy(store=..., host_memory=...), "
                     "or offload the model before"
                 )
+            refuse_group("MemascendStrategy", "use devices=1 and num_nodes=1, or a loop around memascend.offload")
             offload(module, **self._where)
         session = self._session
         if session.torch_device.type != self.root_device.type:
@@ -280,7 +282,9 @@ class MemascendStrategy(_Single):
                 "the module (load_from_checkpoint) before it is offloaded"
             )
         tag = named.read_name(directory)
-        checkpoint = super().load_checkpoint(_part_of(directory, tag), weights_only=weights_only)
+        # Before 2.6 Lightning neither has this argument nor gives it.
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(_part_of(directory, tag), **options)
         return {**checkpoint, "memascend": tag}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

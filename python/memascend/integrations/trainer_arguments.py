@@ -14,7 +14,9 @@ import transformers
 from torch import nn
 
 import memascend
+from memascend.errors import MemascendError
 from memascend.formats.hub import download
+from memascend.integrations.launches import check_processes
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 
 if TYPE_CHECKING:
@@ -48,7 +50,10 @@ class OffloadArguments:
     """Where the model goes, for a class that derives from `TrainingArguments`; see `memascend.offload`."""
 
     store: list[str] | None = field(
-        default=None, metadata={"help": "directories or block devices for the model; OUTPUT_DIR/store if not given"}
+        default=None,
+        metadata={
+            "help": "directories or block devices for the model, {rank} for the process; default OUTPUT_DIR/store"
+        },
     )
     host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB, or auto"})
     device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
@@ -78,11 +83,13 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
         )
     paths: Any = args.store or [str(Path(args.output_dir) / "store")]
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    device = args.device  # initialises the group of several processes
     if args.store is None:
+        paths = [f"{paths[0]}{args.process_index}"] if args.world_size > 1 else paths
         Path(paths[0]).mkdir(parents=True, exist_ok=True)
     options = {
         "host_memory": args.host_memory,
-        "device": None if args.device.type == "cpu" else args.device,
+        "device": None if device.type == "cpu" else device,
         "device_memory": args.device_memory,
         "recompute": args.recompute,
         "activations": args.activations,
@@ -204,8 +211,15 @@ def check(args: Any, session: Session, optimizers: Any) -> None:
 
 def _refusals(args: Any, session: Session) -> Iterator[str]:
     """Yield what of the arguments an offloaded model cannot do, and what to do instead."""
-    if args.world_size > 1 or args.n_gpu > 1:
-        yield "one process trains on one device: start one process, and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+    if args.n_gpu > 1 or (args.world_size > 1 and args.device.type != "cpu"):
+        yield (
+            "one process trains on one GPU, and several on CPUs: start one process, and show it one GPU "
+            "(CUDA_VISIBLE_DEVICES=0), or give use_cpu=True"
+        )
+    try:
+        check_processes(session, args.world_size, "the arguments (TrainingArguments)")
+    except MemascendError as error:
+        yield str(error)
     if args.deepspeed or args.fsdp:
         yield "deepspeed and fsdp divide parameters themselves: leave them out"
     if args.auto_find_batch_size:
@@ -219,7 +233,12 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
     if args.bf16_full_eval or args.fp16_full_eval:
         yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+    if saves and args.world_size > 1:
+        yield (
+            "checkpoints cannot be had yet over several processes: give save_strategy='no'. "
+            "train(resume_from_checkpoint=True) goes on from the last durable step"
+        )
+    elif saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
         yield (
             "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
             "give save_strategy='no' or save_only_model=True"

@@ -260,8 +260,9 @@ def _divided(lap: dict[str, Any], steps: int) -> dict[str, Any]:
     """Divide what was counted over several steps."""
     if steps == 1:
         return lap
-    for name in ("tokens", "seconds", "ssd_bytes_read", "ssd_bytes_written"):
-        lap[name] /= steps
+    for name in ("tokens", "seconds", "ssd_bytes_read", "ssd_bytes_written", "network_bytes_sent"):
+        if name in lap:
+            lap[name] /= steps
     lap["volumes"] = [[count / steps for count in volume] for volume in lap["volumes"]]
     if lap["waited_seconds"] is not None:
         lap["waited_seconds"] = {kind: seconds / steps for kind, seconds in lap["waited_seconds"].items()}

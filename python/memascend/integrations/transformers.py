@@ -38,9 +38,10 @@ from memascend.integrations.trainer_arguments import (
     optimizer_of,
 )
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
-from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.api import find_offload, offload_of, refuse_ranks
 from memascend.optim import Apollo, OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
+from memascend.report.figures import figures_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,10 +62,15 @@ class TrainerMixin:
     - A checkpoint is a named checkpoint of the store, and a directory that names it and holds the tokenizer.
     - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
       checkpoint; with a directory, from that checkpoint. Both give the bits of a run that was not interrupted.
+    - Under `torchrun` or `accelerate launch`, with `use_cpu=True`, the model is divided over the processes: each has
+      batches of its own, as with DistributedDataParallel, and the update takes the mean of their gradients.
     - What cannot be done is refused here with a ValueError, before anything starts.
 
     Adapters that are added to an offloaded model are trained and saved as transformers does it.
     """
+
+    #: Whether it was tested over several processes.
+    _over_ranks = True
 
     # What transformers' Trainer has.
     if TYPE_CHECKING:
@@ -104,6 +110,11 @@ class TrainerMixin:
             super().__init__(*bound.args[1:], **bound.kwargs)
             if session is not None and args is None:
                 check(self.args, session, own_optimizers)
+            if session is not None and session.membership is not None and not self._over_ranks:
+                raise ValueError(
+                    f"{type(self).__name__} was not tested over several processes, and trains in one: use "
+                    "memascend.integrations.transformers.Trainer, or start one process"
+                )
             on_failure.pop_all()
         self._position = Position(self)
         self.add_callback(self._position)
@@ -111,6 +122,7 @@ class TrainerMixin:
             # The model and the states of its optimizer stay where they are. Batches are placed as always.
             self.accelerator.device_placement = False
             self.accelerator.prepare_data_loader = _placing(self.accelerator.prepare_data_loader)
+            self.accelerator.prepare_model = _unwrapping(self.accelerator.prepare_model)
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler = GradScaler(self.args.device.type)
             if self._run_found and self.optimizer is None:
@@ -131,7 +143,9 @@ class TrainerMixin:
         return session is not None and not session.runtime.closed
 
     def _open_log(self) -> TrainerLog:
-        return TrainerLog(Path(self.args.output_dir) / LOG_NAME)
+        rank = self.args.process_index
+        name = Path(LOG_NAME)
+        return TrainerLog(Path(self.args.output_dir) / (name.with_suffix(f".{rank}{name.suffix}") if rank else name))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if find_offload(model) is None:
@@ -266,6 +280,8 @@ class TrainerMixin:
         figures: dict[str, Any] = {}
         if log is not None and "loss" in logs:
             figures = log.figures(self.state.global_step)
+            if ranks := figures_of_ranks(self.model, figures):
+                figures["ranks"] = ranks
             logs |= {f"memascend/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
             waited = figures["waited_seconds"] or {}
             logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in waited.items()}
@@ -319,6 +335,8 @@ class TrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer."""
+        # On all of them: only the first goes on to write.
+        refuse_ranks(self.model, "save_model", "use memascend.save_pretrained, on every rank")
         if not _internal_call or self.args.save_only_model or self._stored is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -371,6 +389,15 @@ def _placing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         return prepare(loader, True if device_placement is None else device_placement, *others, **named)
 
     return prepare_data_loader
+
+
+def _unwrapping(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Have accelerate's `prepare_model` wrap no model: it is divided over the processes already."""
+
+    def prepare_model(model: nn.Module, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:
+        return prepare(model, device_placement, evaluation_mode=True)
+
+    return prepare_model
 
 
 def _only(optimizers: list[Any]) -> OffloadedOptimizer:

@@ -31,11 +31,17 @@ class RewardConfig(OffloadArguments, trl.RewardConfig):  # type: ignore[name-def
     """`trl.RewardConfig`, and where the model goes."""
 
 
-class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined]
+class _TrlMixin(TrainerMixin):
+    """What is the same for all of them."""
+
+    _over_ranks = False
+
+
+class SFTTrainer(_TrlMixin, trl.SFTTrainer):  # type: ignore[name-defined]
     """`trl.SFTTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`."""
 
 
-class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[name-defined]
+class DPOTrainer(_TrlMixin, trl.DPOTrainer):  # type: ignore[name-defined]
     """`trl.DPOTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`.
 
     Raises ValueError where TRL would load a second model, for reference, whole into memory.
@@ -52,5 +58,5 @@ class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[name-defined]
         super().__init__(model, ref_model, args, *others, **named)
 
 
-class RewardTrainer(TrainerMixin, trl.RewardTrainer):  # type: ignore[name-defined]
+class RewardTrainer(_TrlMixin, trl.RewardTrainer):  # type: ignore[name-defined]
     """`trl.RewardTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`."""

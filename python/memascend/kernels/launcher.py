@@ -203,7 +203,7 @@ def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> 
 def project(gradient: torch.Tensor, projection: Projection, numbers: torch.Tensor) -> None:
     """Launch the projection of a gradient on torch's current stream, without waiting.
 
-    What is written equals, to the bit, what the CPU's kernels make of a gradient (`ProjectedGradient.write`).
+    What is written equals, to the bit, what the CPU's kernels make of a gradient (`ForTests.write_projected`).
 
     Args:
         gradient: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of the projection's elements.

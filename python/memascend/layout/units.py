@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Capture, ExternalFile, Plane, Projection, Rule, TensorId
+    from memascend.layout.shards import Shard
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
 PACK_BELOW_BYTES = 64 * 1024
@@ -106,6 +107,12 @@ class Place:
         return self.numel * self.dtype.itemsize
 
     @property
+    def stored(self) -> tuple[int, int, int]:
+        """The first of its elements that the store has, the same counted in the tensor there, and how many it has."""
+        shard = self.tensor.shard
+        return (0, self.start, self.numel) if shard is None else shard.part(self.start, self.numel)
+
+    @property
     def blocks(self) -> Blocks:
         """The blocks of rows of a table."""
         rows, width = self.shape
@@ -183,6 +190,8 @@ class StoreTensor:
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
     #: How many elements, counted from the first, keep their states in memory from one step to the next.
     kept_elements: int = 0
+    #: Of a tensor that is divided over ranks: this one's share, of which `numel`, `nbytes` and `offset` are.
+    shard: Shard | None = None
     #: In which dtype the gradient is put aside; autograd makes it in the weights' dtype.
     gradient_dtype: torch.dtype = field(init=False)
 
@@ -217,6 +226,11 @@ class Unit:
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its weights on the store; of a unit that is divided over ranks, those of this rank's share."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def weights(self) -> list[tuple[TensorId, int, int]]:

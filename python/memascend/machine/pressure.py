@@ -75,6 +75,8 @@ class Growth:
         """Start the thread."""
         self._first = self._most = limits.anonymous_memory()
         self._high_water = self._resident = 0
+        #: A sample of the pass before must not count in the next.
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._sample, name="memascend-growth", daemon=True
@@ -86,7 +88,8 @@ class Growth:
 
     def begin(self) -> None:
         """Note that a pass begins."""
-        self._first = self._most = limits.anonymous_memory()
+        with self._lock:
+            self._first = self._most = limits.anonymous_memory()
         self._high_water, self._resident = limits.high_water_mark(), limits.resident_memory()
 
     def bytes(self) -> int:
@@ -107,4 +110,5 @@ class Growth:
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            self._most = max(self._most, limits.anonymous_memory())
+            with self._lock:
+                self._most = max(self._most, limits.anonymous_memory())

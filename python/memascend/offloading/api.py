@@ -9,12 +9,15 @@ from torch.nn.parameter import UninitializedParameter
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
 from memascend.errors import MemascendError
+from memascend.layout.division import divide
 from memascend.layout.units import CPU, partition
+from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
-from memascend.offloading.hooks import Hooks
 from memascend.offloading.places import place_of
+from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
 from memascend.plan.automatic import plan_for
+from memascend.ranks.group import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +59,12 @@ def sessions_of(model: nn.Module) -> list[Session]:
     if any(session.runtime.closed for session in sessions):
         raise MemascendError("the model was closed")
     return list(sessions)
+
+
+def refuse_ranks(model: nn.Module, what: str, instead: str) -> None:
+    """Raise MemascendError where a model's store is divided over ranks, of which `what` knows nothing yet."""
+    for session in sessions_of(model):
+        session.refuse_ranks(what, instead)
 
 
 def set_host_memory(model: nn.Module, host_memory: str | int) -> None:
@@ -155,14 +164,20 @@ def offload(
     update: str = "forward",
     durability: str = "auto",
     keep_store: bool | None = None,
+    process_group: Any = None,
     **options: Any,
 ) -> nn.Module:
     """Move the parameters of a model from memory to SSD, in place, and return the model.
 
+    Where torch.distributed has a group of several ranks, each rank's store keeps an equal share of every parameter,
+    gradient and state, and the ranks train one model on different data. Every rank calls the same functions in the same
+    order. N ranks with a batch each give the bits of one process that accumulates N batches, of losses divided by N.
+
     Args:
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
         store: a directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on
-            different drives are striped: evenly, or by the rates that `memascend bench` has measured.
+            different drives are striped: evenly, or by the rates that `memascend bench` has measured. "{rank}" in a
+            path stands for the number of the process in its group, 0 in a program by itself.
         host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB". "auto" follows what the
             machine and its memory cgroups leave, from pass to pass: it leaves room for what a step takes beside it, and
             for other programs, gives back when memory gets short, and takes more when there is more. No bit changes.
@@ -205,6 +220,10 @@ def offload(
         keep_store: True leaves the store's files in place on `close`, for a later `resume`. None removes them, except
             after an exception and where there are checkpoints. A program that ends without `close` leaves its last
             step, or, ended by an exception, its last durable one. False removes them always.
+        process_group: the ranks that the store is divided over: a group of torch.distributed, or a DeviceMesh of one
+            dimension. None is the group that is initialised, if any; a group of this process alone divides nothing.
+            Over ranks the model computes on the CPU, "auto" means False for `fused_loss` and "step" for `durability`,
+            and options that are not done yet are refused.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
@@ -215,29 +234,56 @@ def offload(
         DeviceError: the device does not exist or cannot be used; the message says what is missing.
         PinnedMemoryError: the system pins less memory than the smallest plan takes.
         StoreError: a volume cannot be used, is in use, or lacks space.
+        RankError: the ranks do different things, or one of them does not answer.
         ValueError: a dtype or device that cannot be trained.
     """
     _check_not_offloaded(model)
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
-    _check_parameters(model, computing.torch_device)
-    units = partition(model, computing.torch_device, fused_loss, gradients)
-    plan, automatic = plan_for(units, host_memory, host_memory_max, update)
-    session = Session(
-        model,
-        units,
-        plan,
-        store,
-        computing=computing,
-        keep_store=keep_store,
-        durability=durability,
-        source=source_of(model),
-        options=options,
-        automatic=automatic,
-    )
-    try:
-        session.fill(_read_parameter, None)
-        Hooks(session).attach()
-    except BaseException:
-        session.discard()
-        raise
+    ranks, paths = Ranks.of(process_group), over_ranks.paths_of(store, process_group)
+    if ranks is not None:
+        durability = over_ranks.check_options(
+            device=device,
+            host_memory=host_memory,
+            host_memory_max=host_memory_max,
+            fused_loss=fused_loss,
+            gradients=gradients,
+            update=update,
+            durability=durability,
+            store=paths,
+        )
+        fused_loss = False
+    with over_ranks.telling(ranks):
+        computing = Computing.of(
+            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
+        )
+        _check_parameters(model, computing.torch_device)
+        # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
+        units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)
+        if ranks is not None:
+            over_ranks.compare_layout(ranks, units)
+            divide(units, ranks.rank, ranks.size)
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+        session = Session(
+            model,
+            units,
+            plan,
+            paths,
+            computing=computing,
+            keep_store=keep_store,
+            durability=durability,
+            source=source_of(model),
+            options=options,
+            automatic=automatic,
+            membership=None if ranks is None else over_ranks.join(ranks),
+        )
+        try:
+            if ranks is None:
+                session.fill(_read_parameter, None)
+            else:
+                weights = over_ranks.ComparedWeights(_read_parameter)
+                session.fill(weights.read, None)
+                weights.compare(ranks)
+            hooks_for(session).attach()
+        except BaseException:
+            session.discard()
+            raise
     return model

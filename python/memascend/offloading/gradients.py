@@ -125,11 +125,31 @@ class GradientCapture:
 
         Raises ValueError for a sparse gradient, MemascendError for one with a graph of its own.
         """
+        gradient = self._take(place, accumulate)
+        if gradient is None:
+            return
+        if self.early is not None and not isinstance(gradient, TableGradient) and self.early.take(place, gradient):
+            return
+        self.streamer.apply_update(place.tensor.unit)
+        with span(f"gradient of {place.name}"):
+            if isinstance(gradient, TableGradient) and (place.tensor.packed or self.device is not None):
+                gradient = gradient.dense()
+            if isinstance(gradient, TableGradient):
+                self._keep_blocks(place, gradient, accumulate)
+            else:
+                self._keep(place, gradient.detach().contiguous(), accumulate)
+        self._note_kept(place, accumulate)
+
+    def _take(self, place: Place, accumulate: bool) -> torch.Tensor | None:
+        """Take a new gradient from `parameter.grad`, in the place of which stands again what it is added to, if any.
+
+        None if there is nothing to add. Raises as `capture`.
+        """
         gradient = place.parameter.grad
-        if gradient is None:  # A function gave None for the gradient: there is nothing to add.
+        if gradient is None:  # A function gave None for the gradient.
             if accumulate:
                 place.parameter.grad = place.marker
-            return
+            return None
         place.parameter.grad = place.marker if accumulate else None
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
@@ -142,16 +162,10 @@ class GradientCapture:
         if place.early:
             raise MemascendError(early_gradient(place.name))
         place.awaits_step |= accumulate
-        if self.early is not None and not isinstance(gradient, TableGradient) and self.early.take(place, gradient):
-            return
-        self.streamer.apply_update(place.tensor.unit)
-        with span(f"gradient of {place.name}"):
-            if isinstance(gradient, TableGradient) and (place.tensor.packed or self.device is not None):
-                gradient = gradient.dense()
-            if isinstance(gradient, TableGradient):
-                self._keep_blocks(place, gradient, accumulate)
-            else:
-                self._keep(place, gradient.detach().contiguous(), accumulate)
+        return gradient
+
+    def _note_kept(self, place: Place, accumulate: bool) -> None:
+        """Note that a new gradient is kept, or was added to the one that is; `parameter.grad` stands for it."""
         place.held = True
         if accumulate:
             place.added += 1
@@ -388,6 +402,9 @@ class GradientCapture:
             with suppress(MemascendError):
                 capture.wait()
         place.capturing = []
+
+    def complete(self) -> None:
+        """Complete the gradients of the last backward pass: those of a program by itself are complete."""
 
     def close(self) -> None:
         """Wait until no copy reads the device, and no update a gradient."""

@@ -72,6 +72,14 @@ class _Saved:
         self.version = version_of(tensor)
 
 
+def wrapped_by(wrapper: str) -> str:
+    """Say that a wrapper of PyTorch's for several processes cannot have an offloaded model."""
+    return (
+        f"{wrapper} cannot divide or copy an offloaded model, whose parameters are on SSD: leave it out, and call the "
+        "model that memascend.offload(model, process_group=...) returns, which divides its store over the ranks"
+    )
+
+
 class _WatchedParameters(dict):
     """A module's `_parameters`: during a pass, a parameter whose unit is absent is fetched when it is asked for."""
 
@@ -86,6 +94,12 @@ class _WatchedParameters(dict):
         if parameter is not None and not torch.compiler.is_dynamo_compiling():
             self.lookup(parameter)
         return parameter
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        distributed: Any = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(parameter, distributed.DTensor):
+            raise MemascendError(wrapped_by("fully_shard"))
+        super().__setitem__(name, parameter)
 
     def __reduce__(self) -> Any:
         raise MemascendError(

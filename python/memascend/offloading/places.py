@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
 
     from memascend.layout.units import Place
+    from memascend.ranks.group import Ranks
 
 #: Weak references to (Session, Place), by identity of the parameter.
 _registry = WeakIdKeyDictionary()
@@ -32,6 +35,13 @@ def place_of(parameter: nn.Parameter | torch.Tensor) -> tuple[Any, Place] | None
         return None
     session, place = (reference() for reference in references)
     return None if session is None or place is None else (session, place)
+
+
+def ranks_of(parameters: Iterable[torch.Tensor]) -> Ranks | None:
+    """Return the ranks that the store of any of the parameters is divided over; None where none is."""
+    located = (place_of(parameter) for parameter in parameters)
+    memberships = (entry[0].membership for entry in located if entry is not None)
+    return next((membership.ranks for membership in memberships if membership is not None), None)
 
 
 def finish_gradient(place: Place) -> None:

@@ -21,7 +21,7 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
-from memascend.errors import DeviceError, HostMemoryError, MemascendError, PinnedMemoryError
+from memascend.errors import DeviceError, HostMemoryError, MemascendError, PinnedMemoryError, StoreError, first_line
 from memascend.layout.units import round_up
 from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
@@ -29,16 +29,18 @@ from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.automatic import Watch, growing_alone
 from memascend.offloading.early import EarlyUpdates
 from memascend.offloading.gradients import GradientCapture
+from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
 from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, make_plan, replan
 from memascend.residency.device import DeviceStreamer
+from memascend.residency.gathering import GatheringStreamer
 from memascend.residency.host import PassError, Streamer, early_use
 from memascend.residency.states import share_room, stay_whole
 from memascend.residency.tables import OffloadedTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from memascend.offloading.computing import Computing
     from memascend.offloading.native import StorePaths
     from memascend.plan.automatic import Change
+    from memascend.ranks.membership import Membership
 
 _log = logging.getLogger("memascend")
 
@@ -94,12 +97,14 @@ class Session:
         automatic: bool = False,
         resume: bool = False,
         tag: str | None = None,
+        membership: Membership | None = None,
     ) -> None:
         """Create the store for `units`, without contents, or open it to `resume`, with the values of a snapshot `tag`.
 
         `source` describes how to make the model again, and becomes part of every generation. `automatic` has the budget
-        of host memory follow what the machine leaves.
+        of host memory follow what the machine leaves. `membership` says over which ranks the store is divided.
         """
+        self.membership = membership
         self.model = weakref.ref(model)
         self.units = units
         self.recompute = computing.recompute
@@ -148,8 +153,11 @@ class Session:
             in_flight = self.plan.applied.total
             through = partial(self._writes_through, early=True)
             early = EarlyUpdates(self.streamer, self.generations, self.timeline, in_flight, through)
-        self.gradients = GradientCapture(
-            self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early
+        capturing = (self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early)
+        self.gradients = (
+            GradientCapture(*capturing)
+            if membership is None
+            else JoinedGradients(membership.ranks, self.units, *capturing)
         )
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
@@ -206,8 +214,11 @@ class Session:
                     raise MemascendError(f"the store has no weights of {tensor.name}")
 
     def _make_streamer(self) -> Streamer:
+        streaming = (self.runtime, self.units, self.plan, self.timeline)
+        if self.membership is not None:
+            return GatheringStreamer(self.membership.ranks, *streaming, forget_recomputed=forget_recomputed)
         if self.device is None or self.device_plan is None:
-            return Streamer(self.runtime, self.units, self.plan, self.timeline, forget_recomputed=forget_recomputed)
+            return Streamer(*streaming, forget_recomputed=forget_recomputed)
         self.device.link = self.runtime.device
         return DeviceStreamer(
             self.runtime,
@@ -250,6 +261,11 @@ class Session:
         does.
         """
         self._attachment = weakref.ref(attachment)
+
+    @property
+    def gradient_factor(self) -> float:
+        """What an update multiplies gradients by: of those that ranks have added up, it takes the mean."""
+        return 1.0 if self.membership is None else 1.0 / self.membership.ranks.size
 
     @property
     def places(self) -> Iterator[Place]:
@@ -322,6 +338,24 @@ class Session:
         self.streamer.apply_updates()
         self.generations.commit()
 
+    def refuse_ranks(self, what: str, instead: str) -> None:
+        """Raise MemascendError for what is not done yet where a store is divided over ranks."""
+        if self.membership is not None:
+            raise MemascendError(
+                f"{what} is not possible yet for a model whose store is divided over {self.membership.ranks.size} "
+                f"ranks: {instead}"
+            )
+
+    def refuse_trained_outside(self) -> None:
+        """Raise MemascendError over ranks for a trained parameter that is not on the store.
+
+        Its gradients are not added up: each rank would make another parameter of it.
+        """
+        if self.membership is not None and (outside := self.trained_outside()):
+            self.refuse_ranks(
+                f"training {outside[0]}, which is not on the store,", "add adapters before memascend.offload"
+            )
+
     def save_checkpoint(self, tag: str, keep_last: int | None = None) -> None:
         """Keep the present state under a name; see `memascend.save_checkpoint`."""
         if outside := self.trained_outside():
@@ -339,10 +373,34 @@ class Session:
             )
         self.streamer.apply_updates()
         self.generations.keep()
-        self.runtime.snapshot(tag)
+        self._keep_under(tag)
         if keep_last is not None:
-            for old_tag, _, _ in self.runtime.snapshots()[:-keep_last]:
-                self.runtime.delete_snapshot(old_tag)
+            self.delete_checkpoints(old_tag for old_tag, _, _ in self.runtime.snapshots()[:-keep_last])
+
+    def _keep_under(self, tag: str) -> None:
+        """Keep the durable generation under a name; over ranks, on all of them or on none."""
+        failure: StoreError | None = None
+        try:
+            self.runtime.snapshot(tag)
+        except StoreError as error:
+            failure = error
+        if self.membership is not None:
+            text = "" if failure is None else first_line(failure)
+            told = [text.strip() for text in self.membership.ranks.texts(f"keep checkpoint {tag}", text)]
+            if any(told) and failure is None:
+                self.runtime.delete_snapshot(tag)
+                why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+                failure = StoreError(None, f"the checkpoint {tag} could not be kept on every rank: {why}")
+        if failure is not None:
+            raise failure
+
+    def delete_checkpoints(self, tags: Iterable[str]) -> None:
+        """Delete checkpoints in the store. Raises StoreError for a tag that the store does not have."""
+        if self.membership is not None:
+            # A manifest that is written before all ranks have the generation would take the one before away.
+            self.generations.settle()
+        for tag in list(tags):
+            self.runtime.delete_snapshot(tag)
 
     def trained_outside(self) -> list[str]:
         """Return the names of the model's trained parameters that are not on the store: adapters added later."""
@@ -448,6 +506,7 @@ class Session:
                 _log.info("host memory %s -> %s (%s)", *sizes, change.reason)
 
     def _check_elastic(self) -> None:
+        self.refuse_ranks("another budget of host memory", "give host_memory when it is offloaded or resumed")
         if self.plan.most is None:
             raise MemascendError(
                 "the model was opened with a fixed budget: give host_memory_max beside host_memory, the most that it "
@@ -520,6 +579,9 @@ class Session:
         stats["notices"] = self.runtime.notices + self.notices
         stats["generation"] = self.runtime.generation
         stats["seconds"] = self.timeline.seconds()
+        if self.membership is not None:
+            ranks = self.membership.ranks
+            stats |= {"rank": ranks.rank, "ranks": ranks.size, "network_bytes_sent": ranks.sent_bytes}
         if self.device_plan is not None:
             stats["device_bytes_budget"] = self.device_plan.budget
             stats["device_bytes_planned"] = self.device_plan.total
@@ -555,20 +617,27 @@ class Session:
 
     # ---- closing ----------------------------------------------------------------------------------------
 
-    def close(self, failed: bool = False, ended: bool = False) -> None:
+    def close(self, failed: bool = False, ended: bool = False, resumes: bool = False) -> None:
         """Free every lease and file handle. The store's files go unless `keep_store` keeps them.
 
         Unless `keep_store` is False they stay after an error (`failed`, or an exception on its way), where the program
         `ended` without closing, and where there are snapshots. The last step is committed to a store that stays, but
-        nothing is after an error.
+        nothing is after an error. With `resumes` the other ranks close too, and need not hear of it.
         """
         if self.runtime.closed:
             return
         self._stop_following()
         failed = failed or sys.exc_info()[0] is not None
+        if self.membership is not None and ended and not failed:
+            # The other ranks need not be there any more, and may be doing something else.
+            _log.warning("the model was not closed: the store keeps the last durable step; use memascend.close(model)")
+            failed = True
         if self.streamer.early_units and not failed:
             _log.warning("%s: the store keeps the last durable step", early_use("the model"))
             failed = True
+        if self.membership is not None and failed and not resumes:
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+            self.membership.ranks.leave("it was not closed" if error is None else first_line(error))
         stays = self.keep_store is not False and (
             failed or ended or bool(self.keep_store) or bool(self.runtime.snapshots())
         )

@@ -15,6 +15,8 @@ from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.offloading.native import OPTIONS
+from memascend.offloading.over_ranks import compare_states
+from memascend.offloading.places import ranks_of
 from memascend.optim import record
 from memascend.optim.early import EarlySteps
 from memascend.optim.factors import GradientFactors
@@ -205,6 +207,9 @@ class OffloadedOptimizer(Optimizer):
         self._homes.make(room)
 
     def _with_gradient(self) -> Iterable[tuple[dict[str, Any], torch.nn.Parameter]]:
+        for session in self._homes.sessions:
+            if not session.runtime.closed:
+                session.gradients.complete()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -326,7 +331,8 @@ class OffloadedOptimizer(Optimizer):
 
         States on SSD are copied one at a time into unnamed files beside the store, which the tensors map: the copy
         takes as much room on the drive as the states, and host memory only as cache. `torch.load(..., mmap=True)` gives
-        tensors of the same kind, from which `load_state_dict` reads one parameter at a time.
+        tensors of the same kind, from which `load_state_dict` reads one parameter at a time. Where the store is divided
+        over ranks, each rank calls this and gets all states, for which its drive needs the room.
         """
         self.flush()
         own_state = self.state
@@ -360,6 +366,8 @@ class OffloadedOptimizer(Optimizer):
 
         Options of the groups are loaded too, except `states` and `master`: the loaded states are converted to them.
 
+        Where the store is divided over ranks, each rank loads the same states, which is checked.
+
         Raises ValueError when groups or shapes do not match, before anything has changed.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -375,6 +383,9 @@ class OffloadedOptimizer(Optimizer):
         ]
         for group, parameter, states in saved_states:
             self._check_saved(group, parameter, states)
+        ranks = ranks_of(parameter for _, parameter, _ in saved_states)
+        if ranks is not None:
+            compare_states(ranks, saved_groups, [states for _, _, states in saved_states])
         self.flush()
         for group, saved in zip(groups, saved_groups, strict=True):
             options = {name: value for name, value in saved.items() if name not in self.own_options}

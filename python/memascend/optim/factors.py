@@ -31,12 +31,12 @@ class GradientFactors:
         self._factors.clear()
 
     def of(self, home: Home) -> float:
-        """Return the factor of a parameter's gradient, or 1.
+        """Return the factor of a parameter's gradient: 1, or that of its home, unless another one was set.
 
         Raises RuntimeError if the gradient was added to, or written to, after its factor was set.
         """
         if home.parameter not in self._factors:
-            return 1.0
+            return home.gradient_factor
         version, factor = self._factors[home.parameter]
         unchanged = version.unchanged(home)
         if unchanged is None:
@@ -44,7 +44,7 @@ class GradientFactors:
                 f"the gradient of {home.name} was changed after it was clipped or unscaled: unscale and "
                 "clip after the last backward pass of a step, with the optimizer's clip_grad_norm_"
             )
-        return factor if unchanged else 1.0
+        return factor if unchanged else home.gradient_factor
 
     def unscale(self, homes: Iterable[Home], inv_scale: float) -> bool:
         """Set the factor of every gradient to `inv_scale`; returns whether one of them is not finite."""
@@ -53,7 +53,7 @@ class GradientFactors:
             home.take_gradient()
             _, non_finite = home.gradient_stats()
             any_non_finite = any_non_finite or non_finite
-            self._factors[home.parameter] = _GradientVersion(home), inv_scale
+            self._factors[home.parameter] = _GradientVersion(home), inv_scale * home.gradient_factor
         return any_non_finite
 
     def clip(self, homes: list[Home], max_norm: float, error_if_nonfinite: bool) -> float:

@@ -83,6 +83,11 @@ class Homes:
     def make(self, room: Room) -> None:
         """Make the room that parameters have asked for."""
         for session, tensors in room.on_sessions.items():
+            if session.membership is not None and not self.optimizer.trains_only(session):
+                session.refuse_ranks(
+                    "training other parameters with the same optimizer",
+                    "add adapters before memascend.offload, and have an optimizer for each model",
+                )
             make_room(session, tensors, room.moments[session], self.optimizer)
             if session not in self.sessions:
                 self.sessions.append(session)
@@ -109,6 +114,8 @@ class Home(ABC):
 
     #: The offloaded model that the parameter belongs to.
     session: Session | None = None
+    #: What a step multiplies the gradient by, beside what clips or unscales it.
+    gradient_factor: float = 1.0
 
     def __init__(self, homes: Homes, parameter: nn.Parameter) -> None:
         """Stand for the state of `parameter`."""
@@ -275,6 +282,7 @@ class OnModel(Home):
         super().__init__(homes, parameter)
         self.session = session
         self.place = place
+        self.gradient_factor = session.gradient_factor
 
     @property
     def name(self) -> str:
@@ -341,6 +349,7 @@ class OnModel(Home):
     def prepare(self, rule: Rule, room: Room) -> None:
         """Ask for room on the model's store, and claim states that no other optimizer has."""
         place = self.place
+        self._check_divided(rule)
         room.add(self.session, place.tensor, rule)
         if place.owner is None:
             place.rule = rule
@@ -350,6 +359,7 @@ class OnModel(Home):
     def prepare_step(self, rule: Rule, room: Room) -> None:
         """Become the optimizer that has the states, and ask for the room of those that are missing."""
         place = self.place
+        self._check_divided(rule)
         if not self.is_owner:
             if place.owner is not None and self.has_stepped:
                 raise MemascendError(
@@ -360,6 +370,13 @@ class OnModel(Home):
         place.rule = rule
         if missing_planes(place.tensor, rule) or self.session not in self.homes.sessions:
             room.add(self.session, place.tensor, rule)
+
+    def _check_divided(self, rule: Rule) -> None:
+        """Raise MemascendError for a rule that a store which is divided over ranks has no parts of yet."""
+        if self.session.membership is None:
+            return
+        if rule.arguments[0] == "apollo":
+            self.session.refuse_ranks(type(self.homes.optimizer).__name__, "use memascend.AdamW, Adam, Lion or SGD")
 
     def take_in(self, rule: Rule) -> None:
         """Write states to the model's store that were in memory before the parameter was offloaded."""
@@ -373,6 +390,7 @@ class OnModel(Home):
             )
         if last_rule is None or not any(plane.name in state for plane in last_rule.planes):
             return
+        self.session.refuse_ranks("an optimizer with states from before memascend.offload", "make it after that")
         load_states(self.parameter, rule, read_states(self.parameter, last_rule, state, None), self.location)
         self.mark_made(rule)
         on_store = {plane.name for plane in rule.planes}
@@ -399,7 +417,8 @@ class OnModel(Home):
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs when the unit is next fetched."""
         place = self.place
-        segment = Segment(place.start, place.numel, rule, scalars, fresh)
+        first, start, count = place.stored
+        segment = Segment(start, count, rule, scalars, fresh, first_element=first)
         schedule.add_deferred(self.session, place, segment)
         return segment
 

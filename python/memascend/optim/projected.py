@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend._memascend import Projection
+from memascend._memascend import FactorOptions, Projection
 from memascend.common.sizes import format_size
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.optim.homes import OnModel
+from memascend.optim.step import FACTORS_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,11 +66,11 @@ def ask(home: Home, rank: int, room: Room) -> None:
 
 
 def scratch_bytes(projection: Projection, rank: int) -> int:
-    """Return the bytes that one projection takes while it is made, and while factors are found with it.
+    """Return the bytes that projections like this take while they are made, and while factors are found with them.
 
-    Beside the projector: both moments, and a copy of what was projected.
+    Beside the projector: both moments.
     """
-    return projection.bytes + 3 * projection.channels * rank * torch.float32.itemsize
+    return FACTORS_AT_ONCE * (projection.bytes + 2 * projection.channels * rank * torch.float32.itemsize)
 
 
 def note_memory(homes: Iterable[Home], rank: int) -> None:
@@ -95,12 +96,9 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
     """
     parameter, state = home.parameter, home.state
     step, rank = state.get("step", 0) + 1, int(group["rank"])
-    measured = _measure(group, home, segment)
-    moments = _load(home, rank)
-    first, second = (moment.data_ptr() for moment in moments)
+    measured, threads = _measure(group, home, segment), torch.get_num_threads()
     beta1, beta2 = group["betas"]
-    segment.factors, norm = measured.factors(
-        (first, second),
+    options = FactorOptions(
         lr=float(group["lr"]),
         betas=(float(beta1), float(beta2)),
         eps=float(group["eps"]),
@@ -111,7 +109,18 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
         grad_scale=-grad_scale if group["maximize"] else grad_scale,
         norm_before=state.get("norm"),
     )
-    _keep(home, moments)
+    if isinstance(home, OnModel) and "exp_avg" not in state:
+        stored = home.place.moments
+        assert stored is not None, "room is made before a step"
+        segment.factors, norm = home.session.runtime.stored_factors(
+            measured, stored.id, stored.written, threads, options
+        )
+        stored.written = True
+    else:
+        moments = _load(home, rank)
+        first, second = (moment.data_ptr() for moment in moments)
+        segment.factors, norm = measured.factors((first, second), threads, options)
+        _keep(home, moments)
     home.homes.optimizer.state[parameter]["norm"] = norm
 
 
@@ -144,13 +153,15 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
 def _load(home: Home, rank: int) -> torch.Tensor:
     """Return both moments, (2, channels, rank): zeros where there are none yet."""
     parameter, state = home.parameter, home.state
-    moments = torch.zeros(moments_shape(parameter, rank))
+    moments = torch.empty(moments_shape(parameter, rank))
     if "exp_avg" in state:
         for moment, name in zip(moments, MOMENTS, strict=True):
             moment.copy_(_by_channel(parameter, state[name]))
-    elif isinstance(home, OnModel) and home.place.moments is not None and home.place.moments.written:
+        return moments
+    if isinstance(home, OnModel) and home.place.moments is not None and home.place.moments.written:
         home.session.runtime.read(home.place.moments.id, moments.data_ptr(), moments.nbytes)
-    return moments
+        return moments
+    return moments.zero_()
 
 
 def _keep(home: Home, moments: torch.Tensor) -> None:

@@ -53,14 +53,17 @@ class Schedule:
         """Begin with no updates."""
         #: What is done before any update: each gives one update what it takes from the whole gradient.
         self.first: list[Callable[[], None]] = []
-        self._deferred: defaultdict[Session, dict[StoreTensor, Update]] = defaultdict(dict)
+        #: Also of units of which a rank's store has nothing: it takes the step as the other ranks do.
+        self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, Update]]] = defaultdict(dict)
         self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
         self._in_memory: list[tuple[Segment, list[torch.Tensor], Operands]] = []
 
     def add_deferred(self, session: Session, place: Place, segment: Segment) -> None:
-        """Add the update of a parameter of an offloaded model."""
-        _add_segment(self._deferred[session], place, segment, captured=True)
+        """Add the update of a parameter of an offloaded model, or of none of its elements."""
+        updates = self._deferred[session].setdefault(place.tensor.unit, {})
+        if segment.numel:
+            _add_segment(updates, place, segment, captured=True)
 
     def add_on_store(self, store: StatesStore, place: Place, segment: Segment, operands: Operands) -> None:
         """Add the update of an ordinary parameter whose states are on a store of the optimizer's own."""
@@ -73,23 +76,20 @@ class Schedule:
 
     @property
     def sessions(self) -> list[Session]:
-        """The offloaded models with updates."""
+        """The offloaded models that the step trains."""
         return list(self._deferred)
 
     def let_go(self) -> None:
         """Drop the units that change from host memory. Raises MemascendError if one of them is in use."""
-        units = {(session, tensor.unit): None for session, updates in self._deferred.items() for tensor in updates}
-        for session, unit in units:
-            session.streamer.let_go(unit)
+        for session, units in self._deferred.items():
+            for unit in units:
+                session.streamer.let_go(unit)
 
     def defer(self) -> None:
         """Hand the updates of offloaded models to the fetches that will carry them out."""
-        for session, updates in self._deferred.items():
-            by_unit: defaultdict[Unit, list[Update]] = defaultdict(list)
-            for update in updates.values():
-                by_unit[update.tensor.unit].append(update)
-            for unit, unit_updates in by_unit.items():
-                session.streamer.defer(unit, unit_updates)
+        for session, units in self._deferred.items():
+            for unit, updates in units.items():
+                session.streamer.defer(unit, list(updates.values()))
 
     def run(self) -> None:
         """Carry out the updates of ordinary parameters."""

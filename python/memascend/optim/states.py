@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.offloading.places import ranks_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -43,15 +45,20 @@ def read_state(
 
 
 def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
-    tensor = place.tensor
-    dtype = shown_dtype(plane)
+    tensor, shard = place.tensor, place.tensor.shard
+    dtype, share = shown_dtype(plane), tensor.numel
+    numel = share if shard is None else share * shard.ranks
+    whole = torch.zeros(numel, dtype=dtype) if tensor.packed else _file_backed(runtime, numel, dtype)
+    own = whole if shard is None else whole[shard.rank * share : (shard.rank + 1) * share]
     store_plane = tensor.planes.get(plane)
-    whole = torch.zeros(tensor.numel, dtype=dtype) if tensor.packed else _file_backed(runtime, tensor.numel, dtype)
     if store_plane is not None and store_plane.written:
         if plane.dtype == "uint8":
-            runtime.read_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
+            runtime.read_plane(store_plane.id, plane, share, own.data_ptr())
         else:
-            runtime.read(store_plane.id, whole.data_ptr(), whole.nbytes)
+            runtime.read(store_plane.id, own.data_ptr(), own.nbytes)
+    ranks = ranks_of([place.parameter])
+    if ranks is not None:
+        ranks.gather(f"gather {plane.name} of {place.name}", [whole.view(torch.uint8)])
     part = whole[place.start : place.start + place.numel].view(place.shape)
     return part.clone() if tensor.packed else part
 
@@ -119,12 +126,16 @@ def check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
 def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) -> None:
     tensor = place.tensor
     store_plane = tensor.planes[plane]
-    whole = value.view(-1)
+    first, start, count = place.stored
+    whole = own = value.view(-1)[first : first + count]
     if tensor.packed:
         whole = torch.zeros(tensor.numel, dtype=value.dtype)
         if store_plane.written:
             runtime.read(store_plane.id, whole.data_ptr(), whole.nbytes)
-        whole[place.start : place.start + place.numel] = value.view(-1)
+        whole[start : start + count] = own
+    elif count < tensor.numel:  # The remainder of a share is padding.
+        whole = _file_backed(runtime, tensor.numel, value.dtype)
+        whole[:count] = own
     if plane.dtype == "uint8":
         runtime.write_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
     else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import MemascendError
+from memascend.layout.units import as_held
 from memascend.optim.room import Room
 from memascend.optim.schedule import Schedule
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from memascend.optim.homes import Home, Homes, OnModel
     from memascend.optim.rules import Algorithm
 
+#: How many gradients are worked on together where an update takes something of the whole gradient: one is read or
+#: written while another is computed.
+FACTORS_AT_ONCE = 2
 #: The values of `nonfinite`: what becomes of a step whose gradients are not all finite.
 NONFINITE = ("propagate", "skip", "raise")
 
@@ -117,14 +122,18 @@ class Step:
         segment = home.work(part.rule, scalars, schedule)
 
         def find_factors() -> None:
-            self._algorithm.find_factors(group, home, segment, factor)
+            with as_held():
+                self._algorithm.find_factors(group, home, segment, factor)
 
-        schedule.first.append(find_factors)
+        if self._algorithm.factor_options(group) is not None:
+            schedule.first.append(find_factors)
 
     def carry_out(self, schedule: Schedule) -> None:
         """Take the step: defer the updates of offloaded models, and run those of ordinary parameters."""
-        for find_factors in schedule.first:
-            find_factors()
+        if schedule.first:
+            with ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool:
+                for done in [pool.submit(find_factors) for find_factors in schedule.first]:
+                    done.result()
         schedule.defer()
         for part in self._parts:
             part.home.count(part.rule)

@@ -93,6 +93,8 @@ class Plan:
     windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
     #: Gradients of autograd that are held until the update in the backward pass has used them.
     applied: Line = field(default_factory=lambda: Line("gradients being applied", 0, 0))
+    #: What moves between ranks, where the store is divided over them.
+    exchanged: Line = field(default_factory=lambda: Line("exchanged between ranks", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: Blocks of tables that are read by blocks.
     blocks: Line = field(default_factory=lambda: Line("vocabulary, by blocks", 0, 0, "in use, next"))
@@ -126,7 +128,7 @@ class Plan:
     @property
     def lines(self) -> list[Line]:
         """The lines of all consumers."""
-        return [*self.arena, self.windows, self.applied, self.bookkeeping]
+        return [*self.arena, self.windows, self.applied, self.exchanged, self.bookkeeping]
 
     @property
     def arena_bytes(self) -> int:
@@ -203,6 +205,8 @@ def _plan(
         if tensor.packed and tensor.trained:
             nbytes = tensor.gradient_nbytes
             packed[nbytes] = packed.get(nbytes, 0) + 1
+    if any(tensor.shard is not None for tensor in tensors):
+        _add_exchange(plan, units, packed)
     plan.packs = [
         Line("gradients of small tensors", nbytes, count, "until the update")
         for nbytes, count in sorted(packed.items())
@@ -270,6 +274,24 @@ def _plan(
         plan.blocks.count = 0
     _keep_states(plan, tensors)
     return plan
+
+
+def _add_exchange(plan: Plan, units: Sequence[Unit], packed: dict[int, int]) -> None:
+    """Plan what the ranks of a group exchange, and a buffer for the sum of a gradient block in each dtype.
+
+    A unit's gradients are autograd's until they have been sent, and what is received is as much at the most. Gloo
+    gathers a tensor's weights beside the buffer that they are for.
+    """
+    trained = [tensor for unit in units for tensor in unit.tensors if tensor.trained]
+    for itemsize in {tensor.gradient_dtype.itemsize for tensor in trained}:
+        nbytes = GRADIENT_BLOCK * itemsize
+        packed[nbytes] = packed.get(nbytes, 0) + 1
+    gradients = max(
+        (sum(place.nbytes for t in unit.tensors if t.trained for place in t.places) for unit in units), default=0
+    )
+    whole = max((t.nbytes * t.shard.ranks for unit in units for t in unit.tensors if t.shard is not None), default=0)
+    plan.exchanged.nbytes, plan.exchanged.count = max(gradients, -(-whole // 2)), 2
+    plan.exchanged.note = "beside the arena: sent and received"
 
 
 def updates_early(tensor: StoreTensor) -> bool:

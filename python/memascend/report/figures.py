@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import memascend
 from memascend.forecast.report import memory_part
-from memascend.offloading.api import offload_of
+from memascend.offloading.api import find_offload, offload_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
 #: Of each volume in a step's figures, in this order.
 VOLUME_COUNTERS = ("bytes_read", "bytes_written", "busy_seconds")
+#: Of each rank in the figures of a step, in this order.
+RANK_FIGURES = ("tokens", "seconds", *SSD_COUNTERS, "network_bytes_sent", "host_bytes_peak", "peak_rss_bytes")
 _DECIMALS = 6  # of seconds
 
 
@@ -95,6 +98,7 @@ class Meter:
         - `seconds` since the last lap; `tokens`, `tokens_per_s`.
         - `waited_seconds`: by what the program was blocked on (see `memascend.stats`); None for a model in memory.
         - `ssd_bytes_read`, `ssd_bytes_written`; `volumes`: for each volume its `VOLUME_COUNTERS`.
+        - `network_bytes_sent`, where the model is divided over ranks.
         - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_budget` of the arena, None for a model in memory;
           `peak_rss_bytes` of the process.
         """
@@ -106,6 +110,7 @@ class Meter:
             "tokens_per_s": tokens / max(seconds, 1e-9),
             "seconds": seconds,
             **{name: after[name] - before[name] if name in after else 0 for name in SSD_COUNTERS},
+            **{name: after[name] - before[name] for name in ("network_bytes_sent",) if name in after},
             **{name: after.get(name) for name in ("host_bytes_in_use", "host_bytes_peak", "host_bytes_budget")},
             "volumes": [[_rounded(new[name] - old[name]) for name in VOLUME_COUNTERS] for old, new in volumes],
             "waited_seconds": self._waited(),
@@ -117,6 +122,18 @@ class Meter:
         if self._model is None:
             return None
         return {kind: _rounded(spent) for kind, spent in offload_of(self._model).timeline.lap().items()}
+
+
+def figures_of_ranks(model: nn.Module, figures: dict[str, Any]) -> list[list[Any]]:
+    """Return the `RANK_FIGURES` of every rank, of which `figures` are this one's; [] for a model of one process.
+
+    All ranks call this together.
+    """
+    session = find_offload(model)
+    if session is None or session.membership is None:
+        return []
+    mine = json.dumps([figures[name] for name in RANK_FIGURES])
+    return [json.loads(text) for text in session.membership.ranks.texts("log a step", mine)]
 
 
 def _rounded(value: float) -> float:

@@ -120,6 +120,7 @@ def page_of(run: Run, tbw: float | None = None) -> str:
         sections.tiles(run),
         f'<section class="plots">{"".join(figure(plot) for plot in shown if plot.present)}</section>',
         f"<section><h2>The plan beside what was measured</h2>{plan}</section>" if plan else "",
+        f"<section><h2>Ranks</h2>{ranks}</section>" if (ranks := sections.ranks_table(run)) else "",
         f"<section><h2>Drive wear</h2>{wear}{endurance}{kinds}</section>" if wear else "",
         f"<section><h2>Machine and settings</h2>{machine}</section>" if machine else "",
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.timeline import COMPUTE, KINDS
 from memascend.errors import DataError
-from memascend.report.figures import VOLUME_COUNTERS
+from memascend.report.figures import RANK_FIGURES, VOLUME_COUNTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LINE_BYTES_MAX = 4 << 20
 STEPS_MAX = 1 << 53
 NUMBERS_MAX = 1e100
+#: More ranks than this are not shown.
+RANKS_MAX = 4096
 
 #: One value for each step; None where there is none.
 Values = list[float | None]
@@ -70,6 +72,17 @@ class Run:
             return self._of_each(lambda step: _entry(self._moved.get(step, {}).get(volume), index))
 
         return {volume: of(volume) for volume in self.volumes}
+
+    def of_ranks(self) -> list[dict[str, Values]]:
+        """Return the figures of each rank, by the names of `RANK_FIGURES`; none for a run of one process."""
+        told = [self.records.get(step, {}).get("ranks") for step in self.steps]
+        steps = [ranks if isinstance(ranks, list) else [] for ranks in told]
+
+        def of(rank: int, index: int) -> Values:
+            return [number(_entry(_entry(ranks, rank), index)) for ranks in steps]
+
+        count = min(RANKS_MAX, max(map(len, steps), default=0))
+        return [{name: of(rank, index) for index, name in enumerate(RANK_FIGURES)} for rank in range(count)]
 
     def _of_each(self, value_of: Callable[[int], Any]) -> Values:
         return [number(value_of(step)) for step in self.steps]

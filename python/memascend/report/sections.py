@@ -18,6 +18,8 @@ DAY_SECONDS = 86_400
 #: Settings whose values are told elsewhere, or that only say where things lie.
 _SETTINGS_LEFT_OUT = frozenset({"data", "data_paths", "metrics", "temporary", "model_dir", "out", "store"})
 _NOTHING = "–"
+#: Of the figures of a rank: what adds up, and what the most of is told.
+_MOVED, _PEAKS = ("ssd_bytes_read", "ssd_bytes_written", "network_bytes_sent"), ("host_bytes_peak", "peak_rss_bytes")
 
 
 def _total(values: Values) -> float:
@@ -198,6 +200,26 @@ def _consumers(lines: list[Any], measured: Mapping[float, float]) -> Iterator[tu
 
 
 # ---- drives -----------------------------------------------------------------------------------------------------
+
+
+def ranks_table(run: Run) -> Markup | None:
+    """Return what each rank has done in the steps that were recorded, or None for a run of one process."""
+    rows = []
+    for rank, of in enumerate(run.of_ranks()):
+        seconds = _total(of["seconds"])
+        speed = _total(of["tokens"]) / seconds if seconds else None
+        median = _median(of["seconds"])
+        peaks = (max((value for value in of[name] if value is not None), default=None) for name in _PEAKS)
+        rows.append(
+            (
+                str(rank),
+                *(_NOTHING if value is None else shown(value) for value in (median, speed)),
+                *(format_decimal(_total(of[name])) for name in _MOVED),
+                *map(_size, peaks),
+            )
+        )
+    header = ("rank", "seconds a step, median", "tokens/s", "SSD read", "SSD written", "sent", "host memory, peak")
+    return _scrolled(table("Each rank", (*header, "process, peak"), rows)) if rows else None
 
 
 def wear_table(run: Run, tbw: float | None) -> Markup | None:

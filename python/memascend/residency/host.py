@@ -621,6 +621,9 @@ class Streamer:
         """Note that `optimizer.step()` has followed updates of the backward pass: units without others can be used."""
         self.early_units = {unit for unit in self.early_units if any(place.early for place in unit.places)}
 
+    def forget_last_use(self) -> None:
+        """Keep nothing for the next use that other ranks may not have: what each does until then may differ."""
+
     def start_next_pass(self) -> None:
         """Start fetching what the next training pass uses first, with the updates that were just deferred."""
         if self.depth == 0:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Segment:
-    """Elements of a tensor with the same hyper-parameters: one parameter."""
+    """Elements of a tensor with the same hyper-parameters: one parameter, or what one rank's store has of it."""
 
     start: int
     numel: int
@@ -27,6 +27,8 @@ class Segment:
     host: tuple[int, int] | None = None
     #: The factors of a matrix's channels, which APOLLO finds when the step is carried out.
     factors: ChannelFactors | None = None
+    #: Which element of the parameter `start` is, for the random numbers of stochastic rounding.
+    first_element: int = 0
 
 
 @dataclass(slots=True)

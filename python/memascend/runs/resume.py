@@ -18,14 +18,20 @@ from memascend.durable.record import parse_record, restore_random_states
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import materialise
 from memascend.formats.transformers_models import model_of_record
+from memascend.layout.division import divide
+from memascend.layout.tables import find_tables
 from memascend.layout.units import StoreMoments, StorePlane, partition
+from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
-from memascend.offloading.hooks import Hooks
-from memascend.offloading.native import store_paths, when_free
+from memascend.offloading.native import when_free
+from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
 from memascend.optim.record import empty_parameters
 from memascend.plan.automatic import plan_for
+from memascend.ranks.group import Ranks
+from memascend.ranks.membership import Membership, refuse_share
+from memascend.runs.common_step import go_to_common_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,6 +91,7 @@ def resume(
     update: str = "forward",
     keep_store: bool | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
+    process_group: Any = None,
     **options: Any,
 ) -> Resumed:
     """Go on with a run from its last durable step, whatever stopped it. Only the manifest is read.
@@ -105,6 +112,8 @@ def resume(
             `memascend.offload`; may differ from before.
         recompute: as in `memascend.offload`. None is as before.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
+        process_group: as in `memascend.offload`. Every rank resumes its own store, of a run with as many ranks
+            (`memascend.reshard` makes it one); they go on from the last step that all of them have.
 
     Raises:
         StoreError: the store does not exist, is in use, or is damaged.
@@ -112,52 +121,78 @@ def resume(
         BudgetError: as in `memascend.offload`.
     """
     return_large_blocks_to_system()
-    paths = store_paths(store)
-    record = read_record(paths, tag)
-    classes = {
-        described["class"]: _class_of(described["class"], optimizer_classes or {}) for described in record["optimizers"]
-    }
-    if model is None:
-        model = model_of_record(record["model"])
-    else:
-        _free_closed(model)
-    recompute = record["recompute"] if recompute is None else recompute
-    # They change bits, so they are those of the run.
-    fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
-    computing = Computing.of(device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update)
-    units = _divide(model, record, computing)
-    plan, automatic = plan_for(units, host_memory, host_memory_max, update)
-    session = Session(
-        model,
-        units,
-        plan,
-        paths,
-        computing=computing,
-        keep_store=keep_store,
-        durability=durability,
-        source=record["model"],
-        options=options,
-        automatic=automatic,
-        resume=True,
-        tag=tag,
-    )
-    hooks = Hooks(session)
-    try:
-        _find_states(session, record)
-        with torch.no_grad():
-            session.generations.take_up(record)
-        hooks.attach()
-        optimizers = [
-            _make_optimizer(session, described, classes[described["class"]]) for described in record["optimizers"]
-        ]
-        restore_random_states(record["random"])
-        if tag is not None:
-            # Nothing can be refused any more: now the steps after the snapshot are given up.
-            session.runtime.confirm_snapshot(tag)
-    except BaseException:
-        session.keep_store = None
-        session.close(failed=True)
-        raise
+    ranks = Ranks.of(process_group)
+    paths = over_ranks.paths_of(store, process_group)
+    if ranks is not None:
+        durability = over_ranks.check_options(
+            device=device,
+            host_memory=host_memory,
+            host_memory_max=host_memory_max,
+            fused_loss=False,
+            gradients="auto",
+            update=update,
+            durability=durability,
+            store=paths,
+        )
+    with over_ranks.telling(ranks):
+        tags = None if ranks is None else go_to_common_step(paths[0], ranks)
+        if tags is not None and tag is not None and tag not in tags:
+            raise CheckpointError(f"the stores of the ranks have no checkpoint {tag} together, but {sorted(tags)}")
+        record = read_record(paths, tag)
+        if ranks is None:
+            refuse_share(record, ", ".join(map(str, paths)))
+        classes = {
+            described["class"]: _class_of(described["class"], optimizer_classes or {})
+            for described in record["optimizers"]
+        }
+        if model is None:
+            model = model_of_record(record["model"])
+        else:
+            _free_closed(model)
+        recompute = record["recompute"] if recompute is None else recompute
+        # They change bits, so they are those of the run.
+        fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
+        computing = Computing.of(
+            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
+        )
+        units = _divide(model, record, computing, ranks)
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+        session = Session(
+            model,
+            units,
+            plan,
+            paths,
+            computing=computing,
+            keep_store=keep_store,
+            durability=durability,
+            source=record["model"],
+            options=options,
+            automatic=automatic,
+            resume=True,
+            tag=tag,
+            membership=None if ranks is None else Membership(ranks, record["ranks"]["run"]),
+        )
+        hooks = hooks_for(session)
+        try:
+            if tags is not None:
+                session.delete_checkpoints(name for name, _, _ in session.runtime.snapshots() if name not in tags)
+            _find_states(session, record)
+            with torch.no_grad():
+                session.generations.take_up(record)
+            hooks.attach()
+            optimizers = [
+                _make_optimizer(session, described, classes[described["class"]]) for described in record["optimizers"]
+            ]
+            restore_random_states(record["random"])
+            if tag is not None:
+                # Nothing can be refused any more: now the steps after the snapshot are given up.
+                session.runtime.confirm_snapshot(tag)
+                if ranks is not None:  # Until all have that generation, any of them may have to go back.
+                    ranks.meet(f"have gone back to checkpoint {tag}")
+        except BaseException:
+            session.keep_store = None
+            session.close(failed=True)
+            raise
     return Resumed(model, optimizers, record["steps"])
 
 
@@ -216,7 +251,7 @@ def delete_checkpoint(model: nn.Module, tag: str) -> None:
 
     Raises StoreError if the store has no checkpoint of that name.
     """
-    offload_of(model).runtime.delete_snapshot(tag)
+    offload_of(model).delete_checkpoints([tag])
 
 
 def restore_checkpoint(
@@ -235,8 +270,12 @@ def restore_checkpoint(
     whole = session.model()
     kept, session.keep_store = session.keep_store, True
     follows_machine = session.follows_machine
+    group = None
+    if session.membership is not None:
+        group = session.membership.ranks.group
+        session.membership.ranks.meet(f"restore checkpoint {tag}")
     # As after a failure: the steps that follow the checkpoint need not be completed.
-    session.close(failed=True)
+    session.close(failed=True, resumes=True)
     return resume(
         model=whole,
         tag=tag,
@@ -244,16 +283,20 @@ def restore_checkpoint(
         host_memory_max=None if session.plan.most is None else session.plan.most.budget,
         keep_store=kept,
         optimizer_classes=optimizer_classes,
+        process_group=group,
         **session.opened_with,
     )
 
 
-def can_resume(store: StorePaths) -> bool:
-    """Whether `store` has a durable step to go on from.
+def can_resume(store: StorePaths, *, process_group: Any = None) -> bool:
+    """Whether `store` has a durable step to go on from; over ranks, whether the stores of all of them have.
 
-    Raises StoreError if a volume cannot be read, or is in use.
+    `process_group` is as in `memascend.offload`. Raises StoreError if a volume cannot be read, or is in use.
     """
-    return when_free(lambda: KeptStore.is_there(store_paths(store)))
+    ranks = Ranks.of(process_group)
+    with over_ranks.telling(ranks):
+        there = when_free(lambda: KeptStore.is_there(over_ranks.paths_of(store, process_group)))
+        return there if ranks is None else bool(ranks.collect("look for a run", torch.tensor([there])).all())
 
 
 def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
@@ -276,7 +319,7 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     return parse_record(text, paths)
 
 
-def _divide(model: nn.Module, record: dict[str, Any], computing: Computing) -> list[Unit]:
+def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, ranks: Ranks | None) -> list[Unit]:
     """Divide the model as the store has it, with the dtypes and frozen parameters that it had.
 
     Raises CheckpointError where model and record differ.
@@ -294,7 +337,12 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing) -> l
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
-    units = partition(model, computing.torch_device, computing.fused_loss, computing.gradients)
+    if ranks is not None:
+        _refuse_pieces(model, computing)
+    fused_loss = computing.fused_loss if ranks is None else None
+    units = partition(model, computing.torch_device, fused_loss, computing.gradients)
+    if ranks is not None:
+        divide(units, ranks.rank, ranks.size)
     for name, parameter in model.named_parameters():
         if name in recorded:
             _, _, trained_last = recorded[name]
@@ -306,6 +354,14 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing) -> l
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         materialise(model, units)
     return units
+
+
+def _refuse_pieces(model: nn.Module, computing: Computing) -> None:
+    """Raise CheckpointError for a run of one process that has computed its loss in pieces: ranks have other bits."""
+    if find_tables(model, computing.fused_loss) - find_tables(model, False):
+        raise CheckpointError(
+            "the run computes its loss in pieces (fused_loss), which ranks do not yet: resume it with one process"
+        )
 
 
 def _first_difference(units: list[Unit], record: dict[str, Any]) -> tuple[str, str, str] | None:

@@ -121,7 +121,7 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     for (plane, _) in planes.iter_mut().zip(&segment.fresh).filter(|(_, fresh)| **fresh) {
         plane.fill(0);
     }
-    let first = (start - segment.start) as u64;
+    let first = segment.first_element + (start - segment.start) as u64;
     match &segment.factors {
         None => step(segment.rule, weight, &mut planes, gradient, first, &segment.scalars),
         Some(factors) => {

@@ -415,6 +415,7 @@ impl Unit {
         let shape = &model.shapes[index];
         let segments = shape.segments.iter().enumerate().map(|(segment, (start, numel))| Segment {
             start: *start,
+            first_element: 0,
             numel: *numel,
             rule: shape.rule,
             scalars: model.scalars(index, segment, step),
@@ -604,6 +605,7 @@ pub fn by_address(
 ) -> UpdateTensor {
     let segments = parts.iter_mut().map(|(start, weight, gradient)| Segment {
         start: *start,
+        first_element: 0,
         numel: weight.len() / rule.weight.bytes(),
         rule,
         scalars: scalars_of(rule.algorithm, 1, step),

@@ -2,11 +2,17 @@
 
 use super::super::adamw::{AdamwScalars, moments};
 use super::super::bf16::canonical_nan;
+use super::super::dispatch::kernel;
+use super::projected::Projected;
 
 /// Keeps quotients of norms finite.
 const EPSILON: f64 = 1e-8;
 /// How much a step's norm may grow: the limiter's gamma.
 const GROWTH_MAX: f64 = 1.01;
+/// fp64 sums of a channel's squares.
+const SUMS: usize = 16;
+/// Numbers of a projected gradient below which no other thread is started.
+const ALONE: usize = 1 << 16;
 
 /// What the factors of one step depend on, beside the gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,37 +37,28 @@ pub struct FactorOptions {
     pub norm_before: Option<f64>,
 }
 
-/// A gradient as [`Projector`](super::Projector) has measured it.
-#[derive(Clone, Copy)]
-pub struct Measured<'a> {
-    /// (channels, rank)
-    pub projected: &'a [f32],
-    /// Each channel's sum of squares.
-    pub sums: &'a [f64],
-}
-
 /// Updates the moments of the projected gradient, (channels, rank) each, and finds the factor of each
 /// channel, by which [`step_channels`](crate::step_channels) multiplies the scaled gradient. Returns
-/// the norm of the step after the limiter, without the learning rate.
+/// the norm of the step after the limiter, without the learning rate. The bits do not depend on `threads`.
 ///
 /// # Panics
-/// When lengths differ, there are no channels, or `step` is 0.
+/// When lengths differ, or `step` is 0.
 pub fn channel_factors(
     options: &FactorOptions,
-    measured: Measured<'_>,
+    measured: &Projected,
     first_moment: &mut [f32],
     second_moment: &mut [f32],
     factors: &mut [f32],
+    threads: usize,
 ) -> f64 {
-    let Measured { projected, sums } = measured;
-    let rank = projected.len() / sums.len();
-    assert!(projected.len() == rank * sums.len() && factors.len() == sums.len(), "channels");
+    let (projected, sums) = (measured.values(), measured.sums());
+    assert_eq!(factors.len(), sums.len(), "channels");
     assert!(first_moment.len() == projected.len() && second_moment.len() == projected.len(), "moments");
-    let ratios = ratios(options, measured, rank, first_moment, second_moment);
+    let ratios = ratios(options, measured, first_moment, second_moment, threads);
     let root = options.scale.sqrt();
     let front = if options.scale_front { root } else { 1.0 };
     let grad_scale = f64::from(options.grad_scale) * front;
-    let squares: f64 = ratios.iter().zip(sums).map(|(ratio, sum)| ratio * ratio * sum).sum();
+    let squares: f64 = ratios.iter().zip(&sums).map(|(ratio, sum)| ratio * ratio * sum).sum();
     let norm = squares.sqrt() * grad_scale.abs();
     let limit = match options.norm_before {
         Some(before) => (norm / (before + EPSILON)).max(GROWTH_MAX) / GROWTH_MAX,
@@ -79,32 +76,105 @@ pub fn channel_factors(
 /// longer than the projected gradient.
 fn ratios(
     options: &FactorOptions,
-    measured: Measured<'_>,
-    rank: usize,
+    measured: &Projected,
     first_moment: &mut [f32],
     second_moment: &mut [f32],
+    threads: usize,
 ) -> Vec<f64> {
-    let scalars = AdamwScalars::new(options.lr, options.betas, options.eps, 0.0, options.step);
-    let eps = options.eps as f32;
-    let channels = measured.projected.chunks(rank).zip(first_moment.chunks_mut(rank));
-    let squares = channels.zip(second_moment.chunks_mut(rank)).map(|((projected, first), second)| {
-        let (mut before, mut after) = (0.0, 0.0);
-        for ((&value, m), v) in projected.iter().zip(first).zip(second) {
-            let value = value * options.grad_scale;
-            (*m, *v) = moments(*m, *v, value, &scalars);
-            (*m, *v) = (canonical_nan(*m), canonical_nan(*v));
-            let stepped = *m / (v.sqrt() + eps);
-            before += f64::from(value) * f64::from(value);
-            after += f64::from(stepped) * f64::from(stepped);
+    let (projected, channels, rank) =
+        (measured.values(), measured.projection().channels(), measured.projection().rank);
+    let FactorOptions { lr, betas, eps, step, grad_scale, .. } = *options;
+    let scalars = ProjectedScalars::new(lr, betas, eps, step, grad_scale);
+    let threads = if projected.len() < ALONE { 1 } else { threads.max(1) };
+    let share = channels.div_ceil(threads);
+    let mut squares = vec![(0.0, 0.0); channels];
+    std::thread::scope(|scope| {
+        let moments = first_moment.chunks_mut(share * rank).zip(second_moment.chunks_mut(share * rank));
+        let parts = projected.chunks(share * rank).zip(moments).zip(squares.chunks_mut(share));
+        for ((projected, (first, second)), squares) in parts {
+            let scalars = &scalars;
+            let mut run = move || step_projected(scalars, projected, first, second, squares);
+            if threads == 1 {
+                run();
+            } else {
+                scope.spawn(run);
+            }
         }
-        (before, after)
     });
     let ratio = |(before, after): (f64, f64)| after.sqrt() / (before.sqrt() + EPSILON);
-    let channels = measured.sums.len();
     if options.whole {
-        let whole = squares.fold((0.0, 0.0), |sum, channel| (sum.0 + channel.0, sum.1 + channel.1));
+        let whole = squares.iter().fold((0.0, 0.0), |sum, channel| (sum.0 + channel.0, sum.1 + channel.1));
         vec![ratio(whole); channels]
     } else {
-        squares.map(ratio).collect()
+        squares.into_iter().map(ratio).collect()
     }
+}
+
+/// What the moments of one step depend on, beside the projected gradient.
+pub(super) struct ProjectedScalars {
+    moments: AdamwScalars,
+    eps: f32,
+    grad_scale: f32,
+}
+
+impl ProjectedScalars {
+    pub(super) fn new(lr: f64, betas: (f64, f64), eps: f64, step: u64, grad_scale: f32) -> Self {
+        Self { moments: AdamwScalars::new(lr, betas, eps, 0.0, step), eps: eps as f32, grad_scale }
+    }
+}
+
+kernel! {
+    /// Updates the moments of channels, (channels, rank), and finds each channel's sums of squares: of the
+    /// projected gradient and of its step.
+    pub fn step_projected / step_projected_with(
+        scalars: &ProjectedScalars,
+        projected: &[f32],
+        first_moment: &mut [f32],
+        second_moment: &mut [f32],
+        squares: &mut [(f64, f64)],
+    ) = step_projected_body;
+}
+
+#[inline(always)]
+fn step_projected_body(
+    scalars: &ProjectedScalars,
+    projected: &[f32],
+    first_moment: &mut [f32],
+    second_moment: &mut [f32],
+    squares: &mut [(f64, f64)],
+) {
+    let rank = projected.len() / squares.len();
+    for (channel, squares) in squares.iter_mut().enumerate() {
+        let range = channel * rank..(channel + 1) * rank;
+        let (values, rest) = projected[range.clone()].as_chunks::<SUMS>();
+        let (first, first_rest) = first_moment[range.clone()].as_chunks_mut::<SUMS>();
+        let (second, second_rest) = second_moment[range].as_chunks_mut::<SUMS>();
+        let mut sums = ([0.0; SUMS], [0.0; SUMS]);
+        for ((values, first), second) in values.iter().zip(first).zip(second) {
+            sums = step_some(scalars, sums, values, first, second);
+        }
+        sums = step_some(scalars, sums, rest, first_rest, second_rest);
+        *squares = (sums.0.iter().sum(), sums.1.iter().sum());
+    }
+}
+
+/// Up to [`SUMS`] numbers of a channel. The sums go by value, so that compilers keep them in registers.
+#[inline(always)]
+fn step_some(
+    scalars: &ProjectedScalars,
+    (mut before, mut after): ([f64; SUMS], [f64; SUMS]),
+    values: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+) -> ([f64; SUMS], [f64; SUMS]) {
+    let sums = before.iter_mut().zip(&mut after);
+    for (((value, m), v), (before, after)) in values.iter().zip(first).zip(second).zip(sums) {
+        let value = value * scalars.grad_scale;
+        (*m, *v) = moments(*m, *v, value, &scalars.moments);
+        (*m, *v) = (canonical_nan(*m), canonical_nan(*v));
+        let step = *m / (v.sqrt() + scalars.eps);
+        *before += f64::from(value) * f64::from(value);
+        *after += f64::from(step) * f64::from(step);
+    }
+    (before, after)
 }

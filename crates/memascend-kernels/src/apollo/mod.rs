@@ -3,6 +3,8 @@
 //!
 //! - `matrix.rs`: the random matrix, a function of seed, redraw and index;
 //! - `projection.rs`: the projected gradient and each channel's sum of squares, as gradients pass by;
+//! - `projected.rs`: what was measured, and how it is put aside until the step;
+//! - `scratch.rs`: the memory that these take;
 //! - `factors.rs`: from these the moments, the channels' factors and the limit on the norm's growth.
 //!
 //! The step itself works element by element, in any chunks:
@@ -14,10 +16,14 @@
 
 mod factors;
 mod matrix;
+mod projected;
 mod projection;
+mod scratch;
 
-pub use factors::{FactorOptions, Measured, channel_factors};
+pub use factors::{FactorOptions, channel_factors};
+pub use projected::Projected;
 pub use projection::{Projection, Projector};
+pub use scratch::{Numbers, Purpose, Scratch};
 
 #[cfg(test)]
 mod tests;

@@ -1,21 +1,30 @@
 //! The projection of a gradient, element after element in the order of memory.
 
+use std::sync::Arc;
+
 use super::super::dispatch::kernel;
 use super::super::dtype::Dtype;
 use super::super::rules::mix;
 use super::super::{widen_bf16_slice, widen_f16};
-use super::matrix::normal;
+use super::matrix::{BLOCK, normal, normals};
+use super::projected::Projected;
+use super::scratch::{Numbers, Purpose, Scratch};
 
 /// Ranks that are computed together: two registers of AVX2 for each channel.
 const LANES: usize = 16;
 /// Channels that are computed together.
 const CHANNELS: usize = 4;
 /// fp64 sums of one channel's squares, where its elements follow one another in memory.
-const SUMS: usize = 8;
+pub(super) const SUMS: usize = 8;
+/// Bytes of pieces that are put together before they are projected: with short ones the sums of many channels would
+/// go through the caches again and again, and threads be started for little.
+const TOGETHER: usize = 1 << 20;
 /// Elements that are widened together at most.
 const WIDENED: usize = 1 << 15;
 /// Products below which no other thread is started.
 const ALONE: usize = 1 << 22;
+/// Tiles of the random matrix below which no other thread is started.
+const FEW_TILES: usize = 1 << 11;
 
 /// Keeps the matrix's numbers apart from those of stochastic rounding.
 const DOMAIN: u64 = 0x4150_4F4C_4C4F_2D50;
@@ -66,16 +75,43 @@ impl Projection {
     }
 
     /// The random matrix as the loop reads it: [`LANES`] ranks at a time, those that are missing zero.
-    fn tiles(&self) -> Vec<[f32; LANES]> {
-        let (depth, key) = (self.depth(), self.key());
-        let tile = |first: usize, at: usize| {
-            let mut lanes = [0.0; LANES];
-            for (lane, rank) in lanes.iter_mut().zip(first..self.rank) {
-                *lane = self.element(key, at * self.rank + rank);
+    pub(super) fn tiles(&self, threads: usize, scratch: &Arc<Scratch>) -> Numbers {
+        let count = self.rank.div_ceil(LANES) * self.depth() * LANES;
+        let mut numbers = scratch.take(Purpose::Matrix, count);
+        let tiles = numbers.as_chunks_mut::<LANES>().0;
+        let threads = if tiles.len() < FEW_TILES { 1 } else { threads };
+        let share = tiles.len().div_ceil(threads);
+        std::thread::scope(|scope| {
+            for (index, tiles) in tiles.chunks_mut(share).enumerate() {
+                if threads == 1 {
+                    self.fill(index * share, tiles);
+                } else {
+                    scope.spawn(move || self.fill(index * share, tiles));
+                }
             }
-            lanes
-        };
-        (0..self.rank).step_by(LANES).flat_map(|first| (0..depth).map(move |at| tile(first, at))).collect()
+        });
+        numbers
+    }
+
+    /// Makes the tiles from number `first` on.
+    fn fill(&self, first: usize, tiles: &mut [[f32; LANES]]) {
+        let (depth, key, divisor) = (self.depth(), self.key(), (self.rank as f64).sqrt());
+        let mut numbers = [0.0; BLOCK];
+        for (block, tiles) in tiles.chunks_mut(BLOCK / LANES).enumerate() {
+            // The depth and the first rank of each tile.
+            let begin = first + block * (BLOCK / LANES);
+            let place = |tile: usize| ((begin + tile) % depth, (begin + tile) / depth * LANES);
+            let index = |number: usize| {
+                let (at, rank) = place(number / LANES);
+                (at * self.rank + rank + number % LANES) as u64
+            };
+            normals(key, divisor, &std::array::from_fn(index), &mut numbers);
+            for (tile, (lanes, numbers)) in tiles.iter_mut().zip(numbers.as_chunks::<LANES>().0).enumerate() {
+                let width = LANES.min(self.rank - place(tile).1);
+                lanes[..width].copy_from_slice(&numbers[..width]);
+                lanes[width..].fill(0.0);
+            }
+        }
     }
 }
 
@@ -86,27 +122,28 @@ impl Projection {
 pub struct Projector {
     projection: Projection,
     dtype: Dtype,
-    tiles: Vec<[f32; LANES]>,
+    tiles: Numbers,
     threads: usize,
-    /// (channels, rank)
-    projected: Vec<f32>,
+    projected: Projected,
     /// (channels, `SUMS` or 1)
     sums: Vec<f64>,
     next: usize,
+    /// Elements from number `next` on that wait for more.
+    waiting: Vec<u8>,
 }
 
 /// Elements of a gradient that form a rectangle, in fp32.
 pub(super) struct Rectangle<'a> {
-    values: &'a [f32],
-    channels: usize,
+    pub(super) values: &'a [f32],
+    pub(super) channels: usize,
     /// How far two channels, and two elements of a channel, lie apart.
-    strides: (usize, usize),
+    pub(super) strides: (usize, usize),
     /// Those of the elements' rows in the random matrix, and rows of the whole matrix.
-    first: usize,
-    count: usize,
-    depth: usize,
-    rank: usize,
-    tiles: &'a [[f32; LANES]],
+    pub(super) first: usize,
+    pub(super) count: usize,
+    pub(super) depth: usize,
+    pub(super) rank: usize,
+    pub(super) tiles: &'a [[f32; LANES]],
 }
 
 impl Projector {
@@ -114,26 +151,28 @@ impl Projector {
     ///
     /// # Panics
     /// When the matrix has no elements, or the rank is 0.
-    pub fn new(projection: Projection, dtype: Dtype, threads: usize) -> Self {
+    pub fn new(projection: Projection, dtype: Dtype, threads: usize, scratch: &Arc<Scratch>) -> Self {
         assert!(projection.depth() > 0 && projection.rank > 0, "a matrix and a rank that are not empty");
-        let channels = projection.channels();
         let sums = if projection.by_column() { 1 } else { SUMS };
+        let mut projected = Projected::room(projection, scratch);
+        projected.values_mut().fill(0.0);
         Self {
             projection,
             dtype,
-            tiles: projection.tiles(),
+            tiles: projection.tiles(threads.max(1), scratch),
             threads: threads.max(1),
-            projected: vec![0.0; channels * projection.rank],
-            sums: vec![0.0; channels * sums],
+            projected,
+            sums: vec![0.0; projection.channels() * sums],
             next: 0,
+            waiting: Vec::new(),
         }
     }
 
     /// Bytes that a projector of `projection` takes.
     pub fn bytes(projection: &Projection) -> usize {
-        let sums = if projection.by_column() { 1 } else { SUMS };
+        let sums = projection.channels() * if projection.by_column() { 1 } else { SUMS };
         let tiles = projection.rank.div_ceil(LANES) * projection.depth() * size_of::<[f32; LANES]>();
-        projection.channels() * (projection.rank * size_of::<f32>() + sums * size_of::<f64>()) + tiles
+        Projected::count(projection) * size_of::<f32>() + sums * size_of::<f64>() + tiles + TOGETHER
     }
 
     /// The next elements of the gradient, of its dtype.
@@ -143,9 +182,29 @@ impl Projector {
     pub fn add(&mut self, gradient: &[u8]) {
         let bytes = self.dtype.bytes();
         assert!(gradient.len().is_multiple_of(bytes), "whole elements");
-        let elements = gradient.len() / bytes;
-        let end = self.next + elements;
+        let end = self.next + (self.waiting.len() + gradient.len()) / bytes;
         assert!(end <= self.projection.rows * self.projection.columns, "the gradient has fewer elements");
+        if self.waiting.len() + gradient.len() > TOGETHER {
+            self.add_waiting();
+        }
+        if gradient.len() >= TOGETHER {
+            self.add_now(gradient);
+        } else {
+            self.waiting.reserve_exact(TOGETHER - self.waiting.len());
+            self.waiting.extend_from_slice(gradient);
+        }
+    }
+
+    fn add_waiting(&mut self) {
+        let mut waiting = std::mem::take(&mut self.waiting);
+        self.add_now(&waiting);
+        waiting.clear();
+        self.waiting = waiting;
+    }
+
+    pub(super) fn add_now(&mut self, gradient: &[u8]) {
+        let bytes = self.dtype.bytes();
+        let elements = gradient.len() / bytes;
         let columns = self.projection.columns;
         let mut done = 0;
         while done < elements {
@@ -164,22 +223,20 @@ impl Projector {
         }
     }
 
-    /// The projected gradient, (channels, rank), and each channel's sum of squares.
+    /// What was measured.
     ///
     /// # Panics
     /// When elements are missing.
-    pub fn finish(self) -> (Vec<f32>, Vec<f64>) {
+    pub fn finish(mut self) -> Projected {
+        self.add_waiting();
         assert_eq!(self.next, self.projection.rows * self.projection.columns, "a whole gradient");
         if self.projection.by_column() {
-            return (self.projected, self.sums);
+            self.projected.set_sums(self.sums.into_iter());
+        } else {
+            let sum = |s: &[f64; SUMS]| ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+            self.projected.set_sums(self.sums.as_chunks().0.iter().map(sum));
         }
-        let sums = self
-            .sums
-            .as_chunks::<SUMS>()
-            .0
-            .iter()
-            .map(|s| ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])));
-        (self.projected, sums.collect())
+        self.projected
     }
 
     /// Whole rows, or a part of one that begins at `column`.
@@ -192,12 +249,13 @@ impl Projector {
         let (channels, first_channel, sums_each) =
             if projection.by_column() { (width, column, 1) } else { (rows, row, SUMS) };
         let share = channels.div_ceil(threads).max(1).next_multiple_of(CHANNELS);
-        let projected = &mut projected[first_channel * rank..][..channels * rank];
+        let projected = &mut projected.values_mut()[first_channel * rank..][..channels * rank];
+        let tiles = tiles.as_chunks().0;
         let sums = &mut sums[first_channel * sums_each..][..channels * sums_each];
         std::thread::scope(|scope| {
             let parts = projected.chunks_mut(share * rank).zip(sums.chunks_mut(share * sums_each));
             for (index, (projected, sums)) in parts.enumerate() {
-                let (projection, dtype, tiles) = (&*projection, *dtype, tiles.as_slice());
+                let (projection, dtype) = (&*projection, *dtype);
                 let mut run = move || {
                     let piece = Piece { projection, dtype, tiles, bytes: piece, width, rows, row, column };
                     piece.add(index * share, projected, sums);
@@ -301,7 +359,7 @@ impl Piece<'_> {
 
 kernel! {
     /// Adds the products of a rectangle's elements with the random matrix.
-    pub fn project / project_with(rectangle: &Rectangle<'_>, projected: &mut [f32]) = project_body;
+    pub fn project / project_with(rectangle: &Rectangle<'_>, projected: &mut [f32]) = project_body::<2>, project_body::<1>;
 }
 
 kernel! {
@@ -310,44 +368,60 @@ kernel! {
     pub fn add_squares / add_squares_with(rectangle: &Rectangle<'_>, sums: &mut [f64]) = squares_body;
 }
 
+/// `TILES` are read at a time: two of them and [`CHANNELS`] fill the registers of AVX-512, one those of AVX2.
 #[inline(always)]
-fn project_body(rectangle: &Rectangle<'_>, projected: &mut [f32]) {
-    let Rectangle { first, count, depth, rank, tiles, .. } = *rectangle;
-    for (index, lanes) in (0..rank).step_by(LANES).enumerate() {
-        let tile = &tiles[index * depth + first..][..count];
-        let width = LANES.min(rank - lanes);
-        let whole = rectangle.channels / CHANNELS * CHANNELS;
-        for channel in (0..whole).step_by(CHANNELS) {
-            tile_body::<CHANNELS>(rectangle, channel, tile, &mut projected[channel * rank + lanes..], width);
-        }
-        for channel in whole..rectangle.channels {
-            tile_body::<1>(rectangle, channel, tile, &mut projected[channel * rank + lanes..], width);
-        }
+fn project_body<const TILES: usize>(rectangle: &Rectangle<'_>, projected: &mut [f32]) {
+    let tiles = rectangle.rank.div_ceil(LANES);
+    for tile in (0..tiles / TILES * TILES).step_by(TILES) {
+        project_tiles::<TILES>(rectangle, tile, projected);
+    }
+    for tile in tiles / TILES * TILES..tiles {
+        project_tiles::<1>(rectangle, tile, projected);
     }
 }
 
-/// Some channels times [`LANES`] ranks, `width` of which count.
 #[inline(always)]
-fn tile_body<const N: usize>(
+fn project_tiles<const TILES: usize>(rectangle: &Rectangle<'_>, tile: usize, projected: &mut [f32]) {
+    let Rectangle { first, count, depth, rank, tiles, .. } = *rectangle;
+    let numbers: [&[[f32; LANES]]; TILES] =
+        std::array::from_fn(|k| &tiles[(tile + k) * depth + first..][..count]);
+    let lanes = tile * LANES;
+    let width = (TILES * LANES).min(rank - lanes);
+    let whole = rectangle.channels / CHANNELS * CHANNELS;
+    for channel in (0..whole).step_by(CHANNELS) {
+        let projected = &mut projected[channel * rank + lanes..];
+        add_channels::<CHANNELS, TILES>(rectangle, channel, numbers, projected, width);
+    }
+    for channel in whole..rectangle.channels {
+        let projected = &mut projected[channel * rank + lanes..];
+        add_channels::<1, TILES>(rectangle, channel, numbers, projected, width);
+    }
+}
+
+/// Some channels times as many ranks as the tiles have, `width` of which count.
+#[inline(always)]
+fn add_channels<const N: usize, const TILES: usize>(
     rectangle: &Rectangle<'_>,
     channel: usize,
-    tile: &[[f32; LANES]],
+    numbers: [&[[f32; LANES]]; TILES],
     projected: &mut [f32],
     width: usize,
 ) {
-    let Rectangle { values, strides: (apart, along), rank, .. } = *rectangle;
-    let mut sums = [[0.0; LANES]; N];
+    let Rectangle { values, strides: (apart, along), rank, count, .. } = *rectangle;
+    let mut sums = [[[0.0; LANES]; TILES]; N];
     for (k, sums) in sums.iter_mut().enumerate() {
-        sums[..width].copy_from_slice(&projected[k * rank..][..width]);
+        sums.as_flattened_mut()[..width].copy_from_slice(&projected[k * rank..][..width]);
     }
-    for (at, numbers) in tile.iter().enumerate() {
+    for at in 0..count {
         let factors: [f32; N] = std::array::from_fn(|k| values[(channel + k) * apart + at * along]);
-        for (sums, factor) in sums.iter_mut().zip(factors) {
-            *sums = add_products(*sums, factor, numbers);
+        for (tile, numbers) in numbers.iter().enumerate() {
+            for (sums, factor) in sums.iter_mut().zip(factors) {
+                sums[tile] = add_products(sums[tile], factor, &numbers[at]);
+            }
         }
     }
     for (k, sums) in sums.iter().enumerate() {
-        projected[k * rank..][..width].copy_from_slice(&sums[..width]);
+        projected[k * rank..][..width].copy_from_slice(&sums.as_flattened()[..width]);
     }
 }
 

@@ -19,8 +19,8 @@ use crate::engine::threads::Threads;
 use crate::error::file_error;
 use crate::volume::file::MADE_SHORTER;
 use crate::{
-    Completion, CountersSnapshot, EngineChoice, EngineOptions, Geometry, IoError, Operation, Request, Result,
-    ThreadsEngine, VolumeFile,
+    Completion, EngineChoice, EngineOptions, Geometry, IoError, Operation, Request, Result, ThreadsEngine,
+    VolumeFile,
 };
 
 /// Called once, on an engine thread, when a transfer has ended. It must be short and must never wait.
@@ -134,14 +134,6 @@ impl FileEngine {
     /// Why it is not a ring.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
-    }
-
-    /// Counters so far, of the parts that were transferred.
-    pub fn counters(&self) -> CountersSnapshot {
-        match &self.carrier {
-            Carrier::Ring(ring) => ring.counters().snapshot(),
-            Carrier::Threads(threads) => threads.counters().snapshot(),
-        }
     }
 
     /// Starts to transfer between `memory` and byte `offset` of the file at `path`. Calls `on_end` once,

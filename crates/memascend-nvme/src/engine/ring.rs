@@ -199,10 +199,6 @@ impl Ring {
         }
     }
 
-    pub(super) fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
     pub(super) fn features(&self) -> Vec<String> {
         self.features.locked().clone()
     }

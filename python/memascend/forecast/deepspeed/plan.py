@@ -11,13 +11,14 @@ from memascend.errors import BudgetError
 from memascend.forecast import zero_infinity as stock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from memascend.forecast.deepspeed.options import Options
 
-#: Elements that are read, updated and written together, and how many such chunks are under way.
+#: Elements that are read, updated and written together.
 CHUNK = 1 << 19
-SLOTS = 3
+#: The most chunks that are under way: a virtual disk moved a fifth more with eight than with three.
+_MAX_SLOTS = 8
 #: Bytes of the buffers through which casts are written: two for weights, for gradients and at the start for masters.
 CASTS = 2 * (4 << 20)
 
@@ -64,6 +65,15 @@ class Decision:
     kept_states: int = 0
 
 
+def slots(sub_groups: Iterable[int]) -> int:
+    """Return how many chunks of a step are under way, for sub-groups of so many elements.
+
+    At least one is read and one written while one is computed; a small model gets no buffers as large as its states.
+    """
+    chunks = sum(-(-numel // CHUNK) for numel in sub_groups)
+    return max(3, min(_MAX_SLOTS, chunks // 4))
+
+
 def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     """Return the consumers. The pool's share of ours is that of the largest parameters, `buffer_count` of them."""
     total = sum(shapes.params)
@@ -75,7 +85,8 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     in_cpu = min(shapes.max_in_cpu, total) * shapes.itemsize
     swaps_weights = fitting < total
     slot = CHUNK * (4 * 4 + 2 * shapes.itemsize)
-    states = (stock.optimizer_swap_bytes(sum(largest)), SLOTS * slot) if shapes.swaps_states else (0, 0)
+    under_way = slots(map(sum, shapes.sub_groups))
+    states = (stock.optimizer_swap_bytes(sum(largest)), under_way * slot) if shapes.swaps_states else (0, 0)
     gradients = stock.gradient_buffer_bytes(total, shapes.gradient_itemsize)
     return [
         Line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ def engine() -> FileEngine:
     global _engine
     with _engine_lock:
         if _engine is None or _engine[0] != os.getpid():
-            _engine = (os.getpid(), FileEngine())
+            made = FileEngine()
+            if made.notice is not None and _engine is None:
+                warnings.warn(f"memascend: DeepSpeed's files: {made.notice}", stacklevel=3)
+            _engine = (os.getpid(), made)
         return _engine[1]
 
 

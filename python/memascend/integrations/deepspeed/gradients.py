@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage3
 
-from memascend._memascend import check_overflow, keep_large_blocks
+from memascend._memascend import check_overflow, keep_large_blocks, return_large_blocks_to_system
 from memascend.errors import MemascendError
 from memascend.forecast.deepspeed import plan
 from memascend.integrations.deepspeed import options as settings
@@ -73,6 +73,8 @@ def _setup_for_real_optimizer(self: Any) -> None:
         if settings.current.keep_blocks:
             # Else each temporary of a layer is of new pages, which took a fifth of a step of 0.42 billion parameters.
             keep_large_blocks()
+        else:
+            return_large_blocks_to_system()
 
 
 def _shapes(self: Any) -> plan.Shapes:

@@ -11,7 +11,6 @@ from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memascend._memascend import return_large_blocks_to_system
 from memascend.integrations.deepspeed import adam, files, options, versions
 from memascend.integrations.deepspeed.pinned import PinHandle
 
@@ -240,9 +239,6 @@ def _apply_pools(part: Part) -> None:
 
     from memascend.integrations.deepspeed import buffers, parameters
 
-    # Until the optimizer is made (gradients.py). Else malloc keeps what zero.Init leaves behind: 0.1 GB of a
-    # Llama with 0.42 billion parameters.
-    return_large_blocks_to_system()
     part.set_attribute(partition_parameters, "AsyncPartitionedParameterSwapper", parameters.ParameterSwapper)
     part.set_attribute(optimizer_utils, "SwapBufferManager", buffers.StateBuffers)
 

@@ -2,7 +2,7 @@
 
 DeepSpeed reads the masters and both moments of a whole sub-group, updates them and writes them back: 16 bytes of
 buffers for each element of the largest sub-group, and a drive that rests while the processor works. Here chunks of all
-sub-groups follow one another through three slots, so that one is read and one is written while one is computed.
+sub-groups follow one another through slots, so that some are read and some written while one is computed.
 
 Names and contents of the files are DeepSpeed's, so that either can go on from the other's checkpoints.
 """
@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import stage3
 
-from memascend.forecast.deepspeed.plan import CHUNK, SLOTS
+from memascend.forecast.deepspeed.plan import CHUNK, slots
 from memascend.integrations.deepspeed import adam, gradients
 from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
@@ -247,7 +247,8 @@ class Step:
         self.swapper.wait_for_gradients()
         self._chunks = list(self._cut())
         if not self.swapper.slots:
-            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.state_dtypes) for _ in range(SLOTS)]
+            count = slots(map(int, optimizer.fp16_partitioned_groups_flat_numel))
+            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.state_dtypes) for _ in range(count)]
             self._keep()
         self._read = self._computed = 0
         self.scale: dict[int, Any] = {}
@@ -273,7 +274,7 @@ class Step:
         """Update one sub-group, and start to read those that follow."""
         scalars = self._begin(sub_group)
         while self._computed < len(self._chunks) and self._chunks[self._computed].sub_group == sub_group:
-            while self._read < min(self._computed + SLOTS - 1, len(self._chunks)):
+            while self._read < min(self._computed + len(self.swapper.slots) - 1, len(self._chunks)):
                 self._start_to_read(self._read)
                 self._read += 1
             self._compute(self._computed, scalars)
@@ -321,8 +322,11 @@ class Step:
     def _paths(self, sub_group: int) -> list[str]:
         return self.swapper.paths(self.optimizer.fp32_partitioned_groups_flat[sub_group])
 
+    def _slot(self, index: int) -> _Slot:
+        return self.swapper.slots[index % len(self.swapper.slots)]
+
     def _start_to_read(self, index: int) -> None:
-        chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
+        chunk, slot = self._chunks[index], self._slot(index)
         slot.writes.wait()
         slot.kept = self.swapper.kept.get(self._name(chunk.sub_group), chunk.start)
         if slot.kept is None or not slot.kept.is_current:
@@ -347,7 +351,7 @@ class Step:
 
     @torch.no_grad()
     def _compute(self, index: int, scalars: adam.Scalars) -> None:
-        chunk, slot = self._chunks[index], self.swapper.slots[index % SLOTS]
+        chunk, slot = self._chunks[index], self._slot(index)
         slot.reads.wait()
         states = slot.states_of(chunk)
         found, gradient = self._gradient(chunk.sub_group), slot.gradient.narrow(0, 0, chunk.numel)

@@ -1,0 +1,71 @@
+//! What a projection has measured of a gradient.
+
+use std::sync::Arc;
+
+use super::projection::Projection;
+use super::scratch::{Numbers, Purpose, Scratch};
+
+/// A projected gradient, (channels, rank), and behind it each channel's sum of squares: the bits of an fp64 as two
+/// fp32, so that all of it can be put aside as numbers of one kind.
+#[derive(Debug)]
+pub struct Projected {
+    projection: Projection,
+    numbers: Numbers,
+}
+
+impl Projected {
+    /// Room for what `projection` measures, to be filled: of any value.
+    pub fn room(projection: Projection, scratch: &Arc<Scratch>) -> Self {
+        Self { projection, numbers: scratch.take(Purpose::Projected, Self::count(&projection)) }
+    }
+
+    /// How many numbers there are.
+    pub fn count(projection: &Projection) -> usize {
+        projection.channels() * (projection.rank + 2)
+    }
+
+    /// How the gradient was projected.
+    pub fn projection(&self) -> &Projection {
+        &self.projection
+    }
+
+    /// All of it, as it is put aside.
+    pub fn numbers(&self) -> &[f32] {
+        &self.numbers
+    }
+
+    /// All of it, to be filled with what was put aside.
+    pub fn numbers_mut(&mut self) -> &mut [f32] {
+        &mut self.numbers
+    }
+
+    /// The projected gradient, (channels, rank).
+    pub fn values(&self) -> &[f32] {
+        &self.numbers[..self.elements()]
+    }
+
+    pub(super) fn values_mut(&mut self) -> &mut [f32] {
+        let elements = self.elements();
+        &mut self.numbers[..elements]
+    }
+
+    /// Each channel's sum of squares.
+    pub fn sums(&self) -> Vec<f64> {
+        let sum = |[low, high]: &[f32; 2]| {
+            f64::from_bits(u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32)
+        };
+        self.numbers[self.elements()..].as_chunks().0.iter().map(sum).collect()
+    }
+
+    pub(super) fn set_sums(&mut self, sums: impl Iterator<Item = f64>) {
+        let elements = self.elements();
+        for (halves, sum) in self.numbers[elements..].as_chunks_mut::<2>().0.iter_mut().zip(sums) {
+            let bits = sum.to_bits();
+            *halves = [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)];
+        }
+    }
+
+    fn elements(&self) -> usize {
+        self.projection.channels() * self.projection.rank
+    }
+}

@@ -1,0 +1,48 @@
+"""What a rank sends to the others and receives from them in an optimizer step, as `memascend.stats` counts it.
+
+Weights of a unit are gathered when another one was used before it. Gradients are exchanged in every backward pass.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from memascend.forecast.traffic import uses
+from memascend.layout.units import round_up
+from memascend.offloading.joining import ALIGN_BYTES, part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from memascend.forecast.traffic import Work
+    from memascend.layout.units import Unit
+
+
+def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, Any]:
+    """Return the bytes of each rank, as `forecast.report` describes them.
+
+    `units` are divided over `work.ranks`. All gradients are assumed to be there on every rank.
+    """
+    forward, backward = uses(model, units)
+    gathered = [number for number, _ in groupby([*forward, *backward] * work.grad_accum)]
+    others = work.ranks - 1
+    weights = others * sum(units[number].stored_nbytes for number in gathered)
+    kept = [work.grad_accum * _kept_bytes(units, rank) for rank in range(work.ranks)]
+    sent = [weights + sum(kept) - of_rank for of_rank in kept]
+    received = [weights + others * of_rank for of_rank in kept]
+    return {
+        "ranks": work.ranks,
+        "weights_bytes": weights,
+        "sent_bytes": sent,
+        "received_bytes": received,
+        "busiest_bytes": max(*sent, *received),
+    }
+
+
+def _kept_bytes(units: Sequence[Unit], rank: int) -> int:
+    """Return the bytes of a backward pass's gradients that the store of `rank` keeps."""
+    places = (place for unit in units for tensor in unit.tensors if tensor.trained for place in tensor.places)
+    return sum(round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES) for place in places)

@@ -1,0 +1,218 @@
+"""Offloading over ranks: what `memascend.offload` checks and compares there, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import uuid
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from memascend.common.sizes import AUTO
+from memascend.errors import CheckpointError, MemascendError, OutputError, first_line
+from memascend.offloading.hooks import wrapped_by
+from memascend.offloading.native import store_paths
+from memascend.offloading.places import place_of
+from memascend.ranks.group import group_of
+from memascend.ranks.membership import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from memascend.layout.units import Place, Unit
+    from memascend.offloading.native import StorePaths
+    from memascend.ranks.group import Ranks
+
+#: What of a location of a store the rank's number takes the place of.
+PATTERN = "{rank}"
+#: Modules that would copy a model to ranks or devices themselves, by name.
+_WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
+
+
+def paths_of(store: StorePaths, process_group: Any = None) -> list[str | os.PathLike[str]]:
+    """Return the locations of a rank's store, with the rank's number for "{rank}"; of a program by itself, 0."""
+    group = group_of(process_group)
+    rank = 0 if group is None else dist.get_rank(group)
+    return [str(path).replace(PATTERN, str(rank)) if PATTERN in str(path) else path for path in store_paths(store)]
+
+
+def check_options(
+    *,
+    device: Any,
+    host_memory: Any,
+    host_memory_max: Any,
+    fused_loss: bool | str,
+    gradients: str,
+    update: str,
+    durability: str,
+    store: Sequence[str | os.PathLike[str]],
+    frozen: str | None = None,
+) -> str:
+    """Return the durability of a store that is divided over ranks: "auto" is "step".
+
+    Raises MemascendError for an option of `memascend.offload` or `from_pretrained` that cannot be had there yet.
+    """
+    durability = "step" if durability == "auto" else durability
+    elsewhere = len(store) > 1 or str(store[0]).startswith("UUID=") or Path(store[0]).is_block_device()
+    for refused, option, instead in (
+        (device is not None and torch.device(str(device)).type != "cpu", f"device={str(device)!r}", "the CPU"),
+        (host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
+        (host_memory_max is not None, "host_memory_max", "host_memory alone"),
+        (fused_loss is True, "fused_loss=True", "fused_loss=False, which is what 'auto' means over ranks"),
+        (gradients != "auto", f"gradients={gradients!r}", "gradients='auto'"),
+        (update != "forward", f"update={update!r}", "update='forward'"),
+        (frozen == "files", "frozen='files'", "frozen='store'"),
+        (
+            elsewhere and durability != "none",
+            f"durability={durability!r} on a block device or on several volumes of one rank",
+            "one directory for each rank, or durability='none'",
+        ),
+    ):
+        if refused:
+            raise MemascendError(f"{option} cannot be had yet where a store is divided over ranks: use {instead}")
+    return durability
+
+
+def join(ranks: Ranks) -> Membership:
+    """Begin a run of all ranks."""
+    return Membership(ranks, ranks.texts("offload a model", uuid.uuid4().hex)[0])
+
+
+@contextmanager
+def telling(ranks: Ranks | None) -> Iterator[None]:
+    """Tell the other ranks of an error that ends what this one is doing: they need not wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks is not None:
+            ranks.leave(first_line(error))
+        raise
+
+
+def raise_on_all(ranks: Ranks, action: str, error: Exception | None) -> None:
+    """Raise the error of rank 0, where it has one in what it did alone, on every rank."""
+    told = ranks.texts(action, "" if error is None or ranks.rank else first_line(error))[0].strip()
+    if error is not None:
+        raise error
+    if told:
+        raise OutputError(f"rank 0 could not {action}: {told}")
+
+
+def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:
+    """Raise MemascendError on every rank where the models of two ranks have other parameters."""
+    parameters = [
+        (f"{place.name} of shape {tuple(place.shape)} in {place.dtype}, {'trained' if tensor.trained else 'frozen'}")
+        for unit in units
+        for tensor in unit.tensors
+        for place in tensor.places
+    ]
+    digests = ranks.collect("compare the models", _digest_of("\n".join(parameters).encode()))
+    if (digests == digests[0]).all():
+        return
+    told = [text.splitlines() for text in ranks.texts("compare the models' parameters", "\n".join(parameters))]
+    longest = max(map(len, told))
+    first = next(at for at in range(longest) if len({tuple(lines[at : at + 1]) for lines in told}) > 1)
+    here = "; ".join(f"rank {rank}: {(lines[first:] or ['none'])[0]}" for rank, lines in enumerate(told))
+    raise MemascendError(f"the ranks have other models: parameter {first} is {here}. Make the same model on each")
+
+
+def compare_checkpoints(ranks: Ranks, fingerprint: bytes, where: Path) -> None:
+    """Raise CheckpointError on every rank where the weights that one is to read are not those of rank 0."""
+    digests = ranks.collect("compare the checkpoints", _digest_of(fingerprint)).view(-1).tolist()
+    unlike = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if unlike is not None:
+        raise CheckpointError(
+            f"rank {unlike} has other weights in its {where} than rank 0: give every rank the same checkpoint"
+        )
+
+
+class ComparedWeights:
+    """Reads the weights that a store is filled with, and compares those of all ranks."""
+
+    def __init__(self, read: Callable[..., object]) -> None:
+        """Read by `read(place, target)`."""
+        self._read = read
+        self._digests: dict[Place, torch.Tensor] = {}
+
+    def read(self, place: Place, target: torch.Tensor) -> None:
+        """Fill `target`, of the parameter's shape and dtype, and note what it was filled with."""
+        self._read(place, target)
+        self._digests[place] = _digest_of(target.contiguous().view(-1).view(torch.uint8).numpy())
+
+    def compare(self, ranks: Ranks) -> None:
+        """Raise MemascendError on every rank where the weights of one are not those of rank 0."""
+        unlike = _first_unlike(ranks, "compare the weights", list(self._digests.values()))
+        if unlike is not None:
+            rank, name = unlike[0], list(self._digests)[unlike[1]].name
+            raise MemascendError(
+                f"the model of rank {rank} has other weights than that of rank 0, first {name}: load the same "
+                "checkpoint on every rank, or call torch.manual_seed with the same seed before the model is made"
+            )
+
+
+def compare_states(ranks: Ranks, groups: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> None:
+    """Raise MemascendError on every rank where one is about to load other states, or options, than rank 0."""
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    values = [*options, *(value for of_parameter in states for _, value in sorted(of_parameter.items()))]
+    digests = [
+        _digest_of(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        if isinstance(value, torch.Tensor) and value.numel()
+        else _digest_of(repr(value).encode())
+        for value in values
+    ]
+    unlike = _first_unlike(ranks, f"compare {len(digests)} states that are loaded", digests)
+    if unlike is not None:
+        raise MemascendError(
+            f"rank {unlike[0]} loads other states or options of the optimizer than rank 0: load the same on every rank"
+        )
+
+
+def _first_unlike(ranks: Ranks, action: str, digests: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the first rank whose digests are not those of rank 0, and the first of them that is not; None for none."""
+    every = ranks.collect(action, torch.cat(list(digests)))  # (ranks, digests)
+    for rank, of_rank in enumerate(every):
+        if (unlike := (of_rank != every[0]).nonzero()).numel():
+            return rank, int(unlike[0])
+    return None
+
+
+def _digest_of(values: Any) -> torch.Tensor:
+    return torch.tensor([int.from_bytes(hashlib.blake2b(values, digest_size=7).digest(), "little")])
+
+
+def _refuse_wrapper(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
+    """Raise MemascendError where `wrapper`, which takes `module` in, would divide an offloaded model itself."""
+    if type(wrapper).__name__ in _WRAPPERS and module is not None:
+        _refuse_offloaded(type(wrapper).__name__, module)
+
+
+def _refuse_offloaded(wrapper: str, module: nn.Module) -> None:
+    if any(place_of(parameter) is not None for parameter in module.parameters()):
+        raise MemascendError(wrapped_by(wrapper))
+
+
+@lru_cache(maxsize=1)
+def refuse_wrappers() -> None:
+    """Have PyTorch's wrappers for several processes refuse offloaded models, from now on."""
+    register_module_module_registration_hook(_refuse_wrapper)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    # The first FSDP has divided the parameters by the time that it takes the module in.
+    begin = fsdp.FullyShardedDataParallel.__init__
+
+    @wraps(begin)
+    def begin_unless_offloaded(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _refuse_offloaded("FullyShardedDataParallel", module)
+        begin(self, module, *args, **kwargs)
+
+    fsdp.FullyShardedDataParallel.__init__ = begin_unless_offloaded

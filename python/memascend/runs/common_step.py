@@ -1,0 +1,182 @@
+"""The step that the ranks of a run go on from: the newest one that every rank's store has."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend._memascend import KeptStore
+from memascend.durable.record import parse_record
+from memascend.errors import CheckpointError, MemascendError
+from memascend.offloading.native import when_free
+from memascend.ranks.membership import resharding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.ranks.group import Ranks
+
+#: A generation's number, the steps of its run, and the names of the checkpoints that are kept beside it.
+_Generation = tuple[int, int, list[str]]
+
+#: The manifest of a directory, and the file that has the one before until the next is written there.
+MANIFEST = "memascend.json"
+BEFORE = f"{MANIFEST}.new"
+#: What the newer one is called while the one before is looked at.
+_ASIDE = f"{MANIFEST}.aside"
+
+
+def go_to_common_step(store: str | os.PathLike[str], ranks: Ranks) -> set[str]:
+    """Have this rank's store be at the newest generation that the stores of all ranks have.
+
+    Returns the names of the checkpoints that all of them have: a rank that was lost may have left others on some.
+
+    A generation's room is not used again before every rank has the next one. So a rank that was quicker than the
+    others to commit its last generation still has the one before, whole.
+
+    Raises CheckpointError on every rank where there is none that all have, or where the stores are not those of one run
+    with as many ranks, each that of its rank.
+    """
+    directory = Path(store)
+    told = [json.loads(text) for text in ranks.texts("resume a run", json.dumps(_look(directory)))]
+    common, tags = _common(told)
+    if common != told[ranks.rank]["generations"][0][0]:
+        # What is newer must not be found again: its room is overwritten from now on.
+        os.replace(directory / BEFORE, directory / MANIFEST)
+        _flush(directory)
+    ranks.meet(f"resume generation {common}")
+    return tags
+
+
+def opened_at_common_step(directories: Sequence[Path]) -> list[KeptStore]:
+    """Open the stores of all ranks of a run at the newest generation that all of them have, and leave them as they are.
+
+    Raises CheckpointError as `go_to_common_step`.
+    """
+    told = [_look(directory) for directory in directories]
+    common, _ = _common(told)
+    with ExitStack() as opened:
+        stores: list[KeptStore] = []
+        for directory, of_rank in zip(directories, told, strict=True):
+            is_newest = common == of_rank["generations"][0][0]
+            stores.append(_open(directory) if is_newest else _open_before(directory))
+            opened.callback(stores[-1].close)
+        opened.pop_all()
+    return stores
+
+
+def _common(told: list[dict[str, Any]]) -> tuple[int, set[str]]:
+    """Return the newest generation that all ranks have, of whose stores they have told, and its checkpoints.
+
+    Raises CheckpointError where there is none, or where the stores cannot go on together.
+    """
+    if problem := _problem(told):
+        raise CheckpointError(problem)
+    numbers = [[number for number, _, _ in of_rank["generations"]] for of_rank in told]
+    common = max(set.intersection(*map(set, numbers)), default=None)
+    if common is None:
+        has = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(numbers))
+        raise CheckpointError(
+            f"no generation of the run is in the stores of all ranks ({has}): a store was lost, or is a copy of "
+            "another time; begin the run anew"
+        )
+    there = [(steps, tags) for of_rank in told for number, steps, tags in of_rank["generations"] if number == common]
+    if len({steps for steps, _ in there}) > 1:
+        at = "; ".join(f"rank {rank}: step {steps}" for rank, (steps, _) in enumerate(there))
+        raise CheckpointError(
+            f"the stores of the ranks are at other steps in their generation {common} ({at}): go back to the same "
+            "checkpoint on each (memascend checkpoints --restore)"
+        )
+    return common, set.intersection(*(set(tags) for _, tags in there))
+
+
+def _problem(told: list[dict[str, Any]]) -> str | None:
+    """Say why the stores of which the ranks have told cannot go on together, or return None."""
+    for rank, of_rank in enumerate(told):
+        where = f"the store of rank {rank} in {of_rank['store']}"
+        if "error" in of_rank:
+            return f"{where} cannot be resumed: {of_rank['error']}"
+        described = of_rank["ranks"]
+        if described is None:
+            return f"{where} is not divided over ranks: resume it with one process, or {resharding(len(told))}"
+        if described["ranks"] != len(told):
+            return (
+                f"{where} is one of {described['ranks']}, and there are {len(told)} ranks: start as many as the run "
+                f"had, or {resharding(len(told))}"
+            )
+        if described["rank"] != rank:
+            return f"{where} is that of rank {described['rank']}: give each rank the store that it had"
+        if described["run"] != told[0]["ranks"]["run"]:
+            return f"{where} is of another run than that of rank 0: give each rank the store of the same run"
+    return None
+
+
+def _look(directory: Path) -> dict[str, Any]:
+    """Return what a rank tells the others of its store: the generations there, the newest first."""
+    told: dict[str, Any] = {"store": str(directory)}
+    try:
+        _put_back(directory)  # An earlier look may have been interrupted.
+        newest, described = _described(_open(directory), directory)
+        told |= {"generations": [newest], "ranks": described}
+    except (MemascendError, OSError) as error:
+        return told | {"error": str(error)}
+    before = _read_before(directory)
+    if before is not None and before[1] == described and before[0][0] < newest[0]:
+        told["generations"].append(before[0])
+    return told
+
+
+def _open(directory: Path) -> KeptStore:
+    return when_free(lambda: KeptStore([directory]))
+
+
+def _open_before(directory: Path) -> KeptStore:
+    """Open a store at the generation before the newest, whose manifest is there."""
+    os.link(directory / MANIFEST, directory / _ASIDE)
+    os.replace(directory / BEFORE, directory / MANIFEST)
+    try:
+        return _open(directory)
+    finally:
+        _put_back(directory)
+
+
+def _described(kept_store: KeptStore, directory: Path) -> tuple[_Generation, dict[str, Any] | None]:
+    """Return the generation of an open store, and what its record says of the ranks; close it."""
+    with closing(kept_store):
+        record = parse_record(kept_store.state, [directory])
+        tags = [tag for tag, _, _, _ in kept_store.snapshots()]
+        return (kept_store.generation, record["steps"], tags), record.get("ranks")
+
+
+def _read_before(directory: Path) -> tuple[_Generation, dict[str, Any] | None] | None:
+    """Return the generation before the newest, as `_described`, or None where the next one was being written there."""
+    if not (directory / BEFORE).exists():
+        return None
+    try:
+        return _described(_open_before(directory), directory)
+    except (MemascendError, OSError):
+        return None
+
+
+def _put_back(directory: Path) -> None:
+    """Have the newest manifest be found again, after the one before was looked at."""
+    aside = directory / _ASIDE
+    if not aside.exists():
+        return
+    if not (directory / BEFORE).exists():
+        os.link(directory / MANIFEST, directory / BEFORE)
+    os.replace(aside, directory / MANIFEST)
+    aside.unlink(missing_ok=True)  # Still there where it was another name of the manifest.
+    _flush(directory)
+
+
+def _flush(directory: Path) -> None:
+    """Wait until the names in a directory are on its drive."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,283 @@
+"""Rewriting the stores of a run for another number of ranks, piece by piece, without a process group."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, KeptStore, Rule, Runtime
+from memascend.common.progress import Progress
+from memascend.durable import exact_json
+from memascend.errors import CheckpointError, OutputError
+from memascend.layout.shards import Shard
+from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
+from memascend.offloading.native import store_paths, when_free
+from memascend.offloading.over_ranks import PATTERN
+from memascend.runs.common_step import opened_at_common_step
+from memascend.runs.resume import read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from memascend.offloading.native import StorePaths
+
+#: Elements that are copied at once: whole gradient blocks, at which shares begin.
+PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
+#: The most bytes of them: those of float32.
+PIECE_BYTES = PIECE_ELEMENTS * torch.float32.itemsize
+
+
+def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int:
+    """Write the stores of a run anew for another number of ranks, and return the run's durable steps.
+
+    `memascend.resume` then goes on in `ranks` processes: with the bits of the run as it was, if each step has the same
+    batches. Weights and optimizer states are those of the last step that all stores of the run have. Random numbers,
+    buffers and the states of `memascend.track` are a rank's own: rank r gets those of rank r modulo the former number.
+    Checkpoints (`save_checkpoint`) stay behind.
+
+    All stores are on this machine, and no run uses them. Those of the run stay as they are. Little memory is used.
+
+    Args:
+        store: the run's stores, with "{rank}" for the number of each rank; or the store of one process.
+        to: directories that do not exist yet, or are empty, with "{rank}" if there are several `ranks`.
+        ranks: how many there are to be; 1 is a store of one process.
+
+    Raises:
+        StoreError: a store cannot be read or written, or is in use.
+        CheckpointError: the stores are not those of one run, or hold what cannot be divided.
+        OutputError: there is something in `to`.
+    """
+    targets = _targets(to, ranks)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(closing(kept_store)) for kept_store in _open_sources(store)]
+        records = [json.loads(kept_store.state or "") for kept_store in sources]
+        copied = _Copied(sources, _arrays_of(records[0], sources[0], ranks), ranks)
+        run = uuid.uuid4().hex
+        made: list[Path] = []
+        try:
+            for rank, target in enumerate(targets):
+                made.append(target)
+                number = rank % len(sources)
+                copied.write(target, rank, number, _record_for(records[number], copied.arrays, rank, ranks, run))
+        except BaseException:
+            for target in made:
+                _remove(target)
+            raise
+        finally:
+            copied.close()
+        return records[0]["steps"]
+
+
+def _targets(to: str | os.PathLike[str], ranks: int) -> list[Path]:
+    """Return where the new stores go. Raises OutputError where there is something already."""
+    pattern = os.fspath(to)
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks: there is at least 1")
+    if ranks > 1 and PATTERN not in pattern:
+        raise OutputError(f"{pattern} is one place for the stores of {ranks} ranks: write {PATTERN} for their numbers")
+    targets = [Path(pattern.replace(PATTERN, str(rank))) for rank in range(ranks)]
+    for target in targets:
+        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+            raise OutputError(f"{target} exists: choose another place for the new stores, or move it away")
+    return targets
+
+
+def _open_sources(store: StorePaths) -> list[KeptStore]:
+    """Open the stores of a run's ranks at the last step that all of them have, or the store of one process."""
+    patterns = [os.fspath(path) for path in store_paths(store)]
+    first = [pattern.replace(PATTERN, "0") for pattern in patterns]
+    described = read_record(first).get("ranks")
+    if described is None:
+        return [when_free(lambda: KeptStore(first))]
+    if PATTERN not in patterns[0] or len(patterns) > 1:
+        raise CheckpointError(
+            f"the store in {patterns[0]} holds the shares of rank {described['rank']} of {described['ranks']}: give "
+            f"one place, with {PATTERN} for the numbers of all ranks"
+        )
+    return opened_at_common_step([Path(patterns[0].replace(PATTERN, str(rank))) for rank in range(described["ranks"])])
+
+
+# ---- what is copied -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """One array of a tensor in the stores of a run, weights or states, as the ranks have it together."""
+
+    #: Its name in each store, and that of its tensor.
+    name: str
+    tensor: str
+    elements: int
+    packed: bool
+    #: The bytes of so many elements, counted from a gradient block's first.
+    nbytes: Callable[[int], int]
+
+    def share(self, ranks: int) -> int:
+        """Return the elements that each of `ranks` has of it, padding included."""
+        return self.elements if ranks == 1 else Shard.of(self.elements, self.packed, 0, ranks).elements
+
+    def pieces(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield the first element of each piece of a rank's share, and the one after its last."""
+        share = self.share(ranks)
+        for first in range(rank * share, (rank + 1) * share, PIECE_ELEMENTS):
+            yield first, min(first + PIECE_ELEMENTS, (rank + 1) * share)
+
+
+def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Array]:
+    """Return the arrays of a run, by the record of one of its stores.
+
+    Raises CheckpointError for a run that `ranks` cannot go on with.
+    """
+    if ranks > 1 and record.get("gradients", "auto") != "auto":
+        raise CheckpointError(
+            f"the run puts gradients aside in {record['gradients']}, which ranks do not yet: resume it with one process"
+        )
+    there = {name for name, _ in store.tensors()}
+    planes = _planes_of(record)
+    arrays: list[_Array] = []
+    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
+        if tensor.get("moments"):
+            raise CheckpointError(
+                f"the run keeps moments of projected gradients of {tensor['name']} (Apollo), which cannot be divided "
+                "yet: resume it with as many processes as it had"
+            )
+        of_tensor = (tensor["name"], *_whole(tensor))
+        itemsize = getattr(torch, tensor["dtype"]).itemsize
+        arrays.append(_Array(tensor["name"], *of_tensor, itemsize.__mul__))
+        for name, plane_name, dtype in tensor["states"]:
+            # States that no optimizer has are removed when the run is resumed.
+            plane = planes.get((tensor["name"], plane_name, dtype))
+            if plane is not None:
+                arrays.append(_Array(name, *of_tensor, plane.bytes))
+    missing = next((array.name for array in arrays if array.name not in there), None)
+    if missing is not None:
+        raise CheckpointError(f"a store of the run has no {missing}, which its record names")
+    return arrays
+
+
+def _whole(tensor: dict[str, Any]) -> tuple[int, bool]:
+    """Return the elements of a recorded tensor as all ranks have it together, and whether it is a pack."""
+    parameters = tensor["parameters"]
+    if [name for name, _, _, _ in parameters] == [tensor["name"]]:
+        return math.prod(parameters[0][1]), False
+    ends = (start + math.prod(shape) for _, shape, start, _ in parameters)
+    return round_up(max(ends), PACK_ALIGN_ELEMENTS), True
+
+
+def _planes_of(record: dict[str, Any]) -> dict[tuple[str, str, str], Any]:
+    """Return the planes that the optimizers of a run keep, by tensor, name and dtype."""
+    tensor_of = {
+        parameter[0]: tensor["name"]
+        for unit in record["units"]
+        for tensor in unit["tensors"]
+        for parameter in tensor["parameters"]
+    }
+    return {
+        (tensor_of[parameter], plane.name, plane.dtype): plane
+        for optimizer in record["optimizers"]
+        for parameter, (_, arguments, _) in optimizer["states"].items()
+        for plane in Rule(*arguments).planes
+    }
+
+
+def _record_for(record: dict[str, Any], arrays: Sequence[_Array], rank: int, ranks: int, run: str) -> str:
+    """Return the record of a new store, made from that of a former one."""
+    shares = {array.tensor: array.share(ranks) for array in arrays}
+    units = [
+        unit | {"tensors": [tensor | {"numel": shares[tensor["name"]]} for tensor in unit["tensors"]]}
+        for unit in record["units"]
+    ]
+    rest = {name: value for name, value in record.items() if name != "ranks"}
+    described = {"ranks": {"rank": rank, "ranks": ranks, "run": run}} if ranks > 1 else {}
+    return exact_json.as_json(rest | {"units": units} | described)
+
+
+# ---- copying ------------------------------------------------------------------------------------------------
+
+
+class _Copied:
+    """Copies the arrays of a run to new stores, through one buffer."""
+
+    def __init__(self, sources: Sequence[KeptStore], arrays: Sequence[_Array], ranks: int) -> None:
+        """Copy `arrays` from the stores of all former ranks to those of `ranks` new ones."""
+        self.arrays = arrays
+        self._sources, self._ranks = sources, ranks
+        total = ranks * sum(array.nbytes(array.share(ranks)) for array in arrays)
+        self._progress, self._done = Progress("resharding", total, unit="B"), 0
+
+    def write(self, target: Path, rank: int, number: int, record: str) -> None:
+        """Make the store of a new rank in `target`. Buffers of the model are those of the former rank `number`."""
+        # A store without updates: its arena is the buffer, and the least of everything else.
+        lines = [("copies", PIECE_BYTES, 1)]
+        least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
+        runtime = Runtime([target], lines, [], *least, in_place=True, allocator="pageable")
+        try:
+            unit = runtime.add_unit()
+            for array in self.arrays:
+                self._write_array(runtime, unit, array, rank)
+            for name, nbytes in self._sources[number].tensors():
+                if name.startswith(".buffers"):
+                    self._write_buffers(runtime, unit, name, nbytes, self._sources[number])
+            runtime.commit(record, []).wait()
+        except BaseException:
+            runtime.close(keep=False)
+            raise
+        runtime.close(keep=True)
+
+    def close(self) -> None:
+        """End the line that shows the progress."""
+        self._progress.close()
+
+    def _write_array(self, runtime: Runtime, unit: int, array: _Array, rank: int) -> None:
+        """Write a new rank's share of an array."""
+        nbytes, begin = array.nbytes, rank * array.share(self._ranks)
+        tensor = runtime.create_tensor(array.name, nbytes(array.share(self._ranks)))
+        for first, end in array.pieces(rank, self._ranks):
+            lease = runtime.lease_unit(PIECE_BYTES)
+            assert lease is not None, "the piece before has been written"
+            piece = torch.frombuffer(lease, dtype=torch.uint8)
+            piece.zero_()  # What no former rank has is padding.
+            self._read_piece(array, first, end, piece)
+            del piece
+            runtime.write_part(unit, tensor, nbytes(first - begin), nbytes(end - first), lease)
+            del lease
+            runtime.wait_unit(unit)
+            self._done += nbytes(end - first)
+            self._progress.update(self._done)
+
+    def _read_piece(self, array: _Array, first: int, end: int, piece: torch.Tensor) -> None:
+        """Read the elements `first .. end` of an array from the stores of all ranks that have some of them."""
+        nbytes, share = array.nbytes, array.share(len(self._sources))
+        for number, source in enumerate(self._sources):
+            start, stop = max(first, number * share), min(end, (number + 1) * share, array.elements)
+            if start < stop:
+                part = piece[nbytes(start - first) :]
+                source.read(array.name, part.data_ptr(), nbytes(stop - start), nbytes(start - number * share))
+
+    def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: KeptStore) -> None:
+        """Write what a former rank has of the model's buffers, as it is."""
+        tensor = runtime.create_tensor(name, nbytes)
+        for offset in range(0, nbytes, PIECE_BYTES):
+            lease = runtime.lease_unit(PIECE_BYTES)
+            assert lease is not None, "the piece before has been written"
+            count = min(PIECE_BYTES, nbytes - offset)
+            source.read(name, torch.frombuffer(lease, dtype=torch.uint8).data_ptr(), count, offset)
+            runtime.write_part(unit, tensor, offset, count, lease)
+            del lease
+            runtime.wait_unit(unit)
+
+
+def _remove(target: Path) -> None:
+    """Remove a new store, which is complete, where those of other ranks are not."""
+    if not KeptStore.is_there([target]):
+        return
+    least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
+    Runtime([target], [], [], *least, resume=True, allocator="pageable").close(keep=False)

@@ -1,0 +1,262 @@
+"""Training scripts that `accelerate launch` and `torchrun` start, and that a test runs in one process for comparison.
+
+    torchrun --nproc-per-node 2 launched_programs.py PROGRAM FOLDER [NUMBER ...]
+
+What a program returns is saved in FOLDER, by rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rank_programs
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, TrainerCallback, TrainingArguments
+
+import memascend
+from memascend.integrations.accelerate import Accelerator
+from memascend.integrations.transformers import MemascendArguments, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+TOKENS, STEPS = 1024, 4
+#: More than a gradient block in most tensors.
+LLAMA = LlamaConfig(
+    vocab_size=TOKENS,
+    hidden_size=256,
+    intermediate_size=520,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_dropout=0.0,
+)
+
+
+# ---- Accelerate's loop --------------------------------------------------------------------------------------
+
+
+class Loop:
+    """The loop of accelerate's own examples, of `ranks` processes or of one that accumulates their batches."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, ranks: int) -> None:
+        self.accelerator = accelerator
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = memascend.AdamW(trained, lr=1e-2)
+        # accelerate steps it once for each process.
+        alone = ranks if accelerator.num_processes == 1 else 1
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + alone * step))
+        batches: Any = [rank_programs.batch(number) for number in range(8)]
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, DataLoader(batches, collate_fn=lambda rows: rows[0]), scheduler
+        )
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def go(self) -> Loop:
+        accelerator = self.accelerator
+        for tokens in self.loader:
+            with accelerator.accumulate(self.model):
+                loss = self.model(tokens)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    self.norms.append(accelerator.clip_grad_norm_(self.model.parameters(), 0.5).item())
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses += accelerator.gather(loss.detach().reshape(1)).tolist()
+        return self
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "norms": self.norms,
+            "rate": self.scheduler.get_last_lr(),
+            "weights": dict(memascend.parameters_of(self.model)),
+        }
+
+
+def loop(folder: Path, accumulate: int) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = rank_programs.offload(rank_programs.build(), folder)
+    result = Loop(accelerator, model, accelerator.num_processes).go().result()
+    memascend.close(model)
+    return result
+
+
+def loop_in_one_process(ranks: int, accumulate: int) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ranks * accumulate)
+    return Loop(accelerator, rank_programs.build(), ranks).go().result()
+
+
+def refused_by_accelerate(folder: Path) -> dict[str, str]:
+    """Do what is refused, and return what each error says."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    alone = rank_programs.offload(rank_programs.build(), folder / str(rank), process_group=_group_of_one(rank))
+    told = {"alone": _refusal(lambda: accelerator.prepare(alone))}
+    memascend.close(alone)
+    model = rank_programs.offload(rank_programs.build(), folder)
+    model.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
+    told["added"] = _refusal(lambda: accelerator.prepare(model))
+    model.added.requires_grad_(False)
+    prepared = accelerator.prepare(model)
+    told["save_state"] = _refusal(lambda: accelerator.save_state(str(folder / "state")))
+    told["load_state"] = _refusal(lambda: accelerator.load_state(str(folder / "state")))
+    told["unwrapped"] = str(prepared is model)
+    memascend.close(model)
+    return told
+
+
+# ---- transformers' Trainer -----------------------------------------------------------------------------------
+
+
+def rows(count: int, masked: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Sequences, of which some tokens are not trained on if they are `masked`: other numbers of them in each batch."""
+    found = []
+    for number in range(count):
+        ids = torch.randint(0, TOKENS, (16,), generator=torch.Generator().manual_seed(number))
+        labels = ids.clone()
+        labels[: number % 5 if masked else 0] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+class Stop(TrainerCallback):
+    """Ends a run early."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+class Untested(Trainer):
+    """A Trainer that was not tested over several processes, as those of TRL."""
+
+    _over_ranks = False
+
+
+def arguments(folder: Path, make: Any, accumulate: int, **options: Any) -> Any:
+    return make(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        optim="adamw_torch",
+        seed=3,
+        **options,
+    )
+
+
+def train(model: nn.Module, args: Any, stop: int = STEPS, resume: bool = False) -> dict[str, Any]:
+    trainer = Trainer(model, args, train_dataset=rows(32), callbacks=[Stop(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate(rows(8, masked=False))["eval_loss"] if stop == STEPS else None
+    kept = ("loss", "grad_norm", "learning_rate", "step", "epoch")
+    history = [{name: entry[name] for name in kept} for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "history": history,
+        "evaluated": evaluated,
+        "weights": dict(memascend.parameters_of(trainer.model)),
+        "wrapped": trainer.model_wrapped is not trainer.model,
+    }
+
+
+def build() -> nn.Module:
+    import traffic
+
+    return traffic.build(LLAMA, torch.float32)
+
+
+def trainer(folder: Path, accumulate: int, stop: int = STEPS, resume: bool = False) -> dict[str, Any]:
+    args = arguments(
+        folder,
+        MemascendArguments,
+        accumulate,
+        store=[f"{folder}/store{{rank}}"],
+        host_memory="96MiB",
+        fused_loss=False,
+        keep_store=True,
+    )
+    model = build()
+    result = train(model, args, stop, resume)
+    memascend.close(model)
+    return result
+
+
+def trainer_in_one_process(folder: Path, ranks: int, accumulate: int) -> dict[str, Any]:
+    return train(build(), arguments(folder, TrainingArguments, ranks * accumulate))
+
+
+def refused_by_the_trainer(folder: Path) -> dict[str, str]:
+    """Do what is refused, and return what each error says."""
+    options = {"store": [f"{folder}/store{{rank}}"], "host_memory": "96MiB"}
+    args = arguments(folder, MemascendArguments, 1, **options)
+    args.save_strategy = "steps"
+    told = {"saves": _refusal(lambda: Trainer(build(), args, train_dataset=rows(8)))}
+    args.save_strategy = "no"
+    alone = memascend.offload(
+        build(), store=folder / f"alone{args.process_index}", host_memory="96MiB", process_group=_group_of_one()
+    )
+    told["alone"] = _refusal(lambda: Trainer(alone, args, train_dataset=rows(8)))
+    memascend.close(alone)
+    model = build()
+    told["untested"] = _refusal(lambda: Untested(model, args, train_dataset=rows(8)))
+    model = build()
+    made = Trainer(model, args, train_dataset=rows(8))
+    told["save_model"] = _refusal(lambda: made.save_model(str(folder / "out")))
+    memascend.close(model)
+    return told
+
+
+# ---- running them --------------------------------------------------------------------------------------------
+
+
+def _group_of_one(rank: int | None = None) -> Any:
+    groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    return groups[dist.get_rank() if rank is None else rank]
+
+
+def _refusal(do: Callable[[], Any]) -> str:
+    try:
+        do()
+    except (memascend.MemascendError, ValueError) as error:
+        return str(error)
+    return "done"
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (loop, refused_by_accelerate, trainer, refused_by_the_trainer)
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name, folder, *numbers = sys.argv[1:]
+    result = PROGRAMS[name](Path(folder), *map(int, numbers))
+    torch.save(result, Path(folder) / f"{name}.{dist.get_rank()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
