@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_a_second_backward_pass_adds_to_the_first(weight: nn.Parameter) -> None:
     assert torch.equal(weight.grad.dense(), plain.grad)
 
 
+@pytest.fixture
+def every_warning() -> Iterator[None]:
+    """PyTorch gives a warning again that it has given before in this process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("every_warning")
 def test_create_graph_clones_it(weight: nn.Parameter) -> None:
     table = StoredTable(weight, 7)
     ids = torch.randint(0, ROWS, (60,))
