@@ -6,7 +6,7 @@ Without versions: the first of each part of memascend, and the one that is insta
 FOLDER (build/deepspeed-versions) over the packages of the interpreter that runs this, with DeepSpeed from PyPI and
 nothing else; one that is there is used again.
 
-In each, `tests/integrations/test_deepspeed.py` is run. What it trains is compared with the version that is installed:
+In each, the tests of `FILES` are run. What it trains is compared with the version that is installed:
 losses, norms and weights have to be the same bits, unless they are different without memascend as well. The exit status
 is 1 if a test fails, if bits are different, or if nothing was compared.
 """
@@ -32,6 +32,8 @@ ROOT = TESTS.parent
 
 #: The first version of each part: of the operators, of the parameter pools, and of the rest.
 FIRST = ("0.18.0", "0.19.4", "0.19.5")
+#: Files of tests/integrations that run with each version.
+FILES = tuple(f"integrations/test_deepspeed_{name}.py" for name in ("training", "installing", "files", "adam"))
 #: What ranks find that is the same with every version.
 BITS = ("losses", "norms", "weights", "skipped")
 
@@ -92,7 +94,7 @@ def test(python: Path, version: str, folder: Path, expression: str) -> Result:
     report.unlink(missing_ok=True)
     command = [python, "-P", "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider"]
     command += ["-q", "--basetemp", temporary, f"--junitxml={report}", "-k", expression]
-    command.append("integrations/test_deepspeed.py")
+    command += FILES
     variables = os.environ | {"DS_ACCELERATOR": "cpu"}
     subprocess.run(list(map(str, command)), cwd=TESTS, env=variables)
     return result_of(version, folder)

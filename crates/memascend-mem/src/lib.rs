@@ -21,7 +21,7 @@ pub use cuda::library::Cudart;
 pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};
 pub use fork::Origin;
-pub use malloc::{keep_large_blocks, return_holes_to_system, return_large_blocks_to_system};
+pub use malloc::{GROWTH_BYTES, keep_large_blocks, return_holes_to_system, return_large_blocks_to_system};
 pub use pool::{
     ClassAtPeak, ClassPlace, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass, Watcher,
 };

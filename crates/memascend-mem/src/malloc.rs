@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Bytes that the process gains before its free heap is given back. Giving back takes a
-/// millisecond, and the kernel takes another to hand the pages out again.
-const WORTH_GIVING_BACK_BYTES: usize = 2 << 20;
+/// Bytes that the process gains, within a budget, before its free heap is given back. Giving back
+/// takes a millisecond, and the kernel takes another to hand the pages out again.
+pub const GROWTH_BYTES: usize = 2 << 20;
 
 /// Bytes of anonymous memory that the process held when its free heap was last given back, or at
 /// the beginning of a pass if those were fewer.
@@ -50,16 +50,16 @@ pub fn return_large_blocks_to_system() {
 }
 
 /// Gives the pages of free blocks inside the heap back to the system, where the process has grown
-/// by 2 MiB since that was last done. Call it between units, and with `pass_begins` at the
+/// by `growth_bytes` since that was last done. Call it between units, and with `pass_begins` at the
 /// beginning of a pass.
 ///
 /// Blocks below 128 KiB come from the heap. A layer's temporaries leave holes there, between small
 /// objects that live for the whole pass, and the holes of the next layer are elsewhere: 0.9 MiB a
 /// layer at width 768 and 64 tokens. The process may have grown for another reason; then one call
 /// is in vain, and the next compares with the larger size. It does nothing with another libc.
-pub fn return_holes_to_system(pass_begins: bool) {
+pub fn return_holes_to_system(pass_begins: bool, growth_bytes: usize) {
     let Some(held) = anonymous_bytes() else { return };
-    if held >= HELD_BYTES.load(Relaxed) + WORTH_GIVING_BACK_BYTES {
+    if held >= HELD_BYTES.load(Relaxed).saturating_add(growth_bytes) {
         trim();
         HELD_BYTES.store(anonymous_bytes().unwrap_or(held), Relaxed);
     } else if pass_begins {

@@ -351,10 +351,12 @@ pub(crate) fn return_large_blocks_to_system() {
 }
 
 /// Gives the pages of free blocks inside malloc's heap back to the system, where the process has
-/// grown since. Called between units, and with `pass_begins` at the beginning of a pass.
+/// grown by `growth_bytes` since. Called between units, and with `pass_begins` at the beginning of a
+/// pass.
 #[pyfunction]
-pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool) {
-    py.detach(|| memascend_mem::return_holes_to_system(pass_begins));
+#[pyo3(signature = (pass_begins, growth_bytes = memascend_mem::GROWTH_BYTES))]
+pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_bytes: usize) {
+    py.detach(|| memascend_mem::return_holes_to_system(pass_begins, growth_bytes));
 }
 
 /// The instruction set of the kernels: "avx512", "avx2" or "baseline".
