@@ -182,6 +182,7 @@ def test_checkpoints_are_interchangeable(trained: dict[str, list[dict[str, Any]]
     assert expected[0]["weights"] != trained["saved A"][0]["weights"]
 
 
+@for_streaming
 @pytest.mark.parametrize("case", [*CASES, "ranks"])
 def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     run = deepspeed_run.Run(str(tmp_path), **CASES.get(case, RANKS))
@@ -277,6 +278,7 @@ def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+@for_pools
 def test_a_drive_that_fails_ends_the_script(tmp_path: Path) -> None:
     with lab.mounted("ext4", 128 * MIB, tmp_path / "drive") as drive:
         assert drive.device is not None

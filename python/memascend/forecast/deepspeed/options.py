@@ -20,7 +20,8 @@ class Options:
       of 28 less for each parameter and step. Masters are float32 in any case. Files with bfloat16 moments are not
       DeepSpeed's.
     - `keep_blocks`: whether malloc keeps the freed blocks of temporaries for the next ones, which saves zeroing their
-      pages. False gives every block of 128 KiB or more back at once, and takes the least memory.
+      pages; about 256 MiB at most are kept. False gives every block of 128 KiB or more back at once, and takes the
+      least memory.
     """
 
     host_memory: int | None = None
