@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from rank_models import Matrices
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -111,11 +112,14 @@ class Shared(nn.Module):
 
 
 def build(dtype: str = "float32", seed: int = 0, opaque: bool = False, kind: str = "mixture") -> nn.Module:
-    """Return a `Mixture`, or a model of transformers: "t5", or "lora", a Llama in float32 with PEFT's adapters."""
-    if kind != "mixture":
+    """Return a model.
+
+    A `Mixture`, `Matrices`, or one of transformers: "t5", or "lora", a Llama in float32 with PEFT's adapters.
+    """
+    if kind not in ("mixture", "matrices"):
         return _adapted(seed) if kind == "lora" else tiny.build(kind, getattr(torch, dtype), seed)
     torch.manual_seed(seed)
-    return Mixture(opaque).to(getattr(torch, dtype)).train()
+    return (Mixture(opaque) if kind == "mixture" else Matrices()).to(getattr(torch, dtype)).train()
 
 
 def _adapted(seed: int) -> nn.Module:
@@ -138,6 +142,17 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "fused_loss": False}
 
 
+def _optimizer(
+    model: nn.Module, algorithm: str = "AdamW", projection: dict[str, Any] | None = None, **options: Any
+) -> memascend.OffloadedOptimizer:
+    """Return an optimizer of all trained parameters. `projection` has the options of APOLLO's matrices alone."""
+    if algorithm.startswith("Apollo"):
+        parameters: Any = memascend.apollo_groups(model, **projection or {})
+    else:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return getattr(memascend, algorithm)(parameters, lr=1e-2, **options)
+
+
 class Run:
     """A training loop in which each step has `parts` batches, of which this process takes those in `mine`.
 
@@ -148,10 +163,7 @@ class Run:
         self.model, self.parts, self.mine = model, parts, mine
         self.scaled, self.max_norm = options.pop("scaled", False), options.pop("max_norm", 1.0)
         self.divides_in_update = options.pop("divides_in_update", False)
-        algorithm = getattr(memascend, options.pop("algorithm", "AdamW"))
-        self.optimizer = options.pop("optimizer", None) or algorithm(
-            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, **options
-        )
+        self.optimizer = options.pop("optimizer", None) or _optimizer(model, **options)
         # Ranks divide by their number in the update and not in the loss: each gradient is the same with this.
         self.scaler = memascend.GradScaler(init_scale=64.0 * len(mine), enabled=self.scaled)
         self.losses: dict[int, float] = {}
@@ -671,7 +683,6 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 
     model = offload(build(), folder)
     trained = [p for p in model.parameters() if p.requires_grad]
-    refused("apollo", lambda: memascend.Apollo(memascend.apollo_groups(model, rank=8), lr=1e-3))
     refused("parameters beside", lambda: memascend.AdamW([*trained, nn.Parameter(torch.ones(3))]))
     refused("DDP", lambda: nn.parallel.DistributedDataParallel(model))
     refused("FSDP", lambda: fully_shard(model.layers[0].mix))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memascend.optim.factors import GradientFactors
     from memascend.optim.homes import Home, Homes, OnModel
     from memascend.optim.rules import Algorithm
+    from memascend.residency.updates import Segment
 
 #: How many gradients are worked on together where an update takes something of the whole gradient: one is read or
 #: written while another is computed.
@@ -61,6 +62,8 @@ class Step:
         self._early = early
         self._nonfinite = nonfinite
         self._parts: list[Part] = []
+        #: The arguments of `Algorithm.find_joined_factors`.
+        self._joined: list[tuple[dict[str, Any], Home, Segment, float]] = []
         #: What the backward pass has updated.
         self._ahead: list[OnModel] = []
         for group, parameter in with_gradient:
@@ -125,7 +128,11 @@ class Step:
             with as_held():
                 self._algorithm.find_factors(group, home, segment, factor)
 
-        if self._algorithm.factor_options(group) is not None:
+        if self._algorithm.factor_options(group) is None:
+            return
+        if home.session is not None and home.session.membership is not None:
+            self._joined.append((group, home, segment, factor))
+        else:
             schedule.first.append(find_factors)
 
     def carry_out(self, schedule: Schedule) -> None:
@@ -134,6 +141,9 @@ class Step:
             with ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool:
                 for done in [pool.submit(find_factors) for find_factors in schedule.first]:
                     done.result()
+        if self._joined:
+            with as_held():
+                self._algorithm.find_joined_factors(self._joined)
         schedule.defer()
         for part in self._parts:
             part.home.count(part.rule)
