@@ -337,6 +337,36 @@ def save_states(rank: int, ranks: int, folder: Path, dtype: str) -> Any:
     return result
 
 
+def save_projected(rank: int, ranks: int, folder: Path, steps: int, **training: Any) -> Any:
+    """Show the states of APOLLO, be refused to save them in a directory, and have another model go on from them."""
+    kind = training.pop("kind")
+    run = Run(offload(build(kind=kind), folder), ranks, range(rank, ranks, ranks), **training).go(steps)
+    with pytest.raises(ValueError, match="do not have the shapes of parameters"):
+        memascend.save_distributed(run.model, run.optimizer, folder / "saved")
+    states, weights = run.optimizer.state_dict(), run.result()["weights"]
+    memascend.close(run.model)
+    second = build(kind=kind)
+    second.load_state_dict(weights)
+    again = Run(offload(second, folder / "second"), ranks, range(rank, ranks, ranks), **training)
+    again.optimizer.load_state_dict(states)
+    result = again.go(steps + 2, steps).result() | {"states": states}
+    memascend.close(again.model)
+    return result
+
+
+def change_between(rank: int, ranks: int, folder: Path, kind: str, **training: Any) -> Any:
+    """Take steps of APOLLO with another learning rate on one rank, which all refuse, and with another rank number."""
+    model = offload(build(kind=kind), folder)
+    run = Run(model, ranks, range(rank, ranks, ranks), **training).go(1)
+    run.optimizer.param_groups[0]["rank"] += 1
+    with pytest.raises(memascend.MemascendError, match="another one than that of its steps so far"):
+        run.go(2, 1)
+    run.optimizer.zero_grad()
+    run.optimizer.param_groups[0]["rank"] -= 1
+    run.optimizer.param_groups[0]["lr"] *= 1 + rank
+    run.go(2, 1)
+
+
 _written = 0
 
 
@@ -424,14 +454,16 @@ def sleep(*_: Any, **__: Any) -> None:
     time.sleep(60)
 
 
-def train_until_lost(rank: int, ranks: int, folder: Path, victim: int, moment: str, steps: int) -> Any:
+def train_until_lost(
+    rank: int, ranks: int, folder: Path, victim: int, moment: str, steps: int, kind: str = "mixture", **training: Any
+) -> Any:
     """Train durably until one rank is lost.
 
     It is killed as it begins to commit the last step ("commit"), as it is to gather a unit ("gather"), or, without that
     commit, where all ranks meet to have it ("meet"); or it stops as it is to gather a unit ("hang").
     """
-    model = offload(build(), folder, keep_store=True)
-    run = Run(model, ranks, range(rank, ranks, ranks)).go(steps)
+    model = offload(build(kind=kind), folder, keep_store=True)
+    run = Run(model, ranks, range(rank, ranks, ranks), **training).go(steps)
     if rank == victim and moment in ("commit", "meet"):
         Generations.start = die if moment == "commit" else _start_nothing  # type: ignore[method-assign]
         Generations.settle = _die_if_due  # type: ignore[method-assign]
@@ -459,9 +491,10 @@ def resume(
     tag: str | None = None,
     dtype: str = "float32",
     described: bool = False,
+    kind: str = "mixture",
 ) -> Any:
     """Go on with a run; `described` says that its store can make the model."""
-    model = None if described else build(dtype, seed=5)
+    model = None if described else build(dtype, seed=5, kind=kind)
     store, options = f"{folder}/{name}{{rank}}", {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"}
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
@@ -472,14 +505,14 @@ def resume(
     return result
 
 
-def train_or_resume(rank: int, ranks: int, folder: Path, steps: int) -> Any:
+def train_or_resume(rank: int, ranks: int, folder: Path, steps: int, kind: str = "mixture", **training: Any) -> Any:
     """Do what a script does that is started again after whatever stopped it."""
     if memascend.can_resume(f"{folder}/store{{rank}}"):
-        return resume(rank, ranks, folder, steps)
+        return resume(rank, ranks, folder, steps, kind=kind)
     # A rank may have the first step that another one lost.
     shutil.rmtree(folder / f"store{rank}", ignore_errors=True)
-    model = offload(build(), folder, keep_store=True)
-    result = Run(model, ranks, range(rank, ranks, ranks)).go(steps).result()
+    model = offload(build(kind=kind), folder, keep_store=True)
+    result = Run(model, ranks, range(rank, ranks, ranks), **training).go(steps).result()
     memascend.close(model)
     return result
 
@@ -723,6 +756,8 @@ _TRAINING = (
     save_llama,
     save_adapters,
     save_states,
+    save_projected,
+    change_between,
     train_alone,
     train_until_lost,
     train_or_resume,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import TYPE_CHECKING, Any
 
 import bits
@@ -9,6 +11,7 @@ import pytest
 import rank_models
 import rank_programs
 
+import memascend
 from memascend.layout.shards import Shard, channels_of
 
 if TYPE_CHECKING:
@@ -69,3 +72,67 @@ def test_shares_cut_the_channels_of_the_model() -> None:
             assert seen == list(range(max(shape)))
     used = [{int(rank_programs.batch(b)[0, n]) % rank_models.EXPERTS for n in range(2)} for b in range(2)]
     assert used[0] != used[1]
+
+
+def test_states_are_shown_and_loaded(tmp_path: Path) -> None:
+    options = APOLLO | {"projection": {"rank": 20, "update_proj_gap": 3}}
+    expected = rank_programs.Run(rank_programs.build(kind="matrices"), 2, range(2), **_without_kind(options)).go(2)
+    states = copy.deepcopy(expected.optimizer.state_dict())
+    assert sum("norm" in of_parameter for of_parameter in states["state"].values()) > 10
+    expected.go(4, 2)
+    for result in rank_programs.run("save_projected", 2, tmp_path, steps=2, **options):
+        assert "error" not in result, result
+        assert bits.difference(result["states"]["state"], states["state"]) is None
+        assert bits.difference(result["weights"], expected.result()["weights"]) is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 2), (4, 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    batches = 4
+    rank_programs.run("train", before, tmp_path, micro=batches // before, offloading={"keep_store": True}, **APOLLO)
+    assert memascend.reshard(tmp_path / "store{rank}", tmp_path / "new{rank}", ranks=after) == 2
+    # Three ranks share no four batches: their stores are written anew for four.
+    name = "new"
+    if batches % after:
+        memascend.reshard(tmp_path / "new{rank}", tmp_path / "four{rank}", ranks=4)
+        name, after = "four", 4
+    options = {"steps": 4, "micro": batches // after, "name": name, "kind": "matrices"}
+    expected = rank_programs.in_one_process(batches, 4, **APOLLO)
+    for result in rank_programs.run("resume", after, tmp_path, "again", **options):
+        assert "error" not in result, result
+        assert bits.difference(result["weights"], expected["weights"]) is None
+
+
+@pytest.mark.parametrize("moment", ["commit", "meet", "gather"])
+def test_a_run_goes_on_after_a_rank_was_lost(moment: str, tmp_path: Path) -> None:
+    rank_programs.run("train_until_lost", 2, tmp_path, victim=1, moment=moment, steps=2, **APOLLO)
+    expected = rank_programs.in_one_process(2, 4, **APOLLO)
+    for result in rank_programs.run("resume", 2, tmp_path, "again", steps=4, kind="matrices"):
+        assert "error" not in result, result
+        assert result["steps"] in (1, 2)
+        assert bits.difference(result["weights"], expected["weights"]) is None
+
+
+def test_killed_at_any_instant_all_go_on(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    expected = rank_programs.in_one_process(2, 6, **APOLLO)
+    for attempt in range(4):
+        name = f"-{attempt}"
+        processes = rank_programs.start("train_or_resume", 2, tmp_path, name, steps=6, **APOLLO)
+        if attempt < 3:
+            processes[attempt % 2].join(chance.uniform(1.0, 4.0))
+            processes[attempt % 2].kill()
+        results = rank_programs.results_of(processes, tmp_path, name)
+    for result in results:
+        assert "error" not in result, result
+        assert bits.difference(result["weights"], expected["weights"]) is None
+
+
+def test_ranks_with_other_options_are_told(tmp_path: Path) -> None:
+    for result in rank_programs.run("change_between", 2, tmp_path, **APOLLO):
+        assert "the ranks were to do different things" in result["error"], result
+        assert "rank 0: find factors of" in result["error"] and "lr=0.02" in result["error"]
+
+
+def _without_kind(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "kind"}
