@@ -29,6 +29,7 @@ from memascend.formats.safetensors import SafetensorsReader
 from memascend.layout import tables
 from memascend.offloading.api import offload_of
 from memascend.offloading.session import Session
+from memascend.optim import NAMED
 from memascend.ranks.group import Ranks
 
 if TYPE_CHECKING:
@@ -671,15 +672,16 @@ def measure(rank: int, ranks: int, folder: Path, least: bool) -> dict[str, int]:
     return {name: stats[name] for name in MEASURED if name in stats}
 
 
-def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumulate: int) -> Any:
-    """Train a model of transformers, and return its figures after each step."""
+def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumulate: int, optimizer: str) -> Any:
+    """Train a model of transformers with an optimizer of the command line; return its figures after each step."""
     # Not for every program: transformers takes seconds to import.
     import traffic
 
     options = {"host_memory": budget, "allocator": "pageable", "fused_loss": "auto"}
     model = memascend.offload(traffic.build(config), store=f"{folder}/store{{rank}}", **options)
-    optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
-    seen = traffic.steps(model, optimizer, 4, accumulate, 2, 128, config.vocab_size)
+    make, _, given = NAMED[optimizer]
+    parameters = memascend.apollo_groups(model, **given) if issubclass(make, memascend.Apollo) else model.parameters()
+    seen = traffic.steps(model, make(parameters, lr=1e-4), 4, accumulate, 2, 128, config.vocab_size)
     memascend.close(model)
     return [{name: value for name, value in stats.items() if isinstance(value, int)} for stats in seen]
 
