@@ -46,8 +46,8 @@ class Shard:
 def channels_of(shape: Sequence[int], start: int, shard: Shard | None, rank: int | None = None) -> tuple[int, int]:
     """Return the first channel of which a rank, or that of `shard`, keeps the moments, and of how many it keeps them.
 
-    The matrix begins at element `start` of a tensor. Where its channels are rows, a rank has those whose last element is
-    in its share; where they are columns, which all shares cut, the ranks have as many each. Without a shard, all.
+    The matrix begins at element `start` of a tensor. Where its channels are rows, a rank has those whose last element
+    is in its share; where they are columns, which all shares cut, the ranks have as many each. Without a shard, all.
     """
     rows, columns = shape
     if shard is None:

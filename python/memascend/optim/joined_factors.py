@@ -1,11 +1,11 @@
 """The factors of APOLLO's channels where a store is divided over ranks.
 
 A number of a projected gradient is one chain of products in the order of its channel, and the shares of several ranks
-may cut a channel. So each rank goes on with the sums of the rank before it. The ranks work side by side: at turn t, rank
-k projects its share of matrix t - k and hands on its sums, so that M matrices take about as many turns as on one rank.
+may cut a channel. So each rank goes on with the sums of the rank before it. The ranks work side by side: at turn t,
+rank k projects its share of matrix t - k and hands on its sums, so that M matrices take M turns and one for each rank.
 
 Each rank keeps the moments of some channels (`layout.shards.channels_of`), and tells all what it found of these, from
-which each finds the factors of all channels. One exchange ends a turn. The ranks compare what they are about to do once.
+which each finds the factors of all channels. One exchange ends a turn. What is about to be done is compared once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Division:
     def sent_by_turn(self, source: int, target: int) -> tuple[int, int]:
         """Return the bytes that go from one rank to another once `source` has projected its share.
 
-        First the sums of channels that are incomplete, then what was measured of channels whose moments the other keeps.
+        First the sums of channels that are incomplete, then what was measured of channels whose moments `target` keeps.
         """
         if not self.first <= source <= self.last:
             return 0, 0
@@ -149,11 +149,10 @@ class _Turns:
         pieces: dict[int, list[torch.Tensor]] = {rank: [] for rank in everyone}
         if (matrix := self._projected(turn, mine)) is not None:
             self._project(matrix, pieces)
-        if (matrix := self._squared(turn)) is not None:
-            if matrix.squares is not None:
-                squares = matrix.squares.result().view(-1).view(torch.uint8)
-                for rank in everyone:
-                    pieces[rank].append(squares)
+        if (matrix := self._squared(turn)) is not None and matrix.squares is not None:
+            squares = matrix.squares.result().view(-1).view(torch.uint8)
+            for rank in everyone:
+                pieces[rank].append(squares)
         sent = [_padded(piece) for rank in everyone for piece in pieces[rank]]
         counts = [_length([len(piece) for piece in pieces[rank]]) for rank in everyone]
         lengths = [self._lengths(turn, rank, mine) for rank in everyone]

@@ -127,16 +127,16 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
 
 
 def find_joined_factors(work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
-    """Do what `find_factors` does, with these arguments, where the store is divided over ranks: all of them together."""
-    matrices = []
+    """Do what `find_factors` does, with these arguments, where the store is divided over ranks: all together."""
+    matrices, ranks = [], ranks_of(home.parameter for _, home, _, _ in work)
+    assert ranks is not None, "ranks divide the model"
     for group, home, segment, grad_scale in work:
-        assert isinstance(home, OnModel) and home.session.membership is not None, "ranks divide a model"
+        assert isinstance(home, OnModel) and home.place.tensor.shard is not None, "the tensors of a group are divided"
         shard = home.place.tensor.shard
-        assert shard is not None, "the tensors of a group are divided"
         division = joined_factors.Division(projection_of(group, home), home.place.start, shard)
         options = _factor_options(group, home, grad_scale)
         matrices.append(joined_factors.Matrix(home.session.runtime, home.place, division, segment, options))
-    joined_factors.find_factors(home.session.membership.ranks, matrices)
+    joined_factors.find_factors(ranks, matrices)
     for (_, home, _, _), matrix in zip(work, matrices, strict=True):
         home.homes.optimizer.state[home.parameter]["norm"] = matrix.norm
 

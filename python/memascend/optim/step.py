@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.optim.room import Room
@@ -138,11 +139,14 @@ class Step:
     def carry_out(self, schedule: Schedule) -> None:
         """Take the step: defer the updates of offloaded models, and run those of ordinary parameters."""
         if schedule.first:
-            with ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool:
+            with (
+                span("find factors"),
+                ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool,
+            ):
                 for done in [pool.submit(find_factors) for find_factors in schedule.first]:
                     done.result()
         if self._joined:
-            with as_held():
+            with span("find factors"), as_held():
                 self._algorithm.find_joined_factors(self._joined)
         schedule.defer()
         for part in self._parts:

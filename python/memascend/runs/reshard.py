@@ -187,7 +187,7 @@ class _Moments:
         return 2 * self.channels(rank, ranks)[1] * self.channel_bytes
 
     def read(self, sources: Sequence[KeptStore], channels: tuple[int, int], begin: int, piece: torch.Tensor) -> None:
-        """Fill `piece` with the bytes from `begin` on of a store that has `channels`, the first of them and how many."""
+        """Fill `piece` with the bytes from `begin` on of a store that has `channels`: the first, and how many."""
         first, count = channels
         for moment, (number, source) in product(range(2), enumerate(sources)):
             own, own_count = self.channels(number, len(sources))
@@ -360,10 +360,10 @@ class _Copied:
         for begin, nbytes, fill in parts:
             lease = runtime.lease_unit(PIECE_BYTES)
             assert lease is not None, "the piece before has been written"
-            piece = torch.frombuffer(lease, dtype=torch.uint8)[:nbytes]
-            piece.zero_()  # What no former rank has is padding.
-            fill(piece)
-            del piece
+            buffer = torch.frombuffer(lease, dtype=torch.uint8)
+            buffer.zero_()  # What no former rank has is padding, and so is the rest of the last page.
+            fill(buffer[:nbytes])
+            del buffer
             runtime.write_part(unit, tensor, begin, nbytes, lease)
             del lease
             runtime.wait_unit(unit)
