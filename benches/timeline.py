@@ -57,6 +57,7 @@ CALLER = {
     "wait for SSD": "waits for the SSD",
     "wait for CPU": "waits for the update",
     "gradient of": "puts a gradient aside",
+    "find factors": "finds APOLLO's factors",
 }
 COMPUTES = "computes"
 
@@ -240,6 +241,7 @@ COLOURS = {
     "waits for the SSD": "#d9dee4",
     "waits for the update": "#a9cfb6",
     "puts a gradient aside": "#e0b98a",
+    "finds APOLLO's factors": "#8a6bb8",
 }
 
 
@@ -354,6 +356,8 @@ def measure(budget: str, host_memory: str | int, args: argparse.Namespace, workd
         "scratch": str(scratch),
         "host_memory": host_memory,
         "durability": args.durability,
+        "optimizer": args.optimizer,
+        "rank": 1 if args.optimizer == "apollo-mini" else args.rank,
         "tokens": args.tokens,
         "warmup": 2,
         "steps": args.steps,
@@ -460,6 +464,8 @@ def arguments() -> argparse.Namespace:
     text = "host memory, or least or overlapping (default: %(default)s)"
     parser.add_argument("--budgets", type=lambda text: text.split(","), default=list(BUDGETS), metavar="A,B", help=text)
     parser.add_argument("--durability", default="step", help="step, every:N or none (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("adamw", "apollo", "apollo-mini"), default="adamw")
+    parser.add_argument("--rank", type=int, default=64, help="of APOLLO (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="length of the sequence (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="recorded steps (default: %(default)s)")
     parser.add_argument("--limit", type=size, help="bytes/s of the disk in either direction (root, cgroup v1's blkio)")

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from rank_models import Matrices
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -28,6 +29,7 @@ from memascend.formats.safetensors import SafetensorsReader
 from memascend.layout import tables
 from memascend.offloading.api import offload_of
 from memascend.offloading.session import Session
+from memascend.optim import NAMED
 from memascend.ranks.group import Ranks
 
 if TYPE_CHECKING:
@@ -111,11 +113,14 @@ class Shared(nn.Module):
 
 
 def build(dtype: str = "float32", seed: int = 0, opaque: bool = False, kind: str = "mixture") -> nn.Module:
-    """Return a `Mixture`, or a model of transformers: "t5", or "lora", a Llama in float32 with PEFT's adapters."""
-    if kind != "mixture":
+    """Return a model.
+
+    A `Mixture`, `Matrices`, or one of transformers: "t5", or "lora", a Llama in float32 with PEFT's adapters.
+    """
+    if kind not in ("mixture", "matrices"):
         return _adapted(seed) if kind == "lora" else tiny.build(kind, getattr(torch, dtype), seed)
     torch.manual_seed(seed)
-    return Mixture(opaque).to(getattr(torch, dtype)).train()
+    return (Mixture(opaque) if kind == "mixture" else Matrices()).to(getattr(torch, dtype)).train()
 
 
 def _adapted(seed: int) -> nn.Module:
@@ -138,6 +143,17 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "fused_loss": False}
 
 
+def _optimizer(
+    model: nn.Module, algorithm: str = "AdamW", projection: dict[str, Any] | None = None, **options: Any
+) -> memascend.OffloadedOptimizer:
+    """Return an optimizer of all trained parameters. `projection` has the options of APOLLO's matrices alone."""
+    if algorithm.startswith("Apollo"):
+        parameters: Any = memascend.apollo_groups(model, **projection or {})
+    else:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return getattr(memascend, algorithm)(parameters, lr=1e-2, **options)
+
+
 class Run:
     """A training loop in which each step has `parts` batches, of which this process takes those in `mine`.
 
@@ -148,10 +164,7 @@ class Run:
         self.model, self.parts, self.mine = model, parts, mine
         self.scaled, self.max_norm = options.pop("scaled", False), options.pop("max_norm", 1.0)
         self.divides_in_update = options.pop("divides_in_update", False)
-        algorithm = getattr(memascend, options.pop("algorithm", "AdamW"))
-        self.optimizer = options.pop("optimizer", None) or algorithm(
-            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, **options
-        )
+        self.optimizer = options.pop("optimizer", None) or _optimizer(model, **options)
         # Ranks divide by their number in the update and not in the loss: each gradient is the same with this.
         self.scaler = memascend.GradScaler(init_scale=64.0 * len(mine), enabled=self.scaled)
         self.losses: dict[int, float] = {}
@@ -325,6 +338,36 @@ def save_states(rank: int, ranks: int, folder: Path, dtype: str) -> Any:
     return result
 
 
+def save_projected(rank: int, ranks: int, folder: Path, steps: int, **training: Any) -> Any:
+    """Show the states of APOLLO, be refused to save them in a directory, and have another model go on from them."""
+    kind = training.pop("kind")
+    run = Run(offload(build(kind=kind), folder), ranks, range(rank, ranks, ranks), **training).go(steps)
+    with pytest.raises(ValueError, match="do not have the shapes of parameters"):
+        memascend.save_distributed(run.model, run.optimizer, folder / "saved")
+    states, weights = run.optimizer.state_dict(), run.result()["weights"]
+    memascend.close(run.model)
+    second = build(kind=kind)
+    second.load_state_dict(weights)
+    again = Run(offload(second, folder / "second"), ranks, range(rank, ranks, ranks), **training)
+    again.optimizer.load_state_dict(states)
+    result = again.go(steps + 2, steps).result() | {"states": states}
+    memascend.close(again.model)
+    return result
+
+
+def change_between(rank: int, ranks: int, folder: Path, kind: str, **training: Any) -> Any:
+    """Take steps of APOLLO with another learning rate on one rank, which all refuse, and with another rank number."""
+    model = offload(build(kind=kind), folder)
+    run = Run(model, ranks, range(rank, ranks, ranks), **training).go(1)
+    run.optimizer.param_groups[0]["rank"] += 1
+    with pytest.raises(memascend.MemascendError, match="another one than that of its steps so far"):
+        run.go(2, 1)
+    run.optimizer.zero_grad()
+    run.optimizer.param_groups[0]["rank"] -= 1
+    run.optimizer.param_groups[0]["lr"] *= 1 + rank
+    run.go(2, 1)
+
+
 _written = 0
 
 
@@ -412,14 +455,16 @@ def sleep(*_: Any, **__: Any) -> None:
     time.sleep(60)
 
 
-def train_until_lost(rank: int, ranks: int, folder: Path, victim: int, moment: str, steps: int) -> Any:
+def train_until_lost(
+    rank: int, ranks: int, folder: Path, victim: int, moment: str, steps: int, kind: str = "mixture", **training: Any
+) -> Any:
     """Train durably until one rank is lost.
 
     It is killed as it begins to commit the last step ("commit"), as it is to gather a unit ("gather"), or, without that
     commit, where all ranks meet to have it ("meet"); or it stops as it is to gather a unit ("hang").
     """
-    model = offload(build(), folder, keep_store=True)
-    run = Run(model, ranks, range(rank, ranks, ranks)).go(steps)
+    model = offload(build(kind=kind), folder, keep_store=True)
+    run = Run(model, ranks, range(rank, ranks, ranks), **training).go(steps)
     if rank == victim and moment in ("commit", "meet"):
         Generations.start = die if moment == "commit" else _start_nothing  # type: ignore[method-assign]
         Generations.settle = _die_if_due  # type: ignore[method-assign]
@@ -447,9 +492,10 @@ def resume(
     tag: str | None = None,
     dtype: str = "float32",
     described: bool = False,
+    kind: str = "mixture",
 ) -> Any:
     """Go on with a run; `described` says that its store can make the model."""
-    model = None if described else build(dtype, seed=5)
+    model = None if described else build(dtype, seed=5, kind=kind)
     store, options = f"{folder}/{name}{{rank}}", {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"}
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
@@ -460,14 +506,14 @@ def resume(
     return result
 
 
-def train_or_resume(rank: int, ranks: int, folder: Path, steps: int) -> Any:
+def train_or_resume(rank: int, ranks: int, folder: Path, steps: int, kind: str = "mixture", **training: Any) -> Any:
     """Do what a script does that is started again after whatever stopped it."""
     if memascend.can_resume(f"{folder}/store{{rank}}"):
-        return resume(rank, ranks, folder, steps)
+        return resume(rank, ranks, folder, steps, kind=kind)
     # A rank may have the first step that another one lost.
     shutil.rmtree(folder / f"store{rank}", ignore_errors=True)
-    model = offload(build(), folder, keep_store=True)
-    result = Run(model, ranks, range(rank, ranks, ranks)).go(steps).result()
+    model = offload(build(kind=kind), folder, keep_store=True)
+    result = Run(model, ranks, range(rank, ranks, ranks), **training).go(steps).result()
     memascend.close(model)
     return result
 
@@ -626,15 +672,16 @@ def measure(rank: int, ranks: int, folder: Path, least: bool) -> dict[str, int]:
     return {name: stats[name] for name in MEASURED if name in stats}
 
 
-def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumulate: int) -> Any:
-    """Train a model of transformers, and return its figures after each step."""
+def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumulate: int, optimizer: str) -> Any:
+    """Train a model of transformers with an optimizer of the command line; return its figures after each step."""
     # Not for every program: transformers takes seconds to import.
     import traffic
 
     options = {"host_memory": budget, "allocator": "pageable", "fused_loss": "auto"}
     model = memascend.offload(traffic.build(config), store=f"{folder}/store{{rank}}", **options)
-    optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
-    seen = traffic.steps(model, optimizer, 4, accumulate, 2, 128, config.vocab_size)
+    make, _, given = NAMED[optimizer]
+    parameters = memascend.apollo_groups(model, **given) if issubclass(make, memascend.Apollo) else model.parameters()
+    seen = traffic.steps(model, make(parameters, lr=1e-4), 4, accumulate, 2, 128, config.vocab_size)
     memascend.close(model)
     return [{name: value for name, value in stats.items() if isinstance(value, int)} for stats in seen]
 
@@ -671,7 +718,6 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 
     model = offload(build(), folder)
     trained = [p for p in model.parameters() if p.requires_grad]
-    refused("apollo", lambda: memascend.Apollo(memascend.apollo_groups(model, rank=8), lr=1e-3))
     refused("parameters beside", lambda: memascend.AdamW([*trained, nn.Parameter(torch.ones(3))]))
     refused("DDP", lambda: nn.parallel.DistributedDataParallel(model))
     refused("FSDP", lambda: fully_shard(model.layers[0].mix))
@@ -712,6 +758,8 @@ _TRAINING = (
     save_llama,
     save_adapters,
     save_states,
+    save_projected,
+    change_between,
     train_alone,
     train_until_lost,
     train_or_resume,

@@ -22,7 +22,6 @@ SAID = {
     "model": "the ranks have other models",
     "frozen": "use frozen='store'",
     "no store": "holds no store that was kept",
-    "apollo": "use memascend.AdamW, Adam, Lion or SGD",
     "parameters beside": "add adapters before memascend.offload",
     "DDP": "DistributedDataParallel cannot divide or copy an offloaded model",
     "FSDP": "fully_shard cannot divide or copy an offloaded model",

@@ -599,6 +599,31 @@ impl Gradients {
         Ok(projector)
     }
 
+    /// Adds the elements from element `start` of a tensor's on to a projector of a share, as many as it takes.
+    pub fn project_share(&self, id: GradientId, start: usize, projector: &mut Projector) -> Result<()> {
+        let record = self.record(id);
+        let count = projector.share().len();
+        // What lies behind the share of a tensor that moves alone is padding.
+        let visited = if record.packed { count } else { record.numel };
+        let mut left = count * record.dtypes.kept_bytes();
+        self.visit(id, start, visited, |piece| {
+            let taken = piece.len().min(left);
+            projector.add(&piece[..taken]);
+            left -= taken;
+        })
+    }
+
+    /// The projector of elements of a gradient of which `id` has a share.
+    pub fn share_projector(
+        &self,
+        id: GradientId,
+        projection: Projection,
+        share: Range<usize>,
+        threads: usize,
+    ) -> Projector {
+        Projector::of_share(projection, share, self.record(id).dtypes.kept(), threads, &self.scratch)
+    }
+
     /// The projector of a gradient that is about to be captured into `id`.
     pub fn projector(&self, id: GradientId, projection: Projection, threads: usize) -> Projector {
         Projector::new(projection, self.record(id).dtypes.kept(), threads, &self.scratch)

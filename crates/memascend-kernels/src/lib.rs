@@ -33,7 +33,8 @@ mod split;
 mod step_host;
 
 pub use apollo::{
-    FactorOptions, Numbers, Projected, Projection, Projector, Purpose, Scratch, channel_factors,
+    ChannelSquares, FactorOptions, Numbers, Projected, Projection, Projector, Purpose, Scratch,
+    channel_factors, factors_of, squares_of,
 };
 pub use bf16::{round_bf16, widen_bf16, widen_bf16_slice, widen_bf16_slice_with};
 pub use dispatch::Isa;

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use memascend_exec::Pending;
-use memascend_kernels::{Projected, Projector, Purpose, channel_factors};
+use memascend_exec::{GradientId, Pending};
+use memascend_kernels::{
+    ChannelSquares, Projected, Projector, Purpose, channel_factors, factors_of, squares_of,
+};
 use memascend_store::TensorId;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -61,7 +63,30 @@ impl Projection {
     /// Bytes of host memory that a projection takes while a gradient passes by.
     #[getter]
     fn bytes(&self) -> usize {
-        Projector::bytes(&self.0)
+        Projector::bytes(&self.0, &(0..self.0.elements()))
+    }
+
+    /// `bytes` of a rank that has elements `first .. end` of the gradient.
+    fn share_bytes(&self, first: usize, end: usize) -> usize {
+        Projector::bytes(&self.0, &(first..end))
+    }
+
+    /// Bytes that the rank with the element before `end` hands on to the one with element `end`.
+    fn carried_bytes(&self, end: usize) -> usize {
+        self.0.carried_bytes(end)
+    }
+
+    /// The factors of all channels and the norm of the step, from the squares that `Runtime.stored_squares` has written:
+    /// (channels, 3) float64 at an address.
+    fn factors(&self, options: &Bound<'_, FactorOptions>, squares: usize) -> (ChannelFactors, f64) {
+        // SAFETY: the Python layer passes a live, contiguous CPU tensor of this size.
+        let squares: &[f64] = unsafe { elements(squares, 3 * self.0.channels()) };
+        let of_channel =
+            |&[projected, step, gradient]: &[f64; 3]| ChannelSquares { projected, step, gradient };
+        let squares: Vec<ChannelSquares> = squares.as_chunks().0.iter().map(of_channel).collect();
+        let mut factors = vec![0.0; squares.len()];
+        let norm = factors_of(&options.get().0, &squares, &mut factors);
+        (ChannelFactors::of(&self.0, factors), norm)
     }
 
     /// How many float32 a projected gradient takes where it is put aside.
@@ -147,6 +172,19 @@ impl ProjectedGradient {
             self.find(options, first, second, threads)
         })
     }
+
+    /// How many channels were measured.
+    #[getter]
+    fn channels(&self) -> usize {
+        self.0.channels()
+    }
+
+    /// Writes what was measured of some of the channels to an address: `Projection.rank` and 2 more float32 for each.
+    fn write(&self, first: usize, channels: usize, address: usize) {
+        // SAFETY: the Python layer passes a live CPU tensor of so many numbers.
+        let target = unsafe { elements_mut(address, channels * (self.0.projection().rank + 2)) };
+        self.0.copy_part(first..first + channels, target);
+    }
 }
 
 impl ProjectedGradient {
@@ -157,12 +195,45 @@ impl ProjectedGradient {
         second_moment: &mut [f32],
         threads: usize,
     ) -> (ChannelFactors, f64) {
-        let projection = self.0.projection();
-        let mut factors = vec![0.0; projection.channels()];
+        let mut factors = vec![0.0; self.0.channels()];
         let norm = channel_factors(&options.0, &self.0, first_moment, second_moment, &mut factors, threads);
-        let factors =
-            memascend_kernels::ChannelFactors::new(factors, projection.columns, projection.by_column());
-        (ChannelFactors(Arc::new(factors)), norm)
+        (ChannelFactors::of(self.0.projection(), factors), norm)
+    }
+
+    /// Projects a share of a gradient: see `Runtime.project_share`.
+    pub(crate) fn of_share(
+        parts: &Parts,
+        gradient: GradientId,
+        start: usize,
+        projection: memascend_kernels::Projection,
+        (first, count): (usize, usize),
+        carried: (usize, usize),
+        threads: usize,
+    ) -> memascend_exec::Result<Self> {
+        let (gradients, end) = (&parts.gradients, first + count);
+        // SAFETY: the Python layer passes live, distinct CPU tensors of these sizes, and holds them for the call.
+        let (carried_in, carried_out) = unsafe {
+            let bytes = |end| projection.carried_bytes(end);
+            (elements(carried.0, bytes(first)), elements_mut(carried.1, bytes(end)))
+        };
+        let mut projector = gradients.share_projector(gradient, projection, first..end, threads);
+        projector.go_on(carried_in);
+        gradients.project_share(gradient, start, &mut projector)?;
+        Ok(Self(projector.hand_on(carried_out, gradients.scratch())))
+    }
+
+    /// What another process has measured of some channels: see `Runtime.received_channels`.
+    pub(crate) fn received(
+        parts: &Parts,
+        projection: memascend_kernels::Projection,
+        channels: usize,
+        address: usize,
+    ) -> Self {
+        let mut measured = Projected::room_of(projection, channels, parts.gradients.scratch());
+        let numbers = measured.numbers_mut();
+        // SAFETY: the Python layer passes a live CPU tensor of so many numbers.
+        numbers.copy_from_slice(unsafe { elements(address, numbers.len()) });
+        Self(measured)
     }
 
     /// `factors` with both moments in a tensor of the store, (2, channels, rank) float32; `written` says
@@ -175,6 +246,38 @@ impl ProjectedGradient {
         threads: usize,
         options: &FactorOptions,
     ) -> memascend_exec::Result<(ChannelFactors, f64)> {
+        self.with_stored(parts, moments, written, |first, second| self.find(options, first, second, threads))
+    }
+
+    /// Updates moments in a tensor of the store as `stored_factors` does, and writes the channels' squares to `target`.
+    pub(crate) fn stored_squares(
+        &self,
+        parts: &Parts,
+        moments: TensorId,
+        written: bool,
+        threads: usize,
+        options: &FactorOptions,
+        target: usize,
+    ) -> memascend_exec::Result<()> {
+        let squares = self.with_stored(parts, moments, written, |first, second| {
+            squares_of(&options.0, &self.0, first, second, threads)
+        })?;
+        // SAFETY: the Python layer passes a live CPU tensor of this size, and holds it for the call.
+        let target: &mut [f64] = unsafe { elements_mut(target, 3 * squares.len()) };
+        for (target, of) in target.as_chunks_mut().0.iter_mut().zip(squares) {
+            *target = [of.projected, of.step, of.gradient];
+        }
+        Ok(())
+    }
+
+    /// Reads both moments of the measured channels, has `step` change them, and writes them.
+    fn with_stored<T>(
+        &self,
+        parts: &Parts,
+        moments: TensorId,
+        written: bool,
+        step: impl FnOnce(&mut [f32], &mut [f32]) -> T,
+    ) -> memascend_exec::Result<T> {
         let count = self.0.values().len();
         let mut both = parts.gradients.scratch().take(Purpose::Moments, 2 * count);
         let bytes = size_of_val(&*both);
@@ -186,7 +289,7 @@ impl ProjectedGradient {
             both.fill(0.0);
         }
         let (first, second) = both.split_at_mut(count);
-        let found = self.find(options, first, second, threads);
+        let found = step(first, second);
         let pending = Arc::new(Pending::default());
         let target = parts.store.rewrite(moments)?.target;
         // SAFETY: as above; the write copies them.
@@ -200,3 +303,10 @@ impl ProjectedGradient {
 #[pyclass(frozen, module = "memascend._memascend")]
 #[derive(Clone)]
 pub(crate) struct ChannelFactors(pub Arc<memascend_kernels::ChannelFactors>);
+
+impl ChannelFactors {
+    fn of(projection: &memascend_kernels::Projection, factors: Vec<f32>) -> Self {
+        let (columns, by_column) = (projection.columns, projection.by_column());
+        Self(Arc::new(memascend_kernels::ChannelFactors::new(factors, columns, by_column)))
+    }
+}

@@ -625,6 +625,58 @@ impl Runtime {
         .map_err(|error| exec_error(&error))
     }
 
+    /// Projects elements `first .. first + count` of a gradient, which begin at element `start` of what this rank keeps of
+    /// a tensor's. At address `carried_in` are `Projection.carried_bytes(first)` bytes of the rank before, and
+    /// those for the next one go to `carried_out`. Returns what was measured of the channels that are complete.
+    #[allow(clippy::too_many_arguments)]
+    fn project_share(
+        &self,
+        py: Python<'_>,
+        gradient: usize,
+        start: usize,
+        projection: &Bound<'_, Projection>,
+        share: (usize, usize),
+        carried: (usize, usize),
+        threads: usize,
+    ) -> PyResult<ProjectedGradient> {
+        let (parts, projection) = (self.parts()?, projection.get().0);
+        let gradient = GradientId(gradient);
+        py.detach(|| {
+            ProjectedGradient::of_share(&parts, gradient, start, projection, share, carried, threads)
+        })
+        .map_err(|error| exec_error(&error))
+    }
+
+    /// Returns the measured channels of a gradient, of which `ProjectedGradient.write` has put the numbers at an
+    /// address.
+    fn received_channels(
+        &self,
+        projection: &Bound<'_, Projection>,
+        channels: usize,
+        address: usize,
+    ) -> PyResult<ProjectedGradient> {
+        Ok(ProjectedGradient::received(&*self.parts()?, projection.get().0, channels, address))
+    }
+
+    /// Updates the moments of measured channels, (2, channels, rank) float32 in a tensor of the store, and writes the
+    /// channels' squares to address `target`: (channels, 3) float64. `written` says whether it holds any yet.
+    #[allow(clippy::too_many_arguments)]
+    fn stored_squares(
+        &self,
+        py: Python<'_>,
+        measured: &Bound<'_, ProjectedGradient>,
+        moments: &Bound<'_, TensorId>,
+        written: bool,
+        threads: usize,
+        options: &Bound<'_, FactorOptions>,
+        target: usize,
+    ) -> PyResult<()> {
+        let (parts, moments) = (self.parts()?, moments.get().0);
+        let (measured, options) = (measured.get(), options.get());
+        py.detach(|| measured.stored_squares(&parts, moments, written, threads, options, target))
+            .map_err(|error| exec_error(&error))
+    }
+
     /// `ProjectedGradient.factors` with both moments in a tensor of the store, (2, channels, rank) float32;
     /// `written` says whether it holds any yet.
     fn stored_factors(

@@ -119,7 +119,7 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
         yield "--states 8bit", plan, replace(work, states="8bit")
     if work.states == "float32":
         yield "--states bfloat16", plan, replace(work, states="bfloat16")
-    if work.optimizer == "adamw" and work.ranks == 1:
+    if work.optimizer == "adamw":
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
         least = smallest_plan(units, update="backward").total

@@ -107,7 +107,7 @@ def forecast(
     if gpu is not None and update != "forward":
         raise DataError(f"--update {update} is of a run on the CPU: leave it out with --gpu")
     if ranks > 1:
-        _check_over_ranks(optimizer, gradients, update)
+        _check_over_ranks(gradients, update)
     model = empty_model(config, _directory(path), getattr(torch, dtype))
     units = divided(model, gpu is not None, gradients, ranks)
     smallest = smallest_plan(units, update=update)
@@ -167,10 +167,9 @@ def forecast(
     return prediction
 
 
-def _check_over_ranks(optimizer: str, gradients: str, update: str) -> None:
+def _check_over_ranks(gradients: str, update: str) -> None:
     """Raise DataError for options that a run over ranks does not have."""
     for given, option, instead in (
-        (optimizer.startswith("apollo"), f"--optimizer {optimizer}", "adamw"),
         (gradients != "auto", f"--gradients {gradients}", "auto"),
         (update != "forward", f"--update {update}", "forward"),
     ):

@@ -1,6 +1,7 @@
 """What a rank sends to the others and receives from them in an optimizer step, as `memascend.stats` counts it.
 
-Weights of a unit are gathered when another one was used before it. Gradients are exchanged in every backward pass.
+Weights of a unit are gathered when another one was used before it. Gradients are exchanged in every backward pass, and
+what their projections need of other ranks (APOLLO) in the step.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from memascend.forecast.traffic import uses
+from memascend.forecast.traffic import projections, uses
 from memascend.layout.units import round_up
 from memascend.offloading.joining import ALIGN_BYTES, part_of
+from memascend.optim.joined_factors import Division
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +33,15 @@ def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, An
     others = work.ranks - 1
     weights = others * sum(units[number].stored_nbytes for number in gathered)
     kept = [work.grad_accum * _kept_bytes(units, rank) for rank in range(work.ranks)]
-    sent = [weights + sum(kept) - of_rank for of_rank in kept]
-    received = [weights + others * of_rank for of_rank in kept]
+    divisions = [Division(made, 0, tensor.shard) for tensor, made in projections(units, work) if tensor.shard]
+    sent = [
+        weights + sum(kept) - of_rank + sum(division.sent_bytes(rank) for division in divisions)
+        for rank, of_rank in enumerate(kept)
+    ]
+    received = [
+        weights + others * of_rank + sum(division.received_bytes(rank) for division in divisions)
+        for rank, of_rank in enumerate(kept)
+    ]
     return {
         "ranks": work.ranks,
         "weights_bytes": weights,

@@ -17,7 +17,7 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `network`, over ranks: what one rank sends to all others together, and receives from them, in an optimizer step.
   `ranks`; `weights_bytes`, of weights in each direction; `sent_bytes` and `received_bytes`, lists by rank, gradients
   included; `busiest_bytes`, the most of a rank in a direction. With several ranks, `host_memory`, `ssd_space`,
-  `ssd_traffic` and `endurance` are those of rank 0; the others have as much, and move no more.
+  `ssd_traffic` and `endurance` are those of rank 0; the others have and move no more.
 - `step`, over ranks with the rate of the network and without a GPU: as `step_time.step_time` returns it, of the network
   and, where its rate is known, the SSD. Its tokens are those of all ranks.
 - `endurance`: what a run writes in all, as `forecast.endurance` describes.

@@ -15,9 +15,11 @@ from torch import nn
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
 from memascend.layout.division import divide
+from memascend.layout.shards import channels_of
 from memascend.layout.units import partition, round_up
 from memascend.offloading.activations import STASH_FROM_BYTES
 from memascend.optim import NAMED
+from memascend.optim.joined_factors import Division
 from memascend.optim.projected import scratch_bytes
 from memascend.optim.rules import rule_for
 from memascend.plan.host import updates_early
@@ -25,7 +27,7 @@ from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, fa
 from memascend.residency.states import kept_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from memascend._memascend import Rule
     from memascend.layout.units import StoreTensor, Unit
@@ -139,12 +141,28 @@ def projection(tensor: StoreTensor, work: Work) -> Projection | None:
     return Projection(rows, columns, options["rank"], 0, 0)
 
 
+def projections(units: Sequence[Unit], work: Work) -> Iterator[tuple[StoreTensor, Projection]]:
+    """Yield the tensors whose gradients are projected, and how."""
+    for tensor in (tensor for unit in units for tensor in unit.tensors if tensor.trained):
+        projected = projection(tensor, work)
+        if projected is not None:
+            yield tensor, projected
+
+
 def projection_bytes(units: Sequence[Unit], work: Work) -> int:
-    """Return the most bytes that the projection of a gradient takes in the backward pass, beside the plan."""
+    """Return the most bytes that the projection of a gradient takes beside the plan, in the backward pass.
+
+    Over ranks the step does it: the bytes are those of the rank where it takes most.
+    """
     _, _, options = NAMED[work.optimizer]
-    tensors = (tensor for unit in units for tensor in unit.tensors if tensor.trained)
-    made = [projected for tensor in tensors if (projected := projection(tensor, work)) is not None]
-    return max((scratch_bytes(projected, options["rank"]) for projected in made), default=0)
+    sizes = []
+    for tensor, projected in projections(units, work):
+        if tensor.shard is None:
+            sizes.append(scratch_bytes(projected, options["rank"]))
+        else:
+            division = Division(projected, 0, tensor.shard)
+            sizes += [division.memory_bytes(rank) for rank in range(work.ranks)]
+    return max(sizes, default=0)
 
 
 def moments_bytes(tensor: StoreTensor, work: Work) -> int:
@@ -152,8 +170,8 @@ def moments_bytes(tensor: StoreTensor, work: Work) -> int:
     projected = projection(tensor, work)
     if projected is None:
         return 0
-    _, _, options = NAMED[work.optimizer]
-    return round_up(2 * projected.channels * options["rank"] * torch.float32.itemsize, PAGE_BYTES)
+    _, channels = channels_of(tensor.places[0].shape, 0, tensor.shard)
+    return round_up(2 * channels * projected.rank * torch.float32.itemsize, PAGE_BYTES)
 
 
 def _rule(tensor: StoreTensor, work: Work) -> Rule:
@@ -196,7 +214,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
             space.update(state_kinds(tensor, work))
             space["moments"] += moments_bytes(tensor, work)
             space["gradients"] += 0 if tensor.packed else tensor.gradient_nbytes
-            projected = projection(tensor, work)
+            projected = _projection_put_aside(tensor, work)
             space["projections"] += 0 if projected is None else _put_aside(projected)[1]
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
     if work.period:
@@ -242,7 +260,8 @@ def traffic(
             moved.read["moments"] += moments_bytes(tensor, work)
             moved.written["moments"] += moments_bytes(tensor, work)
     spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
-    moved.read["gradients"] = moved.written["gradients"] = spilled.gradients
+    moved.read["gradients"] = spilled.gradients + spilled.projected_later
+    moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
     moved.read["projections"] = spilled.projections
     moved.written["projections"] = spilled.projections * work.grad_accum
@@ -274,6 +293,13 @@ class Spill:
     activations: int = 0
     #: Projected gradients: written by every pass, and read by the step.
     projections: int = 0
+    #: Gradients that are projected in the step, over ranks, which reads them once more.
+    projected_later: int = 0
+
+
+def _projection_put_aside(tensor: StoreTensor, work: Work) -> Projection | None:
+    """Return how the gradient of a tensor is projected as it is captured, if it is: over ranks the step does that."""
+    return projection(tensor, work) if tensor.shard is None else None
 
 
 def _put_aside(projected: Projection) -> tuple[int, int]:
@@ -325,8 +351,11 @@ def spill(
                     outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements)
                     # Written by every pass; read by the next pass, which adds to it, or by the
                     # update.
-                    spilled.gradients += round_up(outside * tensor.gradient_dtype.itemsize, PAGE_BYTES)
-                    if turn == 0 and (projected := projection(tensor, work)) is not None:
+                    outside_bytes = round_up(outside * tensor.gradient_dtype.itemsize, PAGE_BYTES)
+                    spilled.gradients += outside_bytes
+                    if turn == 0 and tensor.shard is not None and projection(tensor, work) is not None:
+                        spilled.projected_later += outside_bytes
+                    if turn == 0 and (projected := _projection_put_aside(tensor, work)) is not None:
                         elements, nbytes = _put_aside(projected)
                         chunks = min(-(-elements // plan.chunk_elements), room)
                         room, projected_held = room - chunks, projected_held + chunks

@@ -1,10 +1,14 @@
-"""The share of a tensor that one rank of a group has: equal shares, of whole gradient blocks."""
+"""The share of a tensor that one rank of a group has: equal shares, of whole gradient blocks; and those of channels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: Elements of a page, of the dtype with the fewest bytes: shares of small tensors are multiples of this.
 PAGE_ELEMENTS = PAGE_BYTES // 2
@@ -37,3 +41,21 @@ class Shard:
         first = (self.rank if rank is None else rank) * self.elements
         begin, end = max(start, first), min(start + numel, first + self.elements)
         return (begin - start, begin - first, end - begin) if begin < end else (0, 0, 0)
+
+
+def channels_of(shape: Sequence[int], start: int, shard: Shard | None, rank: int | None = None) -> tuple[int, int]:
+    """Return the first channel of which a rank, or that of `shard`, keeps the moments, and of how many it keeps them.
+
+    The matrix begins at element `start` of a tensor. Where its channels are rows, a rank has those whose last element
+    is in its share; where they are columns, which all shares cut, the ranks have as many each. Without a shard, all.
+    """
+    rows, columns = shape
+    if shard is None:
+        return 0, max(rows, columns)
+    rank = shard.rank if rank is None else rank
+    if rows < columns:
+        each = -(-columns // shard.ranks)
+        first = min(rank * each, columns)
+        return first, min(each, columns - first)
+    begin, _, count = shard.part(start, rows * columns, rank)
+    return begin // columns, (begin + count) // columns - begin // columns

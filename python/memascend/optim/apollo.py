@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from memascend.optim.options import check_betas, check_from_zero, check_learning
 from memascend.optim.rules import rule_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.optim.optimizer import ParamsT
@@ -143,10 +144,19 @@ class Apollo(OffloadedOptimizer):
     def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
         if group["rank"] is None:
             return
-        try:
+        with self._failing():
             projected.find_factors(group, home, segment, grad_scale)
+
+    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
+        with self._failing():
+            projected.find_joined_factors(work)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Note an error: some moments are a step ahead of the others then, so that the step cannot be tried again."""
+        try:
+            yield
         except BaseException:
-            # Some moments are a step ahead of the others, so that the step cannot be tried again.
             self._failed = True
             raise
 

@@ -28,7 +28,7 @@ from memascend.optim.states import check_saved, saved_steps
 from memascend.optim.step import NONFINITE, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.optim.optimizer import ParamsT
 
@@ -160,6 +160,9 @@ class OffloadedOptimizer(Optimizer):
         A part of the step: nothing is refused any more.
         """
 
+    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
+        """Do what `_find_factors` does, with these arguments, where a store is divided over ranks: all together."""
+
     def _factor_options(self, group: dict[str, Any]) -> Any:
         """Return the options of a group that `_find_factors` goes by."""
         return None
@@ -278,7 +281,14 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def _algorithms(self) -> Algorithm:
-        return Algorithm(self.rule_of, self._scalars, self._ask, self._find_factors, self._factor_options)
+        return Algorithm(
+            self.rule_of,
+            self._scalars,
+            self._ask,
+            self._find_factors,
+            self._find_joined_factors,
+            self._factor_options,
+        )
 
     def projection_of(self, parameter: torch.nn.Parameter) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""

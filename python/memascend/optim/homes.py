@@ -349,7 +349,6 @@ class OnModel(Home):
     def prepare(self, rule: Rule, room: Room) -> None:
         """Ask for room on the model's store, and claim states that no other optimizer has."""
         place = self.place
-        self._check_divided(rule)
         room.add(self.session, place.tensor, rule)
         if place.owner is None:
             place.rule = rule
@@ -359,7 +358,6 @@ class OnModel(Home):
     def prepare_step(self, rule: Rule, room: Room) -> None:
         """Become the optimizer that has the states, and ask for the room of those that are missing."""
         place = self.place
-        self._check_divided(rule)
         if not self.is_owner:
             if place.owner is not None and self.has_stepped:
                 raise MemascendError(
@@ -371,13 +369,6 @@ class OnModel(Home):
         if missing_planes(place.tensor, rule) or self.session not in self.homes.sessions:
             room.add(self.session, place.tensor, rule)
 
-    def _check_divided(self, rule: Rule) -> None:
-        """Raise MemascendError for a rule that a store which is divided over ranks has no parts of yet."""
-        if self.session.membership is None:
-            return
-        if rule.arguments[0] == "apollo":
-            self.session.refuse_ranks(type(self.homes.optimizer).__name__, "use memascend.AdamW, Adam, Lion or SGD")
-
     def take_in(self, rule: Rule) -> None:
         """Write states to the model's store that were in memory before the parameter was offloaded."""
         state, last_rule = self.state, self.last_rule
@@ -388,9 +379,10 @@ class OnModel(Home):
                 f"{self.name} was offloaded while its states were on the optimizer's own store: make a new optimizer "
                 "and load the state_dict that this one gave before"
             )
+        if any(isinstance(value, torch.Tensor) for value in state.values()):
+            self.session.refuse_ranks("an optimizer with states from before memascend.offload", "make it after that")
         if last_rule is None or not any(plane.name in state for plane in last_rule.planes):
             return
-        self.session.refuse_ranks("an optimizer with states from before memascend.offload", "make it after that")
         load_states(self.parameter, rule, read_states(self.parameter, last_rule, state, None), self.location)
         self.mark_made(rule)
         on_store = {plane.name for plane in rule.planes}

@@ -9,12 +9,15 @@ import torch
 from memascend._memascend import FactorOptions, Projection
 from memascend.common.sizes import format_size
 from memascend.errors import MemascendError
+from memascend.layout.shards import channels_of
 from memascend.layout.units import DTYPE_NAMES
+from memascend.offloading.places import ranks_of
+from memascend.optim import joined_factors
 from memascend.optim.homes import OnModel
 from memascend.optim.step import FACTORS_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -33,9 +36,16 @@ NAMES = (*MOMENTS, "norm")
 NOTED_BYTES = 4 << 20
 
 
-def moments_shape(parameter: nn.Parameter, rank: int) -> tuple[int, int, int]:
-    """Return the shape of both moments as they are kept: (2, channels, rank)."""
-    return len(MOMENTS), max(parameter.shape), rank
+def moments_shape(home: Home, rank: int) -> tuple[int, int, int]:
+    """Return the shape of both moments as they are kept here: (2, channels, rank), of this rank's channels."""
+    return len(MOMENTS), _own_channels(home)[1], rank
+
+
+def _own_channels(home: Home) -> tuple[int, int]:
+    """Return the first channel whose moments are kept here, and how many are."""
+    if isinstance(home, OnModel):
+        return channels_of(home.place.shape, home.place.start, home.place.tensor.shard)
+    return 0, max(home.parameter.shape)
 
 
 def ask(home: Home, rank: int, room: Room) -> None:
@@ -43,11 +53,12 @@ def ask(home: Home, rank: int, room: Room) -> None:
 
     Raises MemascendError if there are moments of another rank.
     """
-    shape = torch.Size(moments_shape(home.parameter, rank))
+    shape = torch.Size(moments_shape(home, rank))
     if isinstance(home, OnModel):
         moments = home.place.moments
         if moments is None:
-            room.add_moments(home.session, home.place, shape.numel())
+            if shape.numel():
+                room.add_moments(home.session, home.place, shape.numel())
             return
         there = moments.numel
         if not moments.written:
@@ -79,7 +90,10 @@ def note_memory(homes: Iterable[Home], rank: int) -> None:
     for home in homes:
         if isinstance(home, OnModel):
             rows, columns = home.place.shape
-            nbytes = scratch_bytes(Projection(rows, columns, rank, 0, 0), rank)
+            projection, shard = Projection(rows, columns, rank, 0, 0), home.place.tensor.shard
+            nbytes = scratch_bytes(projection, rank)
+            if shard is not None:
+                nbytes = joined_factors.Division(projection, home.place.start, shard).memory_bytes(shard.rank)
             most[home.session] = max(nbytes, most.get(home.session, 0))
     for session, nbytes in most.items():
         if nbytes >= NOTED_BYTES:
@@ -95,20 +109,8 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
     The gradient is multiplied by `grad_scale`.
     """
     parameter, state = home.parameter, home.state
-    step, rank = state.get("step", 0) + 1, int(group["rank"])
     measured, threads = _measure(group, home, segment), torch.get_num_threads()
-    beta1, beta2 = group["betas"]
-    options = FactorOptions(
-        lr=float(group["lr"]),
-        betas=(float(beta1), float(beta2)),
-        eps=float(group["eps"]),
-        scale=float(group["scale"]),
-        whole=group["scale_type"] == "tensor",
-        scale_front=bool(group["scale_front"]),
-        step=step,
-        grad_scale=-grad_scale if group["maximize"] else grad_scale,
-        norm_before=state.get("norm"),
-    )
+    options = FactorOptions(**_factor_options(group, home, grad_scale))
     if isinstance(home, OnModel) and "exp_avg" not in state:
         stored = home.place.moments
         assert stored is not None, "room is made before a step"
@@ -117,11 +119,42 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
         )
         stored.written = True
     else:
-        moments = _load(home, rank)
+        moments = _load(home, int(group["rank"]))
         first, second = (moment.data_ptr() for moment in moments)
         segment.factors, norm = measured.factors((first, second), threads, options)
         _keep(home, moments)
     home.homes.optimizer.state[parameter]["norm"] = norm
+
+
+def find_joined_factors(work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
+    """Do what `find_factors` does, with these arguments, where the store is divided over ranks: all together."""
+    matrices, ranks = [], ranks_of(home.parameter for _, home, _, _ in work)
+    assert ranks is not None, "ranks divide the model"
+    for group, home, segment, grad_scale in work:
+        assert isinstance(home, OnModel) and home.place.tensor.shard is not None, "the tensors of a group are divided"
+        shard = home.place.tensor.shard
+        division = joined_factors.Division(projection_of(group, home), home.place.start, shard)
+        options = _factor_options(group, home, grad_scale)
+        matrices.append(joined_factors.Matrix(home.session.runtime, home.place, division, segment, options))
+    joined_factors.find_factors(ranks, matrices)
+    for (_, home, _, _), matrix in zip(work, matrices, strict=True):
+        home.homes.optimizer.state[home.parameter]["norm"] = matrix.norm
+
+
+def _factor_options(group: dict[str, Any], home: Home, grad_scale: float) -> dict[str, Any]:
+    """Return the arguments of `FactorOptions` for the parameter's next step."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "scale": float(group["scale"]),
+        "whole": group["scale_type"] == "tensor",
+        "scale_front": bool(group["scale_front"]),
+        "step": home.state.get("step", 0) + 1,
+        "grad_scale": -grad_scale if group["maximize"] else grad_scale,
+        "norm_before": home.state.get("norm"),
+    }
 
 
 def projection_of(group: dict[str, Any], home: Home) -> Projection:
@@ -151,9 +184,9 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
 
 
 def _load(home: Home, rank: int) -> torch.Tensor:
-    """Return both moments, (2, channels, rank): zeros where there are none yet."""
+    """Return both moments of the channels that are kept here, (2, channels, rank): zeros where there are none yet."""
     parameter, state = home.parameter, home.state
-    moments = torch.empty(moments_shape(parameter, rank))
+    moments = torch.empty(moments_shape(home, rank))
     if "exp_avg" in state:
         for moment, name in zip(moments, MOMENTS, strict=True):
             moment.copy_(_by_channel(parameter, state[name]))
@@ -169,6 +202,8 @@ def _keep(home: Home, moments: torch.Tensor) -> None:
     state = home.homes.optimizer.state[home.parameter]
     if isinstance(home, OnModel):
         stored = home.place.moments
+        if not moments.numel():
+            return  # None of the channels is this rank's.
         assert stored is not None, "room is made before a step"
         home.session.runtime.write(stored.id, moments.data_ptr(), moments.nbytes)
         stored.written = True
@@ -177,6 +212,20 @@ def _keep(home: Home, moments: torch.Tensor) -> None:
         return
     for moment, name in zip(moments, MOMENTS, strict=True):
         state[name] = _as_projected(home.parameter, moment)
+
+
+def _gathered(home: Home, rank: int) -> torch.Tensor:
+    """Return both moments of all channels, (2, channels, rank), which several ranks may keep."""
+    moments, ranks = _load(home, rank), ranks_of([home.parameter])
+    if ranks is None:
+        return moments
+    assert isinstance(home, OnModel), "ranks divide a model"
+    place = home.place
+    counts = [channels_of(place.shape, place.start, place.tensor.shard, other)[1] for other in range(ranks.size)]
+    every = torch.zeros(ranks.size, len(MOMENTS), max(counts), rank)
+    every[ranks.rank, :, : counts[ranks.rank]] = moments
+    ranks.gather(f"gather the moments of {place.name}", [every.view(-1).view(torch.uint8)])
+    return torch.cat([of_rank[:, :count] for of_rank, count in zip(every, counts, strict=True)], dim=1)
 
 
 def _as_projected(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
@@ -197,7 +246,7 @@ def _by_channel(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
 def read(home: Home, rank: int) -> dict[str, Any]:
     """Return the moments as `state_dict` shows them, and the norm of the last step."""
     shown = {
-        name: _as_projected(home.parameter, moment) for name, moment in zip(MOMENTS, _load(home, rank), strict=True)
+        name: _as_projected(home.parameter, moment) for name, moment in zip(MOMENTS, _gathered(home, rank), strict=True)
     }
     norm = home.state.get("norm")
     return shown if norm is None else shown | {"norm": torch.tensor(norm, dtype=torch.float64)}
@@ -220,10 +269,11 @@ def check_saved(parameter: nn.Parameter, rank: int, saved: dict[str, Any]) -> No
 def load(home: Home, rank: int, saved: dict[str, Any]) -> None:
     """Take over saved moments and the norm of the last step; what was not saved begins anew."""
     parameter = home.parameter
-    moments = torch.zeros(moments_shape(parameter, rank))
+    moments = torch.zeros(moments_shape(home, rank))
+    first, count = _own_channels(home)
     for moment, name in zip(moments, MOMENTS, strict=True):
         if saved.get(name) is not None:
-            moment.copy_(_by_channel(parameter, saved[name]))
+            moment.copy_(_by_channel(parameter, saved[name])[first : first + count])
     _keep(home, moments)
     if saved.get("norm") is not None:
         home.homes.optimizer.state[parameter]["norm"] = float(saved["norm"])

@@ -10,7 +10,7 @@ from memascend._memascend import Rule
 from memascend.layout.units import DTYPE_NAMES, PACK_BELOW_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
@@ -33,6 +33,8 @@ class Algorithm:
     ask: Callable[[dict[str, Any], Home, Room], None]
     #: `find_factors(group, home, segment, grad_scale)`: what an update takes from the whole gradient, before it runs.
     find_factors: Callable[[dict[str, Any], Home, Segment, float], None]
+    #: `find_joined_factors(work)`: the same for several parameters of a store that is divided over ranks.
+    find_joined_factors: Callable[[Sequence[tuple[dict[str, Any], Home, Segment, float]]], None]
     #: `factor_options(group)`: the options that `find_factors` goes by.
     factor_options: Callable[[dict[str, Any]], Any]
 

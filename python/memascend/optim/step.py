@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.optim.room import Room
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from memascend.optim.factors import GradientFactors
     from memascend.optim.homes import Home, Homes, OnModel
     from memascend.optim.rules import Algorithm
+    from memascend.residency.updates import Segment
 
 #: How many gradients are worked on together where an update takes something of the whole gradient: one is read or
 #: written while another is computed.
@@ -61,6 +63,8 @@ class Step:
         self._early = early
         self._nonfinite = nonfinite
         self._parts: list[Part] = []
+        #: The arguments of `Algorithm.find_joined_factors`.
+        self._joined: list[tuple[dict[str, Any], Home, Segment, float]] = []
         #: What the backward pass has updated.
         self._ahead: list[OnModel] = []
         for group, parameter in with_gradient:
@@ -125,15 +129,25 @@ class Step:
             with as_held():
                 self._algorithm.find_factors(group, home, segment, factor)
 
-        if self._algorithm.factor_options(group) is not None:
+        if self._algorithm.factor_options(group) is None:
+            return
+        if home.session is not None and home.session.membership is not None:
+            self._joined.append((group, home, segment, factor))
+        else:
             schedule.first.append(find_factors)
 
     def carry_out(self, schedule: Schedule) -> None:
         """Take the step: defer the updates of offloaded models, and run those of ordinary parameters."""
         if schedule.first:
-            with ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool:
+            with (
+                span("find factors"),
+                ThreadPoolExecutor(FACTORS_AT_ONCE, thread_name_prefix="memascend-factors") as pool,
+            ):
                 for done in [pool.submit(find_factors) for find_factors in schedule.first]:
                     done.result()
+        if self._joined:
+            with span("find factors"), as_held():
+                self._algorithm.find_joined_factors(self._joined)
         schedule.defer()
         for part in self._parts:
             part.home.count(part.rule)

@@ -7,7 +7,9 @@ import math
 import os
 import uuid
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, KeptStore, Rule, Ru
 from memascend.common.progress import Progress
 from memascend.durable import exact_json
 from memascend.errors import CheckpointError, OutputError
-from memascend.layout.shards import Shard
+from memascend.layout.shards import Shard, channels_of
 from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
 from memascend.offloading.native import store_paths, when_free
 from memascend.offloading.over_ranks import PATTERN
@@ -59,14 +61,13 @@ def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int
     with ExitStack() as stack:
         sources = [stack.enter_context(closing(kept_store)) for kept_store in _open_sources(store)]
         records = [json.loads(kept_store.state or "") for kept_store in sources]
-        copied = _Copied(sources, _arrays_of(records[0], sources[0], ranks), ranks)
+        copied = _Copied(sources, _arrays_of(records[0], sources[0], ranks), _moments_of(records[0], sources), ranks)
         run = uuid.uuid4().hex
         made: list[Path] = []
         try:
             for rank, target in enumerate(targets):
                 made.append(target)
-                number = rank % len(sources)
-                copied.write(target, rank, number, _record_for(records[number], copied.arrays, rank, ranks, run))
+                copied.write(target, rank, _record_for(records[rank % len(records)], copied, rank, ranks, run))
         except BaseException:
             for target in made:
                 _remove(target)
@@ -144,11 +145,6 @@ def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Ar
     planes = _planes_of(record)
     arrays: list[_Array] = []
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
-        if tensor.get("moments"):
-            raise CheckpointError(
-                f"the run keeps moments of projected gradients of {tensor['name']} (Apollo), which cannot be divided "
-                "yet: resume it with as many processes as it had"
-            )
         of_tensor = (tensor["name"], *_whole(tensor))
         itemsize = getattr(torch, tensor["dtype"]).itemsize
         arrays.append(_Array(tensor["name"], *of_tensor, itemsize.__mul__))
@@ -161,6 +157,72 @@ def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Ar
     if missing is not None:
         raise CheckpointError(f"a store of the run has no {missing}, which its record names")
     return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Both moments of one matrix's projected gradient in the stores of a run, (2, channels, numbers) float32.
+
+    Each rank has those of some channels.
+    """
+
+    #: Its name in each store, and that of its parameter.
+    name: str
+    parameter: str
+    #: Of the matrix: its shape, its first element in its tensor, and that tensor's elements, over all ranks.
+    shape: tuple[int, int]
+    start: int
+    elements: int
+    packed: bool
+    #: Bytes of one moment of a channel.
+    channel_bytes: int
+
+    def channels(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return the first channel that one of `ranks` has, and how many it has."""
+        shard = None if ranks == 1 else Shard.of(self.elements, self.packed, rank, ranks)
+        return channels_of(self.shape, self.start, shard)
+
+    def nbytes(self, rank: int, ranks: int) -> int:
+        """Return the bytes that one of `ranks` has."""
+        return 2 * self.channels(rank, ranks)[1] * self.channel_bytes
+
+    def read(self, sources: Sequence[KeptStore], channels: tuple[int, int], begin: int, piece: torch.Tensor) -> None:
+        """Fill `piece` with the bytes from `begin` on of a store that has `channels`: the first, and how many."""
+        first, count = channels
+        for moment, (number, source) in product(range(2), enumerate(sources)):
+            own, own_count = self.channels(number, len(sources))
+            lowest, highest = max(first, own), min(first + count, own + own_count)
+            # The bytes of those channels where they go to, and how much further they lie where they are.
+            at, end = ((moment * count + channel - first) * self.channel_bytes for channel in (lowest, highest))
+            further = (moment * (own_count - count) + first - own) * self.channel_bytes
+            at, end = max(at, begin), min(end, begin + len(piece))
+            if at < end:
+                _read_unaligned(source, self.name, at + further, piece[at - begin : end - begin])
+
+
+def _read_unaligned(source: KeptStore, name: str, offset: int, target: torch.Tensor) -> None:
+    """Fill `target` with the bytes of a tensor from any `offset` on: a store is read from whole pages on."""
+    ahead = offset % PAGE_BYTES
+    pages = torch.empty(ahead + len(target), dtype=torch.uint8)
+    source.read(name, pages.data_ptr(), len(pages), offset - ahead)
+    target.copy_(pages[ahead:])
+
+
+def _moments_of(record: dict[str, Any], sources: Sequence[KeptStore]) -> list[_Moments]:
+    """Return the moments of a run's projected gradients, by the record of the first of its stores.
+
+    That store has channels of each matrix.
+    """
+    found = []
+    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
+        places = {name: (shape, start) for name, shape, start, _ in tensor["parameters"]}
+        elements, packed = _whole(tensor)
+        for parameter, name, numel in tensor.get("moments", ()):
+            (rows, columns), start = places[parameter]
+            moments = _Moments(name, parameter, (rows, columns), start, elements, packed, 0)
+            _, count = moments.channels(0, len(sources))
+            found.append(replace(moments, channel_bytes=numel // (2 * count) * torch.float32.itemsize))
+    return found
 
 
 def _whole(tensor: dict[str, Any]) -> tuple[int, bool]:
@@ -188,13 +250,22 @@ def _planes_of(record: dict[str, Any]) -> dict[tuple[str, str, str], Any]:
     }
 
 
-def _record_for(record: dict[str, Any], arrays: Sequence[_Array], rank: int, ranks: int, run: str) -> str:
+def _record_for(record: dict[str, Any], copied: _Copied, rank: int, ranks: int, run: str) -> str:
     """Return the record of a new store, made from that of a former one."""
-    shares = {array.tensor: array.share(ranks) for array in arrays}
-    units = [
-        unit | {"tensors": [tensor | {"numel": shares[tensor["name"]]} for tensor in unit["tensors"]]}
-        for unit in record["units"]
-    ]
+    shares = {array.tensor: array.share(ranks) for array in copied.arrays}
+    kept = {moments.parameter: moments.nbytes(rank, ranks) for moments in copied.moments}
+
+    def divided(tensor: dict[str, Any]) -> dict[str, Any]:
+        names = (parameter[0] for parameter in tensor["parameters"])
+        moments = [
+            [moments.parameter, moments.name, kept[moments.parameter] // torch.float32.itemsize]
+            for name in names
+            for moments in copied.moments
+            if moments.parameter == name and kept[name]
+        ]
+        return tensor | {"numel": shares[tensor["name"]], "moments": moments}
+
+    units = [unit | {"tensors": [divided(tensor) for tensor in unit["tensors"]]} for unit in record["units"]]
     rest = {name: value for name, value in record.items() if name != "ranks"}
     described = {"ranks": {"rank": rank, "ranks": ranks, "run": run}} if ranks > 1 else {}
     return exact_json.as_json(rest | {"units": units} | described)
@@ -206,15 +277,24 @@ def _record_for(record: dict[str, Any], arrays: Sequence[_Array], rank: int, ran
 class _Copied:
     """Copies the arrays of a run to new stores, through one buffer."""
 
-    def __init__(self, sources: Sequence[KeptStore], arrays: Sequence[_Array], ranks: int) -> None:
-        """Copy `arrays` from the stores of all former ranks to those of `ranks` new ones."""
-        self.arrays = arrays
+    def __init__(
+        self, sources: Sequence[KeptStore], arrays: Sequence[_Array], moments: Sequence[_Moments], ranks: int
+    ) -> None:
+        """Copy `arrays` and `moments` from the stores of all former ranks to those of `ranks` new ones."""
+        self.arrays, self.moments = arrays, moments
         self._sources, self._ranks = sources, ranks
         total = ranks * sum(array.nbytes(array.share(ranks)) for array in arrays)
+        total += sum(of.nbytes(rank, ranks) for of in moments for rank in range(ranks))
+        total += sum(nbytes for rank in range(ranks) for _, nbytes in self._buffers_for(rank)[1])
         self._progress, self._done = Progress("resharding", total, unit="B"), 0
 
-    def write(self, target: Path, rank: int, number: int, record: str) -> None:
-        """Make the store of a new rank in `target`. Buffers of the model are those of the former rank `number`."""
+    def _buffers_for(self, rank: int) -> tuple[KeptStore, list[tuple[str, int]]]:
+        """Return the former store whose buffers of the model a new rank gets, and their names and bytes."""
+        source = self._sources[rank % len(self._sources)]
+        return source, [(name, nbytes) for name, nbytes in source.tensors() if name.startswith(".buffers")]
+
+    def write(self, target: Path, rank: int, record: str) -> None:
+        """Make the store of a new rank in `target`."""
         # A store without updates: its arena is the buffer, and the least of everything else.
         lines = [("copies", PIECE_BYTES, 1)]
         least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
@@ -223,9 +303,11 @@ class _Copied:
             unit = runtime.add_unit()
             for array in self.arrays:
                 self._write_array(runtime, unit, array, rank)
-            for name, nbytes in self._sources[number].tensors():
-                if name.startswith(".buffers"):
-                    self._write_buffers(runtime, unit, name, nbytes, self._sources[number])
+            for moments in self.moments:
+                self._write_moments(runtime, unit, moments, rank)
+            source, buffers = self._buffers_for(rank)
+            for name, nbytes in buffers:
+                self._write_buffers(runtime, unit, name, nbytes, source)
             runtime.commit(record, []).wait()
         except BaseException:
             runtime.close(keep=False)
@@ -239,18 +321,53 @@ class _Copied:
     def _write_array(self, runtime: Runtime, unit: int, array: _Array, rank: int) -> None:
         """Write a new rank's share of an array."""
         nbytes, begin = array.nbytes, rank * array.share(self._ranks)
-        tensor = runtime.create_tensor(array.name, nbytes(array.share(self._ranks)))
-        for first, end in array.pieces(rank, self._ranks):
+        parts = [
+            (nbytes(first - begin), nbytes(end - first), partial(self._read_piece, array, first, end))
+            for first, end in array.pieces(rank, self._ranks)
+        ]
+        self._write_parts(runtime, unit, array.name, nbytes(array.share(self._ranks)), parts)
+
+    def _write_moments(self, runtime: Runtime, unit: int, moments: _Moments, rank: int) -> None:
+        """Write the moments of a new rank's channels, if it has some."""
+        channels, total = moments.channels(rank, self._ranks), moments.nbytes(rank, self._ranks)
+        parts = [
+            (begin, min(PIECE_BYTES, total - begin), partial(moments.read, self._sources, channels, begin))
+            for begin in range(0, total, PIECE_BYTES)
+        ]
+        if parts:
+            self._write_parts(runtime, unit, moments.name, total, parts)
+
+    def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: KeptStore) -> None:
+        """Write what a former rank has of the model's buffers, as it is."""
+
+        def read(offset: int, piece: torch.Tensor) -> None:
+            source.read(name, piece.data_ptr(), len(piece), offset)
+
+        offsets = range(0, nbytes, PIECE_BYTES)
+        parts = [(offset, min(PIECE_BYTES, nbytes - offset), partial(read, offset)) for offset in offsets]
+        self._write_parts(runtime, unit, name, nbytes, parts)
+
+    def _write_parts(
+        self,
+        runtime: Runtime,
+        unit: int,
+        name: str,
+        total: int,
+        parts: Sequence[tuple[int, int, Callable[[torch.Tensor], None]]],
+    ) -> None:
+        """Write a tensor of `total` bytes: the first byte of each part, how many, and what fills them."""
+        tensor = runtime.create_tensor(name, total)
+        for begin, nbytes, fill in parts:
             lease = runtime.lease_unit(PIECE_BYTES)
             assert lease is not None, "the piece before has been written"
-            piece = torch.frombuffer(lease, dtype=torch.uint8)
-            piece.zero_()  # What no former rank has is padding.
-            self._read_piece(array, first, end, piece)
-            del piece
-            runtime.write_part(unit, tensor, nbytes(first - begin), nbytes(end - first), lease)
+            buffer = torch.frombuffer(lease, dtype=torch.uint8)
+            buffer.zero_()  # What no former rank has is padding, and so is the rest of the last page.
+            fill(buffer[:nbytes])
+            del buffer
+            runtime.write_part(unit, tensor, begin, nbytes, lease)
             del lease
             runtime.wait_unit(unit)
-            self._done += nbytes(end - first)
+            self._done += nbytes
             self._progress.update(self._done)
 
     def _read_piece(self, array: _Array, first: int, end: int, piece: torch.Tensor) -> None:
@@ -261,18 +378,6 @@ class _Copied:
             if start < stop:
                 part = piece[nbytes(start - first) :]
                 source.read(array.name, part.data_ptr(), nbytes(stop - start), nbytes(start - number * share))
-
-    def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: KeptStore) -> None:
-        """Write what a former rank has of the model's buffers, as it is."""
-        tensor = runtime.create_tensor(name, nbytes)
-        for offset in range(0, nbytes, PIECE_BYTES):
-            lease = runtime.lease_unit(PIECE_BYTES)
-            assert lease is not None, "the piece before has been written"
-            count = min(PIECE_BYTES, nbytes - offset)
-            source.read(name, torch.frombuffer(lease, dtype=torch.uint8).data_ptr(), count, offset)
-            runtime.write_part(unit, tensor, offset, count, lease)
-            del lease
-            runtime.wait_unit(unit)
 
 
 def _remove(target: Path) -> None:

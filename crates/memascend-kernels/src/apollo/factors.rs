@@ -37,6 +37,17 @@ pub struct FactorOptions {
     pub norm_before: Option<f64>,
 }
 
+/// Of one channel: the sums of squares of the projected gradient, of its step, and of the gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ChannelSquares {
+    /// Of the projected gradient, scaled.
+    pub projected: f64,
+    /// Of the step that AdamW makes of it, without the learning rate.
+    pub step: f64,
+    /// Of the gradient, as it is kept.
+    pub gradient: f64,
+}
+
 /// Updates the moments of the projected gradient, (channels, rank) each, and finds the factor of each
 /// channel, by which [`step_channels`](crate::step_channels) multiplies the scaled gradient. Returns
 /// the norm of the step after the limiter, without the learning rate. The bits do not depend on `threads`.
@@ -51,15 +62,21 @@ pub fn channel_factors(
     factors: &mut [f32],
     threads: usize,
 ) -> f64 {
-    let (projected, sums) = (measured.values(), measured.sums());
-    assert_eq!(factors.len(), sums.len(), "channels");
-    assert!(first_moment.len() == projected.len() && second_moment.len() == projected.len(), "moments");
-    let ratios = ratios(options, measured, first_moment, second_moment, threads);
+    factors_of(options, &squares_of(options, measured, first_moment, second_moment, threads), factors)
+}
+
+/// Finds the factor of each channel of a matrix from the squares of all of them, as [`channel_factors`] does.
+///
+/// # Panics
+/// When lengths differ, or `step` is 0.
+pub fn factors_of(options: &FactorOptions, squares: &[ChannelSquares], factors: &mut [f32]) -> f64 {
+    assert_eq!(factors.len(), squares.len(), "channels");
+    let ratios = ratios(options.whole, squares);
     let root = options.scale.sqrt();
     let front = if options.scale_front { root } else { 1.0 };
     let grad_scale = f64::from(options.grad_scale) * front;
-    let squares: f64 = ratios.iter().zip(&sums).map(|(ratio, sum)| ratio * ratio * sum).sum();
-    let norm = squares.sqrt() * grad_scale.abs();
+    let sum: f64 = ratios.iter().zip(squares).map(|(ratio, of)| ratio * ratio * of.gradient).sum();
+    let norm = sum.sqrt() * grad_scale.abs();
     let limit = match options.norm_before {
         Some(before) => (norm / (before + EPSILON)).max(GROWTH_MAX) / GROWTH_MAX,
         None => 1.0,
@@ -72,21 +89,35 @@ pub fn channel_factors(
     norm / limit
 }
 
-/// Updates the moments; returns for each channel by how much the step of the projected gradient is
-/// longer than the projected gradient.
-fn ratios(
+/// Returns for each channel by how much the step of the projected gradient is longer than the projected gradient.
+fn ratios(whole: bool, squares: &[ChannelSquares]) -> Vec<f64> {
+    let ratio = |before: f64, after: f64| after.sqrt() / (before.sqrt() + EPSILON);
+    if whole {
+        let (before, after) =
+            squares.iter().fold((0.0, 0.0), |sum, of| (sum.0 + of.projected, sum.1 + of.step));
+        vec![ratio(before, after); squares.len()]
+    } else {
+        squares.iter().map(|of| ratio(of.projected, of.step)).collect()
+    }
+}
+
+/// Updates the moments of channels that were measured, (channels, rank) each, and returns their squares.
+///
+/// # Panics
+/// When lengths differ, or `step` is 0.
+pub fn squares_of(
     options: &FactorOptions,
     measured: &Projected,
     first_moment: &mut [f32],
     second_moment: &mut [f32],
     threads: usize,
-) -> Vec<f64> {
-    let (projected, channels, rank) =
-        (measured.values(), measured.projection().channels(), measured.projection().rank);
+) -> Vec<ChannelSquares> {
+    let (projected, channels, rank) = (measured.values(), measured.channels(), measured.projection().rank);
+    assert!(first_moment.len() == projected.len() && second_moment.len() == projected.len(), "moments");
     let FactorOptions { lr, betas, eps, step, grad_scale, .. } = *options;
     let scalars = ProjectedScalars::new(lr, betas, eps, step, grad_scale);
     let threads = if projected.len() < ALONE { 1 } else { threads.max(1) };
-    let share = channels.div_ceil(threads);
+    let share = channels.div_ceil(threads).max(1);
     let mut squares = vec![(0.0, 0.0); channels];
     std::thread::scope(|scope| {
         let moments = first_moment.chunks_mut(share * rank).zip(second_moment.chunks_mut(share * rank));
@@ -101,13 +132,8 @@ fn ratios(
             }
         }
     });
-    let ratio = |(before, after): (f64, f64)| after.sqrt() / (before.sqrt() + EPSILON);
-    if options.whole {
-        let whole = squares.iter().fold((0.0, 0.0), |sum, channel| (sum.0 + channel.0, sum.1 + channel.1));
-        vec![ratio(whole); channels]
-    } else {
-        squares.into_iter().map(ratio).collect()
-    }
+    let of_channel = |((projected, step), gradient)| ChannelSquares { projected, step, gradient };
+    squares.into_iter().zip(measured.sums()).map(of_channel).collect()
 }
 
 /// What the moments of one step depend on, beside the projected gradient.

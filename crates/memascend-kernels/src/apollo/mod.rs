@@ -4,6 +4,7 @@
 //! - `matrix.rs`: the random matrix, a function of seed, redraw and index;
 //! - `projection.rs`: the projected gradient and each channel's sum of squares, as gradients pass by;
 //! - `projected.rs`: what was measured, and how it is put aside until the step;
+//! - `share.rs`: the same of elements that one of several processes has, from the sums of those before it;
 //! - `scratch.rs`: the memory that these take;
 //! - `factors.rs`: from these the moments, the channels' factors and the limit on the norm's growth.
 //!
@@ -19,8 +20,9 @@ mod matrix;
 mod projected;
 mod projection;
 mod scratch;
+mod share;
 
-pub use factors::{FactorOptions, channel_factors};
+pub use factors::{ChannelSquares, FactorOptions, channel_factors, factors_of, squares_of};
 pub use projected::Projected;
 pub use projection::{Projection, Projector};
 pub use scratch::{Numbers, Purpose, Scratch};

@@ -1,22 +1,30 @@
 //! What a projection has measured of a gradient.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::projection::Projection;
 use super::scratch::{Numbers, Purpose, Scratch};
 
-/// A projected gradient, (channels, rank), and behind it each channel's sum of squares: the bits of an fp64 as two
-/// fp32, so that all of it can be put aside as numbers of one kind.
+/// A projected gradient, or some of its channels, (channels, rank), and behind it each channel's sum of squares: the bits
+/// of an fp64 as two fp32, so that all of it can be put aside as numbers of one kind.
 #[derive(Debug)]
 pub struct Projected {
     projection: Projection,
+    channels: usize,
     numbers: Numbers,
 }
 
 impl Projected {
     /// Room for what `projection` measures, to be filled: of any value.
     pub fn room(projection: Projection, scratch: &Arc<Scratch>) -> Self {
-        Self { projection, numbers: scratch.take(Purpose::Projected, Self::count(&projection)) }
+        Self::room_of(projection, projection.channels(), scratch)
+    }
+
+    /// Room for what `projection` measures of some channels, to be filled: of any value.
+    pub fn room_of(projection: Projection, channels: usize, scratch: &Arc<Scratch>) -> Self {
+        let numbers = scratch.take(Purpose::Projected, channels * (projection.rank + 2));
+        Self { projection, channels, numbers }
     }
 
     /// How many numbers there are.
@@ -27,6 +35,22 @@ impl Projected {
     /// How the gradient was projected.
     pub fn projection(&self) -> &Projection {
         &self.projection
+    }
+
+    /// How many channels there are of it.
+    pub fn channels(&self) -> usize {
+        self.channels
+    }
+
+    /// Some of its channels, as all of them are put aside.
+    ///
+    /// # Panics
+    /// When there are fewer channels, or `target` has another length.
+    pub fn copy_part(&self, channels: Range<usize>, target: &mut [f32]) {
+        let rank = self.projection.rank;
+        let (values, sums) = target.split_at_mut(channels.len() * rank);
+        values.copy_from_slice(&self.values()[channels.start * rank..channels.end * rank]);
+        sums.copy_from_slice(&self.numbers[self.elements()..][2 * channels.start..2 * channels.end]);
     }
 
     /// All of it, as it is put aside.
@@ -66,6 +90,6 @@ impl Projected {
     }
 
     fn elements(&self) -> usize {
-        self.projection.channels() * self.projection.rank
+        self.channels * self.projection.rank
     }
 }

@@ -1,5 +1,6 @@
 //! The projection of a gradient, element after element in the order of memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::super::dispatch::kernel;
@@ -53,6 +54,16 @@ impl Projection {
     /// How many channels there are.
     pub fn channels(&self) -> usize {
         self.rows.max(self.columns)
+    }
+
+    /// How many elements the gradient has.
+    pub fn elements(&self) -> usize {
+        self.rows * self.columns
+    }
+
+    /// fp64 sums of each channel while it is measured.
+    pub(super) fn sums_each(&self) -> usize {
+        if self.by_column() { 1 } else { SUMS }
     }
 
     /// Elements of a channel.
@@ -115,18 +126,21 @@ impl Projection {
     }
 }
 
-/// Projects a gradient that passes by in pieces of any length.
+/// Projects a gradient, or elements that follow one another in it, which pass by in pieces of any length.
 ///
 /// Each number is the sum of a channel's products, in fp32 and in the channel's order; each sum of
 /// squares is in fp64. So the bits depend on neither pieces nor threads.
 pub struct Projector {
-    projection: Projection,
+    pub(super) projection: Projection,
     dtype: Dtype,
     tiles: Numbers,
     threads: usize,
-    projected: Projected,
+    /// Of the channels that the elements are in.
+    pub(super) projected: Projected,
     /// (channels, `SUMS` or 1)
-    sums: Vec<f64>,
+    pub(super) sums: Vec<f64>,
+    /// The first element, and that after the last.
+    pub(super) share: Range<usize>,
     next: usize,
     /// Elements from number `next` on that wait for more.
     waiting: Vec<u8>,
@@ -152,9 +166,24 @@ impl Projector {
     /// # Panics
     /// When the matrix has no elements, or the rank is 0.
     pub fn new(projection: Projection, dtype: Dtype, threads: usize, scratch: &Arc<Scratch>) -> Self {
+        Self::of_share(projection, 0..projection.elements(), dtype, threads, scratch)
+    }
+
+    /// Before the first of the elements `share` of a gradient of `dtype`.
+    ///
+    /// # Panics
+    /// As [`Projector::new`], and when the gradient has fewer elements.
+    pub fn of_share(
+        projection: Projection,
+        share: Range<usize>,
+        dtype: Dtype,
+        threads: usize,
+        scratch: &Arc<Scratch>,
+    ) -> Self {
         assert!(projection.depth() > 0 && projection.rank > 0, "a matrix and a rank that are not empty");
-        let sums = if projection.by_column() { 1 } else { SUMS };
-        let mut projected = Projected::room(projection, scratch);
+        assert!(share.end <= projection.elements(), "elements of the gradient");
+        let channels = projection.channels_of(&share).len();
+        let mut projected = Projected::room_of(projection, channels, scratch);
         projected.values_mut().fill(0.0);
         Self {
             projection,
@@ -162,17 +191,18 @@ impl Projector {
             tiles: projection.tiles(threads.max(1), scratch),
             threads: threads.max(1),
             projected,
-            sums: vec![0.0; projection.channels() * sums],
-            next: 0,
+            sums: vec![0.0; channels * projection.sums_each()],
+            next: share.start,
+            share,
             waiting: Vec::new(),
         }
     }
 
-    /// Bytes that a projector of `projection` takes.
-    pub fn bytes(projection: &Projection) -> usize {
-        let sums = projection.channels() * if projection.by_column() { 1 } else { SUMS };
+    /// Bytes that a projector of the elements `share` of a gradient takes.
+    pub fn bytes(projection: &Projection, share: &Range<usize>) -> usize {
+        let numbers = (projection.rank + 2) * size_of::<f32>() + projection.sums_each() * size_of::<f64>();
         let tiles = projection.rank.div_ceil(LANES) * projection.depth() * size_of::<[f32; LANES]>();
-        Projected::count(projection) * size_of::<f32>() + sums * size_of::<f64>() + tiles + TOGETHER
+        projection.channels_of(share).len() * numbers + tiles + TOGETHER
     }
 
     /// The next elements of the gradient, of its dtype.
@@ -183,7 +213,7 @@ impl Projector {
         let bytes = self.dtype.bytes();
         assert!(gradient.len().is_multiple_of(bytes), "whole elements");
         let end = self.next + (self.waiting.len() + gradient.len()) / bytes;
-        assert!(end <= self.projection.rows * self.projection.columns, "the gradient has fewer elements");
+        assert!(end <= self.share.end, "the gradient has fewer elements");
         if self.waiting.len() + gradient.len() > TOGETHER {
             self.add_waiting();
         }
@@ -228,26 +258,42 @@ impl Projector {
     /// # Panics
     /// When elements are missing.
     pub fn finish(mut self) -> Projected {
+        self.complete();
+        assert_eq!(self.share, 0..self.projection.elements(), "a whole gradient");
+        self.set_sums();
+        self.projected
+    }
+
+    /// Adds what waits for more.
+    ///
+    /// # Panics
+    /// When elements are missing.
+    pub(super) fn complete(&mut self) {
         self.add_waiting();
-        assert_eq!(self.next, self.projection.rows * self.projection.columns, "a whole gradient");
+        assert_eq!(self.next, self.share.end, "all elements");
+    }
+
+    /// Adds up the sums of each channel, whether it is complete or not.
+    pub(super) fn set_sums(&mut self) {
         if self.projection.by_column() {
-            self.projected.set_sums(self.sums.into_iter());
+            self.projected.set_sums(self.sums.iter().copied());
         } else {
             let sum = |s: &[f64; SUMS]| ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
             self.projected.set_sums(self.sums.as_chunks().0.iter().map(sum));
         }
-        self.projected
     }
 
     /// Whole rows, or a part of one that begins at `column`.
     fn add_rows(&mut self, piece: &[u8], row: usize, column: usize, count: usize) {
-        let Self { projection, dtype, tiles, threads, projected, sums, .. } = self;
+        let Self { projection, dtype, tiles, threads, projected, sums, share, .. } = self;
         let rank = projection.rank;
+        let begin = projection.channels_of(share).start;
         let width = count.min(projection.columns);
         let rows = count / width;
         let threads = if count * rank < ALONE { 1 } else { *threads };
-        let (channels, first_channel, sums_each) =
-            if projection.by_column() { (width, column, 1) } else { (rows, row, SUMS) };
+        let (channels, first_channel) =
+            if projection.by_column() { (width, column) } else { (rows, row - begin) };
+        let sums_each = projection.sums_each();
         let share = channels.div_ceil(threads).max(1).next_multiple_of(CHANNELS);
         let projected = &mut projected.values_mut()[first_channel * rank..][..channels * rank];
         let tiles = tiles.as_chunks().0;
@@ -289,7 +335,7 @@ impl Piece<'_> {
         let rank = projection.rank;
         let channels = projected.len() / rank;
         let by_column = projection.by_column();
-        let sums_each = if by_column { 1 } else { SUMS };
+        let sums_each = projection.sums_each();
         // Rectangles of some channels, and of as much of their depth as fits.
         let depth = if by_column { rows } else { width };
         let depth_step = depth.min(if by_column { 64 } else { WIDENED / CHANNELS });

@@ -12,7 +12,9 @@ use super::super::{
 use super::factors::{ProjectedScalars, step_projected_with};
 use super::matrix::{BLOCK, normal, normals_with};
 use super::projection::{Rectangle, SUMS, add_squares_with, project_with};
-use super::{FactorOptions, Projected, Projection, Projector, Scratch, channel_factors};
+use super::{
+    FactorOptions, Projected, Projection, Projector, Scratch, channel_factors, factors_of, squares_of,
+};
 
 fn gradient(elements: usize) -> Vec<f32> {
     (0..elements).map(|i| ((i * 2_654_435_761) % 1000) as f32 / 300.0 - 1.5).collect()
@@ -218,6 +220,84 @@ proptest! {
             start = end;
         }
         prop_assert_eq!(bits(pieces), bits(whole));
+    }
+
+    /// Shares that begin and end anywhere, some of them empty, of matrices in both directions.
+    #[test]
+    fn shares_that_are_carried_on_have_the_same_bits(
+        rows in 1..40usize,
+        columns in 1..40usize,
+        rank in 1..20usize,
+        cuts in prop::collection::vec(0..1600usize, 0..6),
+    ) {
+        let projection = Projection { rows, columns, rank, seed: 9, redraw: 0 };
+        let bytes = bytes(&gradient(rows * columns));
+        let mut whole = projector(projection, Dtype::F32, 1);
+        whole.add(&bytes);
+        let expected = bits(whole);
+        let mut ends: Vec<usize> = cuts.into_iter().map(|cut| cut.min(rows * columns)).collect();
+        ends.push(rows * columns);
+        ends.sort_unstable();
+        let (scratch, mut carried, mut start) = (Arc::default(), Vec::new(), 0);
+        let mut found = (Vec::new(), Vec::new());
+        for end in ends {
+            if start == end {
+                continue;
+            }
+            let mut share = Projector::of_share(projection, start..end, Dtype::F32, 1, &scratch);
+            share.go_on(&carried);
+            share.add(&bytes[start * 4..end * 4]);
+            carried = vec![0; projection.carried_bytes(end)];
+            let measured = share.hand_on(&mut carried, &scratch);
+            prop_assert_eq!(measured.channels(), projection.completed(&(start..end)).len());
+            found.0.extend(measured.values().iter().map(|x| x.to_bits()));
+            found.1.extend(measured.sums().iter().map(|x| x.to_bits()));
+            start = end;
+        }
+        prop_assert!(carried.is_empty());
+        prop_assert_eq!(found, expected);
+    }
+
+    /// Channels whose moments are apart.
+    #[test]
+    fn squares_of_parts_make_the_factors_of_the_whole(
+        channels in 1..40usize,
+        rank in 1..20usize,
+        cut in 0..40usize,
+        whole in any::<bool>(),
+        scale_front in any::<bool>(),
+    ) {
+        let projection = Projection { rows: channels, columns: 1, rank, seed: 9, redraw: 0 };
+        let scratch = Arc::new(Scratch::default());
+        let mut measured = Projected::room(projection, &scratch);
+        measured.numbers_mut().copy_from_slice(&gradient(channels * (rank + 2)));
+        measured.set_sums((1..=channels).map(|channel| channel as f64));
+        let options = FactorOptions {
+            lr: 0.01,
+            betas: (0.9, 0.999),
+            eps: 1e-6,
+            scale: 4.0,
+            whole,
+            scale_front,
+            step: 3,
+            grad_scale: 0.7,
+            norm_before: Some(0.1),
+        };
+        let ((mut first, mut second), mut factors) = ((vec![0.25; channels * rank], vec![0.5; channels * rank]), vec![0.0; channels]);
+        let norm = channel_factors(&options, &measured, &mut first, &mut second, &mut factors, 1);
+        let cut = cut.min(channels);
+        let (mut squares, mut parts) = (Vec::new(), (Vec::new(), Vec::new()));
+        for range in [0..cut, cut..channels] {
+            let mut part = Projected::room_of(projection, range.len(), &scratch);
+            measured.copy_part(range.clone(), part.numbers_mut());
+            let (mut first, mut second) = (vec![0.25; range.len() * rank], vec![0.5; range.len() * rank]);
+            squares.extend(squares_of(&options, &part, &mut first, &mut second, 1));
+            parts.0.extend(first);
+            parts.1.extend(second);
+        }
+        let mut found = vec![0.0; channels];
+        prop_assert_eq!(factors_of(&options, &squares, &mut found), norm);
+        prop_assert_eq!((found, parts.0, parts.1), (factors, first, second));
     }
 
     /// A step in pieces, on every instruction set, for each kind of weight.
