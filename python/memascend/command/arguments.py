@@ -390,11 +390,11 @@ def _add_reshard(subcommands: Any) -> None:
         "checkpoints are not copied. All stores are to be on this machine.",
     )
     add = parser.add_argument
-    text = "the run's stores, with {rank} for the number of each process, such as '/nvme{rank}/run'; or one store"
+    text = "the run's stores: each in its order, or with {rank} for its number, such as '/nvme{rank}/run'; or one store"
     add("store", type=Path, nargs="+", metavar="STORE", help=text)
     add("--ranks", type=_positive, required=True, metavar="N", help="how many processes the run is to have")
-    text = "directories for the new stores, with {rank} if there are several; they must not exist, or be empty"
-    add("--to", type=Path, required=True, metavar="NEW", help=text)
+    text = "directories for the new stores, one for each or with {rank} for its number; none may exist, unless empty"
+    add("--to", type=Path, nargs="+", required=True, metavar="NEW", help=text)
 
 
 def _add_report(subcommands: Any) -> None:

@@ -302,9 +302,9 @@ def _export(chosen: argparse.Namespace) -> int:
 
 
 def _reshard(chosen: argparse.Namespace) -> int:
-    steps = reshard(chosen.store, chosen.to, ranks=chosen.ranks)
+    steps = reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
     processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
-    print(f"wrote {chosen.to}: the run after step {steps}, for {processes}")
+    print(f"wrote {', '.join(map(str, chosen.to))}: the run after step {steps}, for {processes}")
     return 0
 
 

@@ -1,0 +1,64 @@
+"""Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from memascend.errors import MemascendError
+from memascend.offloading.native import store_paths
+from memascend.ranks.group import group_of
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from memascend.offloading.native import StorePaths
+
+#: What of a location of a store the rank's number takes the place of.
+PATTERN = "{rank}"
+
+
+def paths_of(store: StorePaths, process_group: Any = None) -> list[str | os.PathLike[str]]:
+    """Return the locations of this rank's store, as `locations_of`; a program by itself is rank 0 of 1."""
+    group = group_of(process_group)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    return locations_of(store, rank, ranks)
+
+
+def locations_of(store: StorePaths, rank: int, ranks: int) -> list[str | os.PathLike[str]]:
+    """Return the locations of one rank's store, with its number for "{rank}".
+
+    Args:
+        store: a location; or several, the volumes of each rank; or, if one of its entries is a list, an entry for each
+            rank, which is a location or a list of several.
+        rank: the number of the rank.
+        ranks: how many there are.
+
+    Raises MemascendError for a list that has no entry for each rank, or that could mean either.
+    """
+    entries = store_paths(store)
+    own: Sequence[str | os.PathLike[str]] = entries  # type: ignore[assignment]
+    if by_rank(entries):
+        if len(entries) != ranks:
+            raise MemascendError(
+                f"store has entries for {len(entries)} ranks, of which there are {ranks}: give a list with one entry "
+                "for each rank"
+            )
+        own = store_paths(entries[rank])  # type: ignore[arg-type, assignment]
+        if not own or by_rank(own):
+            raise MemascendError(f"store has {own!r} for rank {rank}: give a location, or a list of locations")
+    elif ranks > 1 and len(own) > 1 and not any(PATTERN in str(path) for path in own):
+        shown = ", ".join(map(str, own))
+        raise MemascendError(
+            f"store=[{shown}] could be a location for each rank or volumes of every rank: give a list for each rank, "
+            f"as [[{own[0]!s}], [{own[1]!s}]], or {PATTERN} for the number of the rank in each location"
+        )
+    return [str(path).replace(PATTERN, str(rank)) if PATTERN in str(path) else path for path in own]
+
+
+def by_rank(store: StorePaths) -> bool:
+    """Whether a store is given as a list with an entry for each rank."""
+    return any(not isinstance(entry, str | os.PathLike) for entry in store_paths(store))
