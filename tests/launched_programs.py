@@ -7,6 +7,7 @@ What a program returns is saved in FOLDER, by rank.
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -295,12 +296,16 @@ def _saving(model: nn.Module, args: Any, callbacks: Any = (), resume: Any = None
 
 
 def saving_trainer(folder: Path, resume: int = -1, victim: int = -1, step: int = 0, event: int = 0) -> dict[str, Any]:
-    """Train with checkpoints; `resume` is a step whose checkpoint is gone on from, or 0 for the last durable step."""
+    """Train with checkpoints; `resume` is a step whose checkpoint is gone on from, or 0 for the last durable step.
+
+    The second process has a directory of its own, as on another machine.
+    """
+    own = folder if os.environ["RANK"] == "0" else folder / "elsewhere"
     args = arguments(
-        folder,
+        own,
         MemascendArguments,
         1,
-        store=[f"{folder}/store{{rank}}"],
+        store=[[f"{folder}/one"], f"{folder}/two"],
         host_memory="96MiB",
         fused_loss=False,
         keep_store=True,
@@ -308,7 +313,7 @@ def saving_trainer(folder: Path, resume: int = -1, victim: int = -1, step: int =
     )
     callbacks = _kill_within(step, EVENTS[event]) if args.process_index == victim else []
     model = build()
-    result = _saving(model, args, callbacks, {-1: None, 0: True}.get(resume, str(folder / f"checkpoint-{resume}")))
+    result = _saving(model, args, callbacks, {-1: None, 0: True}.get(resume, str(own / f"checkpoint-{resume}")))
     result["tags"] = [tag for tag, _, _ in memascend.checkpoints(model)]
     memascend.close(model)
     return result
@@ -339,6 +344,7 @@ def states(folder: Path, victim: int = -1) -> dict[str, Any]:
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = rank_programs.build()
+    model.register_buffer("own", torch.tensor(float(accelerator.process_index)))
     store = [[str(folder / "one")], [str(folder / "two")]]
     options: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "keep_store": True}
     resumed = memascend.can_resume(store)
@@ -358,10 +364,12 @@ def states(folder: Path, victim: int = -1) -> dict[str, Any]:
     run_loop.go(range(4, 6))
     accelerator.save_state()
     before = run_loop.go(range(6, 8)).result()
+    model.own.fill_(5.0)
     accelerator.load_state()
     result = run_loop.go(range(6, 8)).result()
     result |= {
         "before": before,
+        "own": float(model.own),
         "tags": len(memascend.checkpoints(model)),
         "directories": sorted(path.name for path in (folder / "checkpoints").iterdir()),
     }

@@ -57,6 +57,7 @@ def assert_same(results: list[Any], expected: dict[str, Any], folder: Path) -> N
         assert result["directory"] == f"checkpoint-{expected['best']}" == expected["directory"]
         assert bits.difference(result["weights"], expected["weights"]) is None
         assert sorted(result["tags"]) == [f"checkpoint-{expected['best']}", f"checkpoint-{launched_programs.STEPS}"]
+    assert not list(folder.glob("elsewhere/checkpoint-*")) and not (folder / "elsewhere" / "final").exists()
     directories = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert directories == sorted(results[0]["tags"])
     for name in directories:
@@ -96,7 +97,8 @@ def test_accelerates_states_are_saved_and_loaded(victim: int, tmp_path: Path) ->
     if victim >= 0:
         words = [str(PROGRAM), "states", str(tmp_path), str(victim)]
         assert launching.run_launched("torchrun", 2, words, tmp_path).returncode != 0
-    for result in launch("states", tmp_path):
+    for rank, result in enumerate(launch("states", tmp_path)):
+        assert result["own"] == rank
         first = result["before"]["losses"]
         assert first == expected["losses"][4 if victim >= 0 else 0 :]
         assert result["losses"] == first + expected["losses"][6:]

@@ -17,7 +17,6 @@ needs.package("transformers")
 import launched_programs  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
-from memascend.command import main  # noqa: E402
 from memascend.report.run import read_run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -93,10 +92,3 @@ def test_what_the_trainer_refuses_over_processes(tmp_path: Path) -> None:
         assert "save the model, and upload the directory" in told["hub"]
         assert "make the arguments (TrainingArguments) first" in told["alone"]
         assert "Untested was not tested over several processes" in told["untested"]
-
-
-def test_the_command_trains_in_one_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ["finetune", "model", "--data", "data", "--store", "store", "--host-memory", "1GiB", "--out", "out"]
-    assert main.main(words) == main.BAD_INPUT
-    assert "use memascend.integrations.transformers.Trainer" in capfd.readouterr().err

@@ -61,6 +61,9 @@ class Run(Protocol):
     def is_ending(self) -> bool:
         """Whether the run is to end after this step."""
 
+    def agreed(self, reason: str | None) -> str | None:
+        """Return the reason for which all processes leave the present step out, if there is one."""
+
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
 
@@ -165,6 +168,7 @@ class Loop(Trainer):
 
     def _get_grad_norm(self, *others: Any, **named: Any) -> Any:
         norm = super()._get_grad_norm(*others, **named)
+        self._reason = self._run.agreed(self._reason)
         if self._reason is None and not math.isfinite(norm):
             self._reason = f"the gradient norm is {norm}"
         self._run.log.skipped = self._reason is not None

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
-    store: StorePaths,
+    store: RankLocations,
     host_memory: str | int,
     host_memory_max: str | int | None = None,
     dtype: str | torch.dtype = "bfloat16",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 
 def find_offload(model: nn.Module) -> Session | None:
@@ -152,7 +152,7 @@ def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = 
 def offload(
     model: nn.Module,
     *,
-    store: StorePaths,
+    store: RankLocations,
     host_memory: str | int,
     host_memory_max: str | int | None = None,
     device: str | torch.device | None = None,

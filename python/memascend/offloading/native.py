@@ -27,8 +27,8 @@ from memascend.plan.host import check_available
 if TYPE_CHECKING:
     from memascend.plan.host import Plan
 
-#: One directory or raw block device, or several; over ranks also an entry for each of them (`locations`).
-StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Sequence[str | os.PathLike[str]]]
+#: One directory or raw block device, or several.
+StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 #: Keyword arguments of `Runtime` that a user may set.
 OPTIONS = frozenset(
@@ -70,8 +70,8 @@ def warn_of(notice: str) -> None:
     _log.warning("%s", notice, extra={"notice": True})
 
 
-def store_paths(store: StorePaths) -> list[Any]:
-    """Return the locations of a store, or the entries for ranks, as a list."""
+def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
+    """Return the locations of a store as a list."""
     return [store] if isinstance(store, str | os.PathLike) else list(store)
 
 

@@ -20,14 +20,14 @@ from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.layout.shards import Shard
 from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
 from memascend.offloading.locations import PATTERN, by_rank, locations_of
-from memascend.offloading.native import store_paths, when_free
+from memascend.offloading.native import when_free
 from memascend.runs.common_step import opened_at_common_step
 from memascend.runs.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 #: Elements that are copied at once: whole gradient blocks, at which shares begin.
 PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
@@ -35,7 +35,7 @@ PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
 PIECE_BYTES = PIECE_ELEMENTS * torch.float32.itemsize
 
 
-def reshard(store: StorePaths, to: StorePaths, *, ranks: int) -> int:
+def reshard(store: RankLocations, to: RankLocations, *, ranks: int) -> int:
     """Write the stores of a run anew for another number of ranks, and return the run's durable steps.
 
     `memascend.resume` then goes on in `ranks` processes: with the bits of the run as it was, if each step has the same
@@ -79,7 +79,7 @@ def reshard(store: StorePaths, to: StorePaths, *, ranks: int) -> int:
         return records[0]["steps"]
 
 
-def _targets(to: StorePaths, ranks: int) -> list[list[Path]]:
+def _targets(to: RankLocations, ranks: int) -> list[list[Path]]:
     """Return where the new stores go. Raises OutputError where there is something already."""
     if ranks < 1:
         raise ValueError(f"{ranks} ranks: there is at least 1")
@@ -100,9 +100,9 @@ def _targets(to: StorePaths, ranks: int) -> list[list[Path]]:
     return targets
 
 
-def _open_sources(store: StorePaths) -> list[KeptStore]:
+def _open_sources(store: RankLocations) -> list[KeptStore]:
     """Open the stores of a run's ranks at the last step that all of them have, or the store of one process."""
-    entries = store_paths(store)
+    entries: list[Any] = [store] if isinstance(store, str | os.PathLike) else list(store)
     if len(entries) > 1 and not by_rank(entries) and _are_shares(entries):
         entries = [[entry] for entry in entries]
     first = locations_of(entries, 0, len(entries) if by_rank(entries) else 1)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.layout.units import Unit
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
     from memascend.optim.base import OffloadedOptimizer
 
 
@@ -77,7 +77,7 @@ class Resumed:
 
 
 def resume(
-    store: StorePaths,
+    store: RankLocations,
     *,
     host_memory: str | int | None = None,
     host_memory_max: str | int | None = None,
@@ -292,7 +292,7 @@ def restore_checkpoint(
     )
 
 
-def can_resume(store: StorePaths, *, process_group: Any = None) -> bool:
+def can_resume(store: RankLocations, *, process_group: Any = None) -> bool:
     """Whether `store` has a durable step to go on from; over ranks, whether the stores of all of them have.
 
     `store` and `process_group` are as in `memascend.offload`. Raises StoreError if a volume cannot be read, or is in
