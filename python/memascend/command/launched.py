@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 #: Counts the processes that have asked to tell an error.
 _TOLD = "memascend/told"
+#: Is there when the first process has left the command.
+_LEFT = "memascend/left"
+#: How long the others wait for that after an error.
+LAST_WORDS_SECONDS = 5.0
 #: The standard error of a process that is silent.
 _silenced: list[Any] = []
 
@@ -39,35 +44,59 @@ def is_first() -> bool:
 
 @contextmanager
 def first_speaks(launched: bool) -> Iterator[None]:
-    """Have the other processes print nothing, if the command is one that trains over those that were `launched`."""
-    if not launched or is_first():
+    """Have the other processes print nothing, if the command is one that trains over those that were `launched`.
+
+    All are in one group from here on. After an error the others stay until the first has left: a launcher ends all of
+    them when one has ended, and the first may not have spoken yet.
+    """
+    if not launched or processes() == 1:
         yield
         return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if is_first():
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):
+                store.set(_LEFT, "")
+        return
+    with _silent():
+        _silenced.append(sys.__stderr__)
+        yield
+    with suppress(RuntimeError):  # The first process holds the store, and is gone.
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        while dist.is_initialized() and not store.check([_LEFT]) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Have what is printed go nowhere."""
     streams = sys.stdout, sys.stderr
-    _silenced.append(sys.stderr)
     with open(os.devnull, "w") as nothing:
         sys.stdout = sys.stderr = nothing
         try:
             yield
         finally:
             sys.stdout, sys.stderr = streams
-            _silenced.clear()
 
 
 @contextmanager
 def one_speaks() -> Iterator[None]:
-    """Have one process alone print an error of all: the first to come, or of what each sees by itself, the first."""
-    streams = sys.stdout, sys.stderr
-    speaks = _comes_first()
-    if speaks and _silenced:
-        sys.stderr = _silenced[0]
-    with open(os.devnull, "w") as nothing:
-        if not speaks:
-            sys.stdout = sys.stderr = nothing
-        try:
+    """Have one process alone print an error of all: the one that comes first."""
+    if not _comes_first():
+        with _silent():
             yield
-        finally:
-            sys.stdout, sys.stderr = streams
+        return
+    stream = sys.stderr
+    sys.stderr = _silenced[0] if _silenced else stream
+    try:
+        yield
+    finally:
+        sys.stderr = stream
 
 
 def _comes_first() -> bool:
@@ -81,18 +110,14 @@ def _comes_first() -> bool:
 
 
 @contextmanager
-def group() -> Iterator[None]:
-    """Be in the group of all processes, which exchange on CPUs."""
+def together() -> Iterator[None]:
+    """Have all processes end a run at once: a launcher ends the others when one has ended by a signal."""
+    yield
     import torch.distributed as dist
 
-    if processes() > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-        yield
-        # A launcher ends the others when one has ended by a signal. After an error they may be waiting still.
+    if processes() > 1:
         dist.barrier()
         dist.destroy_process_group()
-    else:
-        yield
 
 
 def conflict(settings: Settings) -> str | None:

@@ -72,7 +72,7 @@ def _finetune(chosen: argparse.Namespace) -> int:
     settings = replace(settings, model_dir=model_directory(settings.model_dir))
     from memascend.command.finetune import finetune  # Imports transformers' Trainer, which other commands do not need.
 
-    with launched.group():
+    with launched.together():
         result = finetune(settings)
     print(_summary(settings, result))
     if settings.store and settings.leaves_store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from memascend.command.tables import step_text
 from memascend.common.outputs import clear_away
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
-from memascend.errors import Abandoned, DataError, NonFiniteError
+from memascend.errors import Abandoned, DataError, MemascendError, NonFiniteError
 from memascend.offloading.api import find_offload
 from memascend.report.figures import SSD_COUNTERS, stats_of
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: The names of schedules that are others in transformers.
 _SCHEDULES = {"constant": "constant_with_warmup"}
+#: What a backend says where another process is gone.
+_CONNECTION = re.compile(r"gloo|[Cc]onnection|Broken pipe|[Tt]imed out")
 #: Evaluations of a run, without --eval-steps.
 EVALUATIONS = 10
 
@@ -175,6 +178,11 @@ class Training:
             if not result.steps:
                 raise Abandoned(self.interrupts.asked or 0) from None
             loop.leave()
+        except RuntimeError as error:
+            # The Trainer's own collectives, which tell the backend's error alone.
+            if self._ranks is None or isinstance(error, MemascendError) or not _CONNECTION.search(str(error)):
+                raise
+            raise self._ranks.lost("train", error) from error
         finally:
             if self._bar is not None:
                 self._bar.close()

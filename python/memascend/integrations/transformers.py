@@ -123,7 +123,11 @@ class TrainerMixin(CheckpointsMixin):
     def _open_log(self) -> TrainerLog:
         rank = self.args.process_index
         name = Path(LOG_NAME)
-        return TrainerLog(Path(self.args.output_dir) / (name.with_suffix(f".{rank}{name.suffix}") if rank else name))
+        if rank:
+            # transformers makes it on the machine of the first process alone.
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            name = name.with_suffix(f".{rank}{name.suffix}")
+        return TrainerLog(Path(self.args.output_dir) / name)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if find_offload(model) is None:
