@@ -161,9 +161,10 @@ class Loop(Trainer):
     def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
         """Take a step as `Trainer.training_step` does, and note a loss that is not finite."""
         loss = super().training_step(*others, **named)
-        value = loss.item()  # Only after the backward pass is launched: it waits for the device.
-        if not math.isfinite(value) and self._reason is None:
-            self._reason = f"the loss is {value}"
+        # Only after the backward pass is launched: it waits for the device.
+        for value in self._losses.tolist() or [loss.item()]:
+            if not math.isfinite(value) and self._reason is None:
+                self._reason = f"the loss is {value}"
         return loss
 
     def _get_grad_norm(self, *others: Any, **named: Any) -> Any:

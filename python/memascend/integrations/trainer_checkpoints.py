@@ -49,6 +49,7 @@ class CheckpointsMixin:
         data_collator: Any
         _created_lr_scheduler: bool
         _position: Position
+        _tr_loss: torch.Tensor
 
         def __getattr__(self, name: str) -> Any: ...
 

@@ -44,6 +44,8 @@ from memascend.report.figures import figures_of_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memascend.ranks.group import Ranks
+
 __all__ = ["MemascendArguments", "OffloadArguments", "Trainer", "TrainerMixin"]
 
 _log = logging.getLogger("memascend")
@@ -78,6 +80,8 @@ class TrainerMixin(CheckpointsMixin):
         self._run_found = False
         #: Whether `train` goes on with a run in the store.
         self._resuming = False
+        #: The losses of all ranks' batches, of the last pass over ranks.
+        self._losses = torch.empty(0)
         optimizers: list[Any] = []
         with ExitStack() as on_failure:
             if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
@@ -246,7 +250,22 @@ class TrainerMixin(CheckpointsMixin):
         """Take a step as `transformers.Trainer.training_step` does."""
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
         self._position.log.count_tokens(ids.numel() if isinstance(ids, torch.Tensor) else 0)
-        return super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
+        loss = super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
+        return loss if self._ranks is None else self._with_others(loss, self._ranks)
+
+    def _with_others(self, loss: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Add the losses of a batch of each rank to what is logged, in their order, but for the last, and return that.
+
+        So the sum on every rank is rounded as that of one process which takes the batches one after another.
+        """
+        self._losses = ranks.collect("gather the losses of a batch", loss.detach().view(1)).view(-1) / ranks.size
+        for earlier in self._losses[:-1]:
+            if self.args.logging_nan_inf_filter and not earlier.isfinite():
+                # As transformers does with the last.
+                self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            else:
+                self._tr_loss += earlier
+        return self._losses[-1]
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/..."."""
