@@ -7,13 +7,16 @@ What a program returns is saved in FOLDER, by rank.
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rank_programs
 import torch
 import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, TrainerCallback, TrainingArguments
 
@@ -47,10 +50,10 @@ LLAMA = LlamaConfig(
 class Loop:
     """The loop of accelerate's own examples, of `ranks` processes or of one that accumulates their batches."""
 
-    def __init__(self, accelerator: Any, model: nn.Module, ranks: int) -> None:
+    def __init__(self, accelerator: Any, model: nn.Module, ranks: int, optimizer: Any = None) -> None:
         self.accelerator = accelerator
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = memascend.AdamW(trained, lr=1e-2)
+        optimizer = optimizer or memascend.AdamW(trained, lr=1e-2)
         # accelerate steps it once for each process.
         alone = ranks if accelerator.num_processes == 1 else 1
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + alone * step))
@@ -61,9 +64,12 @@ class Loop:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def go(self) -> Loop:
+    def go(self, batches: range | None = None) -> Loop:
+        """Train on what the loader gives; or on `batches`, numbers of all ranks, of which this one has its own."""
         accelerator = self.accelerator
-        for tokens in self.loader:
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        own = () if batches is None else map(rank_programs.batch, batches[rank::ranks])
+        for tokens in self.loader if batches is None else own:
             with accelerator.accumulate(self.model):
                 loss = self.model(tokens)["loss"]
                 accelerator.backward(loss)
@@ -77,8 +83,8 @@ class Loop:
 
     def result(self) -> dict[str, Any]:
         return {
-            "losses": self.losses,
-            "norms": self.norms,
+            "losses": list(self.losses),
+            "norms": list(self.norms),
             "rate": self.scheduler.get_last_lr(),
             "weights": dict(memascend.parameters_of(self.model)),
         }
@@ -109,8 +115,6 @@ def refused_by_accelerate(folder: Path) -> dict[str, str]:
     told["added"] = _refusal(lambda: accelerator.prepare(model))
     model.added.requires_grad_(False)
     prepared = accelerator.prepare(model)
-    told["save_state"] = _refusal(lambda: accelerator.save_state(str(folder / "state")))
-    told["load_state"] = _refusal(lambda: accelerator.load_state(str(folder / "state")))
     told["unwrapped"] = str(prepared is model)
     memascend.close(model)
     return told
@@ -159,12 +163,11 @@ def arguments(folder: Path, make: Any, accumulate: int, **options: Any) -> Any:
         max_grad_norm=0.5,
         weight_decay=0.1,
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         optim="adamw_torch",
         seed=3,
-        **options,
+        **{"save_strategy": "no"} | options,
     )
 
 
@@ -212,9 +215,11 @@ def refused_by_the_trainer(folder: Path) -> dict[str, str]:
     """Do what is refused, and return what each error says."""
     options = {"store": [f"{folder}/store{{rank}}"], "host_memory": "96MiB"}
     args = arguments(folder, MemascendArguments, 1, **options)
-    args.save_strategy = "steps"
-    told = {"saves": _refusal(lambda: Trainer(build(), args, train_dataset=rows(8)))}
-    args.save_strategy = "no"
+    told: dict[str, str] = {}
+    for name, option in (("each node", "save_on_each_node"), ("hub", "push_to_hub")):
+        setattr(args, option, True)
+        told[name] = _refusal(lambda: Trainer(build(), args, train_dataset=rows(8)))
+        setattr(args, option, False)
     alone = memascend.offload(
         build(), store=folder / f"alone{args.process_index}", host_memory="96MiB", process_group=_group_of_one()
     )
@@ -222,11 +227,159 @@ def refused_by_the_trainer(folder: Path) -> dict[str, str]:
     memascend.close(alone)
     model = build()
     told["untested"] = _refusal(lambda: Untested(model, args, train_dataset=rows(8)))
+    return told
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------
+
+#: Events at which a rank is killed.
+EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_save", "in the directory", "in the store")
+SAVING: dict[str, Any] = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that the best model is not the last
+}
+
+
+class Killed(TrainerCallback):
+    """Kills the process at an event of a step."""
+
+    def __init__(self, step: int, event: str) -> None:
+        def kill(_args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                rank_programs.die()
+
+        setattr(self, event, kill)
+
+
+def _kill_within(step: int, event: str) -> Any:
+    """Return callbacks that have the process be killed at a step's event, or in the midst of its saving."""
+    if event.startswith("on_"):
+        return [Killed(step, event)]
+    whole = Trainer._save_checkpoint
+
+    def save(trainer: Any, *others: Any) -> None:
+        if trainer.state.global_step == step:
+            if event == "in the directory":
+                Trainer._save_scaler = rank_programs.die
+            else:
+                memascend.save_checkpoint = rank_programs.die
+        whole(trainer, *others)
+
+    Trainer._save_checkpoint = save  # type: ignore[method-assign]
+    return []
+
+
+def _saving(model: nn.Module, args: Any, callbacks: Any = (), resume: Any = None) -> dict[str, Any]:
+    trainer = Trainer(
+        model, args, train_dataset=rows(32), eval_dataset=rows(8, masked=False), callbacks=list(callbacks)
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    kept = ("loss", "grad_norm", "learning_rate", "step", "epoch", "eval_loss")
+    history = [
+        {name: entry[name] for name in kept if name in entry}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+    trainer.save_model(f"{args.output_dir}/final")
+    return {
+        "history": history,
+        "weights": dict(memascend.parameters_of(trainer.model)),
+        "best": trainer.state.best_global_step,
+        "directory": Path(trainer.state.best_model_checkpoint).name,
+    }
+
+
+def saving_trainer(folder: Path, resume: int = -1, victim: int = -1, step: int = 0, event: int = 0) -> dict[str, Any]:
+    """Train with checkpoints; `resume` is a step whose checkpoint is gone on from, or 0 for the last durable step.
+
+    The second process has a directory of its own, as on another machine.
+    """
+    own = folder if os.environ["RANK"] == "0" else folder / "elsewhere"
+    args = arguments(
+        own,
+        MemascendArguments,
+        1,
+        store=[[f"{folder}/one"], f"{folder}/two"],
+        host_memory="96MiB",
+        fused_loss=False,
+        keep_store=True,
+        **SAVING,
+    )
+    callbacks = _kill_within(step, EVENTS[event]) if args.process_index == victim else []
     model = build()
-    made = Trainer(model, args, train_dataset=rows(8))
-    told["save_model"] = _refusal(lambda: made.save_model(str(folder / "out")))
+    result = _saving(model, args, callbacks, {-1: None, 0: True}.get(resume, str(own / f"checkpoint-{resume}")))
+    result["tags"] = [tag for tag, _, _ in memascend.checkpoints(model)]
+    memascend.close(model)
+    return result
+
+
+def saving_in_one_process(folder: Path, ranks: int) -> dict[str, Any]:
+    return _saving(build(), arguments(folder, TrainingArguments, ranks, **SAVING))
+
+
+def saving_where_rank_0_cannot(folder: Path) -> dict[str, str]:
+    """Train and save where a file is in the way of a directory, on the machine of the first rank."""
+    options = {"store": [f"{folder}/store{{rank}}"], "host_memory": "96MiB", "fused_loss": False}
+    args = arguments(folder, MemascendArguments, 1, **options, **SAVING)
+    model = build()
+    told = {}
+    for where, resume in ((folder / "checkpoint-2", None), (folder / "final", True)):
+        if args.process_index == 0:
+            where.write_text("in the way")
+        told[where.name] = _refusal(partial(_saving, model, args, resume=resume), OSError)
+        if args.process_index == 0:
+            where.unlink()
     memascend.close(model)
     return told
+
+
+def states(folder: Path, victim: int = -1) -> dict[str, Any]:
+    """Save and load the state of Accelerate's loop, by name and by number, with a process that is killed in between."""
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = rank_programs.build()
+    model.register_buffer("own", torch.tensor(float(accelerator.process_index)))
+    store = [[str(folder / "one")], [str(folder / "two")]]
+    options: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "keep_store": True}
+    resumed = memascend.can_resume(store)
+    if resumed:
+        run = memascend.resume(store, model=model, **options)
+        run_loop = Loop(accelerator, run.model, accelerator.num_processes, run.optimizer)
+        accelerator.load_state(str(folder / "checkpoints" / "checkpoint_1"))
+        project.iteration = 2
+    else:
+        memascend.offload(model, store=store, fused_loss=False, **options)
+        run_loop = Loop(accelerator, model, accelerator.num_processes)
+        for number in range(2):
+            run_loop.go(range(2 * number, 2 * number + 2))
+            accelerator.save_state()
+        if accelerator.process_index == victim:
+            rank_programs.die()
+    run_loop.go(range(4, 6))
+    accelerator.save_state()
+    before = run_loop.go(range(6, 8)).result()
+    model.own.fill_(5.0)
+    accelerator.load_state()
+    result = run_loop.go(range(6, 8)).result()
+    result |= {
+        "before": before,
+        "own": float(model.own),
+        "tags": len(memascend.checkpoints(model)),
+        "directories": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+    }
+    memascend.close(model)
+    return result
+
+
+def states_in_one_process(ranks: int) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ranks)
+    return Loop(accelerator, rank_programs.build(), ranks).go().result()
 
 
 # ---- running them --------------------------------------------------------------------------------------------
@@ -237,16 +390,25 @@ def _group_of_one(rank: int | None = None) -> Any:
     return groups[dist.get_rank() if rank is None else rank]
 
 
-def _refusal(do: Callable[[], Any]) -> str:
+def _refusal(do: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     try:
         do()
-    except (memascend.MemascendError, ValueError) as error:
+    except (memascend.MemascendError, kind) as error:
         return str(error)
     return "done"
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (loop, refused_by_accelerate, trainer, refused_by_the_trainer)
+    function.__name__: function
+    for function in (
+        loop,
+        refused_by_accelerate,
+        trainer,
+        refused_by_the_trainer,
+        saving_trainer,
+        saving_where_rank_0_cannot,
+        states,
+    )
 }
 
 

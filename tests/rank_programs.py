@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import multiprocessing
 import os
@@ -16,8 +17,11 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_models import Matrices
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -368,6 +372,60 @@ def change_between(rank: int, ranks: int, folder: Path, kind: str, **training: A
     run.go(2, 1)
 
 
+def load_states(rank: int, ranks: int, folder: Path, source: str, dtype: str, states: str = "float32") -> Any:
+    """Load weights and states of a checkpoint, and train on; the result also has what was loaded, and bytes read."""
+    lengths: list[int] = []
+    load = FileSystemReader.read_data
+
+    def count(reader: FileSystemReader, plan: Any, planner: Any) -> Any:
+        lengths.extend(item.lengths.numel() for item in plan.items)
+        return load(reader, plan, planner)
+
+    FileSystemReader.read_data = count  # type: ignore[method-assign]
+    model = offload(build(dtype, seed=5), folder)
+    run = Run(model, ranks, range(rank, ranks, ranks), states=states).go(1)
+    memascend.load_distributed(model, run.optimizer, folder / source)
+    loaded, elements = copy.deepcopy(run.optimizer.state_dict()), sum(lengths)
+    result = run.go(2, 1).result() | {"states": loaded, "elements": elements}
+    memascend.close(model)
+    return result
+
+
+def load_damaged(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Load checkpoints of which one rank's files are not those of the other, and return what each error says."""
+    told: dict[str, Any] = {}
+    model = offload(build(), folder)
+    run = Run(model, ranks, range(rank, ranks, ranks)).go(1)
+    before = dict(memascend.parameters_of(model))
+    for name in ("nothing", "missing", "other", "damaged"):
+        try:
+            memascend.load_distributed(model, run.optimizer, folder / f"{name}{rank}")
+        except memascend.MemascendError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        if name == "other":
+            told["unchanged"] = all(torch.equal(before[each], value) for each, value in memascend.parameters_of(model))
+    memascend.load_distributed(model, run.optimizer, folder / "saved")
+    told["loaded"] = run.go(2, 1).result()
+    memascend.close(model)
+    return told
+
+
+def save_as_fsdp(rank: int, ranks: int, folder: Path, dtype: str) -> None:
+    """Train a model that PyTorch has divided over the ranks, and have PyTorch save it."""
+    model = build(dtype)
+    scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
+    for layer in model.layers:
+        fully_shard(layer, ignored_params=scalars)
+    fully_shard(model, ignored_params=scalars)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    for number in range(2):
+        loss_of(model, number).backward()  # An expert that only some ranks use has no states on the others.
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=str(folder / "saved"))
+
+
 _written = 0
 
 
@@ -379,9 +437,9 @@ def _fill_up(_: int, view: memoryview, offset: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def go_back(rank: int, ranks: int, folder: Path) -> Any:
+def go_back(rank: int, ranks: int, folder: Path, **offloading: Any) -> Any:
     """Keep steps under names, go back to the first of them, and train on from there."""
-    model = offload(build(), folder, keep_store=True)
+    model = offload(build(), folder, keep_store=True, **offloading)
     run = Run(model, ranks, range(rank, ranks, ranks)).go(1)
     memascend.save_checkpoint(model, "one")
     run.go(2, 1)
@@ -456,14 +514,22 @@ def sleep(*_: Any, **__: Any) -> None:
 
 
 def train_until_lost(
-    rank: int, ranks: int, folder: Path, victim: int, moment: str, steps: int, kind: str = "mixture", **training: Any
+    rank: int,
+    ranks: int,
+    folder: Path,
+    victim: int,
+    moment: str,
+    steps: int,
+    kind: str = "mixture",
+    store: Any = None,
+    **training: Any,
 ) -> Any:
     """Train durably until one rank is lost.
 
     It is killed as it begins to commit the last step ("commit"), as it is to gather a unit ("gather"), or, without that
     commit, where all ranks meet to have it ("meet"); or it stops as it is to gather a unit ("hang").
     """
-    model = offload(build(kind=kind), folder, keep_store=True)
+    model = offload(build(kind=kind), folder, keep_store=True, **({} if store is None else {"store": store}))
     run = Run(model, ranks, range(rank, ranks, ranks), **training).go(steps)
     if rank == victim and moment in ("commit", "meet"):
         Generations.start = die if moment == "commit" else _start_nothing  # type: ignore[method-assign]
@@ -493,10 +559,14 @@ def resume(
     dtype: str = "float32",
     described: bool = False,
     kind: str = "mixture",
+    store: Any = None,
 ) -> Any:
     """Go on with a run; `described` says that its store can make the model."""
     model = None if described else build(dtype, seed=5, kind=kind)
-    store, options = f"{folder}/{name}{{rank}}", {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"}
+    store, options = (
+        store or f"{folder}/{name}{{rank}}",
+        {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"},
+    )
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
     run = Run(resumed.model, ranks * micro, range(rank, ranks * micro, ranks), optimizer=resumed.optimizer)
@@ -705,7 +775,9 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
         "fused_loss": {"fused_loss": True},
         "auto": {"host_memory": "auto"},
         "host_memory_max": {"host_memory_max": "128MiB"},
-        "volumes": {"store": [f"{folder}/a{{rank}}", f"{folder}/b{{rank}}"], "durability": "step"},
+        "volumes": {"store": [f"{folder}/a", f"{folder}/b"]},
+        "too few": {"store": [[f"{folder}/a"]]},
+        "device on": {"store": "UUID=11111111-2222-3333-4444-555555555555"},
     }
     for name, changed in wrong.items():
         options = {"store": folder / "x"} | OPTIONS | changed
@@ -727,7 +799,6 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     refused("added", lambda: model(batch(rank)))
     del model.layers[0].added
     refused("write", lambda: model.head.weight.data.mul_(2.0))
-    refused("load_distributed", lambda: memascend.load_distributed(model, None, folder / "out"))
     refused("set_host_memory", lambda: memascend.set_host_memory(model, "80MiB"))
     optimizer = memascend.AdamW(trained, lr=1e-2)
     model(batch(rank))["loss"].backward()
@@ -760,6 +831,9 @@ _TRAINING = (
     save_states,
     save_projected,
     change_between,
+    load_states,
+    load_damaged,
+    save_as_fsdp,
     train_alone,
     train_until_lost,
     train_or_resume,

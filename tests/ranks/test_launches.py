@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bits
+import launching
 import needs
 import pytest
 import torch
@@ -19,18 +17,12 @@ needs.package("transformers")
 import launched_programs  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
-from memascend.command import main  # noqa: E402
 from memascend.report.run import read_run  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = Path(launched_programs.__file__)
-#: accelerate's own launcher starts several processes for GPUs only, or by mpirun. The scripts ask for the CPU.
-LAUNCHERS = {
-    "accelerate": ["accelerate.commands.launch", "--num_processes", "{ranks}", "--num_machines", "1", "--multi_gpu"],
-    "torchrun": ["torch.distributed.run", "--nproc-per-node", "{ranks}", "--standalone"],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +37,7 @@ def threads() -> Iterator[None]:
 
 
 def launch(launcher: str, ranks: int, program: str, folder: Path, *numbers: int) -> list[Any]:
-    """Launch a program as a user does, and return what it returns on each rank."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-        "HF_HOME": str(folder / "home"),
-        "MASTER_PORT": str(29600 + os.getpid() % 2000),
-    }
-    words = [word.format(ranks=ranks) for word in LAUNCHERS[launcher]]
-    if launcher == "accelerate":
-        words += ["--main_process_port", environment["MASTER_PORT"], "--mixed_precision", "no"]
-    command = [sys.executable, "-P", "-m", *words, str(PROGRAM), program, str(folder), *map(str, numbers)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(folder / f"{program}.{rank}") for rank in range(ranks)]
+    return launching.launch(PROGRAM, launcher, ranks, program, folder, *numbers)
 
 
 @pytest.mark.parametrize(("launcher", "ranks", "accumulate"), [("accelerate", 2, 1), ("torchrun", 2, 2)])
@@ -77,8 +56,6 @@ def test_what_accelerate_refuses_over_processes(tmp_path: Path) -> None:
     for told in launch("torchrun", 2, "refused_by_accelerate", tmp_path):
         assert "make the Accelerator first" in told["alone"]
         assert "add adapters before memascend.offload" in told["added"]
-        for name in ("save_state", "load_state"):
-            assert "memascend.resume goes on from the last durable step" in told[name]
         assert told["unwrapped"] == "True"
 
 
@@ -111,14 +88,7 @@ def test_the_trainer_goes_on_over_processes(tmp_path: Path) -> None:
 
 def test_what_the_trainer_refuses_over_processes(tmp_path: Path) -> None:
     for told in launch("torchrun", 2, "refused_by_the_trainer", tmp_path):
-        assert "give save_strategy='no'" in told["saves"]
+        assert "the first one writes for all: leave save_on_each_node out" in told["each node"]
+        assert "save the model, and upload the directory" in told["hub"]
         assert "make the arguments (TrainingArguments) first" in told["alone"]
         assert "Untested was not tested over several processes" in told["untested"]
-        assert "use memascend.save_pretrained, on every rank" in told["save_model"]
-
-
-def test_the_command_trains_in_one_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ["finetune", "model", "--data", "data", "--store", "store", "--host-memory", "1GiB", "--out", "out"]
-    assert main.main(words) == main.BAD_INPUT
-    assert "use memascend.integrations.transformers.Trainer" in capfd.readouterr().err

@@ -23,6 +23,7 @@ EPILOG = """\
 Ctrl-C finishes the step and writes the model so far to OUT; a second one abandons the run. SIGTERM and a terminal that
 is closed (SIGHUP, unless it is ignored: nohup) do the same. Whatever ends a run early, its store keeps the last durable
 step: go on with --resume, and another --out where there is one already.
+`torchrun --nproc-per-node N -m memascend finetune ... --store '/nvme{rank}'` divides the run over N processes.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
@@ -115,7 +116,10 @@ def _add_finetune(subcommands: Any) -> None:
         "prompt and completion"
     )
     add("--text-field", text, default="text", metavar="NAME")
-    text = "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs"
+    text = (
+        "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs. Over "
+        "processes {rank} stands for the number of each"
+    )
     add("--store", text, type=Path, action="append", default=[], metavar="LOCATION")
     text = (
         "the most host memory to use, such as 8GiB or 500MB; auto follows what the machine and its memory cgroups "
@@ -390,11 +394,11 @@ def _add_reshard(subcommands: Any) -> None:
         "checkpoints are not copied. All stores are to be on this machine.",
     )
     add = parser.add_argument
-    text = "the run's stores, with {rank} for the number of each process, such as '/nvme{rank}/run'; or one store"
+    text = "the run's stores: each in its order, or with {rank} for its number, such as '/nvme{rank}/run'; or one store"
     add("store", type=Path, nargs="+", metavar="STORE", help=text)
     add("--ranks", type=_positive, required=True, metavar="N", help="how many processes the run is to have")
-    text = "directories for the new stores, with {rank} if there are several; they must not exist, or be empty"
-    add("--to", type=Path, required=True, metavar="NEW", help=text)
+    text = "directories for the new stores, one for each or with {rank} for its number; none may exist, unless empty"
+    add("--to", type=Path, nargs="+", required=True, metavar="NEW", help=text)
 
 
 def _add_report(subcommands: Any) -> None:

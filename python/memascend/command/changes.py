@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Changes = dict[str, tuple[Any, Any]]
 
 #: What decides which sequences a step takes.
-_SIZES = ("batch_size", "grad_accum")
+_SIZES = ("batch_size", "grad_accum", "processes")
 #: What decides how long a run is, and the learning rate of each step.
 _RATES = ("steps", "epochs", "lr", "warmup_steps", "schedule")
 CHANGEABLE = (*_SIZES, *_RATES, "max_grad_norm", "weight_decay")
@@ -39,7 +39,7 @@ class Position:
     def length(self, settings: Settings, blocks: int) -> int:
         """The steps of the whole run over `blocks` sequences an epoch."""
         left = settings.epochs * blocks - self.sequences
-        return settings.steps or self.steps + max(0, math.ceil(left / (settings.batch_size * settings.grad_accum)))
+        return settings.steps or self.steps + max(0, math.ceil(left / settings.sequences_per_step))
 
 
 def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
@@ -48,6 +48,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
     Raises DataError, naming the option, for one that may not differ.
     """
     changes: Changes = {}
+    before = {"processes": 1} | before  # A run of before there could be several.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:
             continue
@@ -96,4 +97,4 @@ def apply_changes(changes: Changes, settings: Settings, optimizer: OffloadedOpti
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "the number of processes" if name == "processes" else "--" + name.replace("_", "-")

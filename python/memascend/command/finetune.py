@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 import memascend
-from memascend.command import adapters
+from memascend._memascend import KeptStore
+from memascend.command import adapters, launched
 from memascend.command.best import Best
 from memascend.command.data import Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
@@ -39,7 +40,7 @@ from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
 from memascend.durable.generations import parse_durability
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
-from memascend.forecast.traffic import Work, projection_bytes
+from memascend.forecast.traffic import Work, divided, projection_bytes
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
@@ -49,12 +50,19 @@ from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.offloading.api import offload_of
+from memascend.offloading.locations import paths_of
+from memascend.offloading.native import when_free
+from memascend.offloading.places import ranks_of
+from memascend.offloading.together import raising_on_all, told_by_first
 from memascend.plan.automatic import least_of
 from memascend.plan.host import make_plan
+from memascend.ranks.group import Ranks
 from memascend.report.figures import peak_rss_bytes, reset_peak_rss, stats_of
 from memascend.runs.resume import read_record
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+#: Within this time a launcher forwards a signal that a terminal has sent to its processes too.
+LAUNCHER_SECONDS = 2.0
 TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond those of a run, so that a short run sees several documents
 
 #: Called with "before" and "after" around the training, to look at the model.
@@ -64,7 +72,11 @@ Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
 def finetune(settings: Settings, watch: Watch | None = None) -> Result:
     """Run the fine-tuning: write settings.out and the metrics file, or raise an error that names the cause."""
     end = "writing the model so far" if settings.keeps_out else "ending"
-    with Interrupts(end) as interrupts, ExitStack() as cleanup:
+    several = settings.processes > 1
+    with (
+        Interrupts(end, speaks=launched.is_first(), patience_seconds=LAUNCHER_SECONDS if several else 0) as interrupts,
+        ExitStack() as cleanup,
+    ):
         try:
             return _finetune(settings, interrupts, cleanup, watch)
         finally:
@@ -103,6 +115,9 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     tokens_max = progress.get("tokens_max", _tokens_for(settings))
     resumed = _resume(settings, interrupts, cleanup, records) if settings.resume and not settings.lora_rank else None
     model = resumed.model if resumed else _load_model(settings, config, interrupts, cleanup)
+    if resumed:
+        # Of the step that it goes on from: over processes, a store may have had a newer one.
+        progress, entries = _recorded(offload_of(model).generations.waiting)
     blocks, held_out = reader.divided(documents, tokens_max)
     log = RunLog(records, go_on=settings.resume)
     if watch is not None:
@@ -124,8 +139,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
             note(warning)
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
-    result.signal_number = interrupts.asked
     interrupts.graceful = False  # What follows is no step: a signal abandons it, and the store keeps the run.
+    result.signal_number = interrupts.asked if training.is_ending() else None
     written = False
     if result.evaluations[1:] and interrupts.asked is None:
         best_step = result.evaluations[1]["step"]
@@ -138,18 +153,25 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     result.peak_rss_bytes = peak_rss_bytes()
     outcome = {name: value for name, value in asdict(result).items() if name != "losses"}
     log.write({"record": "end", "time": time.time(), **outcome, "store": store})
-    with writing(settings.out):
-        if records.parent == kept:
-            shutil.copyfile(records, finished / METRICS_NAME)
-        put_in_place(finished, settings.out)
-    for left in {hidden_records(settings.out), training.left or hidden_records(settings.out)}:
-        with suppress(OSError):  # The run is complete.
-            left.unlink(missing_ok=True)
+    with raising_on_all(None if settings.in_memory else ranks_of(model.parameters()), "write --out", Exception):
+        if launched.is_first():
+            _put_in_place(settings, finished, records, records.parent == kept, training.left)
     if interrupts.asked is None and not settings.leaves_store:
         best.forget()
     if interrupts.asked is None and keeps_checkpoints:
         shutil.rmtree(best_folder)
     return result
+
+
+def _put_in_place(settings: Settings, finished: Path, records: Path, copies: bool, left: Path | None) -> None:
+    """Have the model directory appear, with the metrics if it `copies` them, and remove those of the run before."""
+    with writing(settings.out):
+        if copies:
+            shutil.copyfile(records, finished / METRICS_NAME)
+        put_in_place(finished, settings.out)
+    for file in {hidden_records(settings.out), left or hidden_records(settings.out)}:
+        with suppress(OSError):  # The run is complete.
+            file.unlink(missing_ok=True)
 
 
 def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Settings:
@@ -159,9 +181,16 @@ def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Se
     if "settings" in progress:
         return replace(settings, dtype=progress["settings"]["dtype"], save_dtype=progress.get("save_dtype"))
     device = open_device(settings.device)
-    choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
-    note(f"training in {choice.reason}")
-    return replace(settings, dtype=choice.dtype, save_dtype=choice.saved)
+
+    def choose() -> list[str | None]:
+        choice = choose_dtype("auto", settings.model_dir, config, None if device is None else device.torch_device)
+        return [choice.dtype, choice.saved, choice.reason]
+
+    # By the machine of the first process: others might have another processor.
+    ranks = Ranks.of(None) if settings.processes > 1 else None
+    dtype, saved, reason = told_by_first(ranks, "choose a dtype", choose)
+    note(f"training in {reason}")
+    return replace(settings, dtype=dtype, save_dtype=saved)
 
 
 def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
@@ -173,7 +202,11 @@ def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
         return ({}, 0) if checkpoint is None else adapters.recorded(checkpoint)
     if not memascend.can_resume(settings.store):
         return {}, 0
-    tracked = read_record(list(settings.store))["tracked"]
+    return _recorded(read_record(paths_of(list(settings.store)))["tracked"])
+
+
+def _recorded(tracked: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """What a run has recorded of itself, and the entries of its metrics."""
     return tracked.get(Training.NAME, {}), tracked.get(Position.NAME, {}).get("logged", 0)
 
 
@@ -188,10 +221,17 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.lora_rank:
         trained = adapters.memory_bytes(model, settings.lora_rank)
         model.requires_grad_(False)
-    units = partition(model, gradients=settings.gradients)
+    units = divided(model, gradients=settings.gradients, ranks=settings.processes)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
-    work = Work(settings.seq_len, settings.batch_size, settings.grad_accum, *chosen, recompute=recompute)
+    work = Work(
+        settings.seq_len,
+        settings.batch_size,
+        settings.grad_accum,
+        *chosen,
+        recompute=recompute,
+        ranks=settings.processes,
+    )
     period = parse_durability(settings.durability)
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
     work.activations = settings.activations or ("host" if settings.device is None else "recompute")
@@ -203,7 +243,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory))
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
-            expected = forecast_traffic(model, units, plan, config, work, settings)
+            here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
+            expected = forecast_traffic(model, units, plan, config, work, here)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0
     beside: int | None = 0
@@ -213,7 +254,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
             config, settings.model_dir, dtype, work, in_memory=settings.in_memory, projections=projections
         )
         beside = None if estimates is None else estimates["estimated_bytes"]
-    whole = Whole.of(held + trained, beside, interpreter, name)
+    whole = Whole.of(held + trained, beside, interpreter, name, launched.processes_here())
     note(f"host memory {whole.text()}")
     expected["host_memory"] = whole.as_dict()
     if whole.fits:
@@ -232,7 +273,11 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
 def _keep_records(settings: Settings, records: Path, error: type[BaseException] | None, *_: object) -> None:
     """Keep the metrics of a run that failed and can be resumed; everything else that is unfinished is removed."""
     with suppress(OSError, MemascendError):  # the error of the run itself is on its way
-        resumable = adapters.last_checkpoint(settings) is not None or memascend.can_resume(settings.store)
+        if not launched.is_first():
+            return
+        # Not `can_resume`, which all processes call.
+        there = when_free(lambda: KeptStore.is_there(paths_of(list(settings.store))))
+        resumable = adapters.last_checkpoint(settings) is not None or there
         if error is not None and records.is_file() and resumable:
             os.replace(records, hidden_records(settings.out))
 
@@ -247,7 +292,8 @@ def _save(model: Any, settings: Settings, finished: Path) -> None:
                 model.save_pretrained(finished)
             else:
                 memascend.save_pretrained(model, finished, settings.save_dtype)
-            copy_side_files(settings.model_dir, finished, note)
+            if launched.is_first():
+                copy_side_files(settings.model_dir, finished, note)
             if settings.lora_rank:
                 (finished / "config.json").unlink(missing_ok=True)  # That of the model which the adapters belong to.
     except SafetensorError as error:  # a model in memory saves itself, with safetensors
@@ -257,7 +303,7 @@ def _save(model: Any, settings: Settings, finished: Path) -> None:
 def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, records: Path) -> memascend.Resumed | None:
     """The run that the store holds, or None; its model is closed with `cleanup`, its metrics are put at `records`."""
     assert settings.host_memory is not None, "a run that can be resumed has a store"
-    if settings.metrics is None:
+    if settings.metrics is None and launched.is_first():
         take_over_records(settings.out, records)
     if not memascend.can_resume(settings.store):
         print("memascend: note: the store holds no durable step yet: beginning anew", file=sys.stderr, flush=True)
@@ -281,7 +327,8 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
         unfinished = error is not None or interrupts.asked is not None
         state.generations.abandon()
         generation = state.runtime.generation
-        state.close(failed=unfinished)
+        # A signal ends all processes alike.
+        state.close(failed=unfinished, resumes=error is None)
         checkpoint = adapters.last_checkpoint(settings)
         steps = state.generations.durable_steps
         if checkpoint is not None:
@@ -361,4 +408,4 @@ def _tokens_for(settings: Settings) -> int | None:
     """With a number of steps given, not many more tokens than the steps use. A run that goes on keeps its number."""
     if settings.steps is None:
         return None
-    return settings.steps * settings.batch_size * settings.grad_accum * settings.seq_len + TOKENS_TO_CHOOSE_FROM
+    return settings.steps * settings.sequences_per_step * settings.seq_len + TOKENS_TO_CHOOSE_FROM

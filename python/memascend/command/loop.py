@@ -61,6 +61,9 @@ class Run(Protocol):
     def is_ending(self) -> bool:
         """Whether the run is to end after this step."""
 
+    def agreed(self, reason: str | None) -> str | None:
+        """Return the reason for which all processes leave the present step out, if there is one."""
+
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
 
@@ -158,13 +161,15 @@ class Loop(Trainer):
     def training_step(self, *others: Any, **named: Any) -> torch.Tensor:
         """Take a step as `Trainer.training_step` does, and note a loss that is not finite."""
         loss = super().training_step(*others, **named)
-        value = loss.item()  # Only after the backward pass is launched: it waits for the device.
-        if not math.isfinite(value) and self._reason is None:
-            self._reason = f"the loss is {value}"
+        # Only after the backward pass is launched: it waits for the device.
+        for value in self._losses.tolist() or [loss.item()]:
+            if not math.isfinite(value) and self._reason is None:
+                self._reason = f"the loss is {value}"
         return loss
 
     def _get_grad_norm(self, *others: Any, **named: Any) -> Any:
         norm = super()._get_grad_norm(*others, **named)
+        self._reason = self._run.agreed(self._reason)
         if self._reason is None and not math.isfinite(norm):
             self._reason = f"the gradient norm is {norm}"
         self._run.log.skipped = self._reason is not None

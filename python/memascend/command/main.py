@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from memascend.command import launched
 from memascend.command.arguments import flags_of, parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
@@ -20,8 +21,13 @@ __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. An error is one line, never a traceback."""
+    words = sys.argv[1:] if arguments is None else arguments
+    with launched.first_speaks(list(words[:1]) == ["finetune"]):
+        return _main(words)
+
+
+def _main(words: Sequence[str]) -> int:
     try:
-        words = sys.argv[1:] if arguments is None else arguments
         whole = parser()
         chosen = whole.parse_args(with_options(words, flags_of(whole, "finetune")))
     except SystemExit as leave:  # --help, --version, or a usage error that was printed
@@ -32,13 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return SUBCOMMANDS[chosen.command](chosen)
     except KeyboardInterrupt as interrupt:
-        tell("interrupted: what was begun is abandoned")
+        with launched.one_speaks():
+            tell("interrupted: what was begun is abandoned")
         return SIGNALLED + getattr(interrupt, "signal_number", 2)
     except Exception as error:  # the one place where errors become lines
         if os.environ.get("MEMASCEND_TRACEBACK") == "1":
             traceback.print_exc()
         code, message = explain(error)
-        tell(f"error: {message}")
+        with launched.one_speaks():
+            tell(f"error: {message}")
         return code
 
 

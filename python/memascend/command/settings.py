@@ -59,6 +59,7 @@ class Settings:
     temporary: Path | None = None  # the caller removes this directory and what lies in it
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
     tbw_share: float = 10.0  # percent of that, above which a run begins with a warning
+    processes: int = 1  # over which the model is divided; each takes its own batches of every step
     force: bool = False  # begin although the machine has less memory than the run takes
 
     @property
@@ -66,6 +67,11 @@ class Settings:
         """Where and how the model computes, as `memascend.offload` takes it."""
         names = ("device", "device_memory", "recompute", "activations")
         return {name: getattr(self, name) for name in names} | {"batch_tokens": self.batch_size * self.seq_len}
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The sequences that a step takes, over all processes."""
+        return self.batch_size * self.grad_accum * self.processes
 
     @property
     def keeps_store(self) -> bool:
@@ -93,7 +99,7 @@ class Settings:
         names = (
             *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field"),
-            *("loss_on", "packing", "steps", "epochs", "lora_rank"),
+            *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
         )
         return {name: getattr(self, name) for name in names} | {"eval": self.held_out}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 
 from memascend import doctor
 from memascend._memascend import format_device
+from memascend.command import launched
 from memascend.command.arguments import parser
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
@@ -60,8 +60,10 @@ def _finetune(chosen: argparse.Namespace) -> int:
     values["packing"] = not values.pop("no_packing")
     if values["save_every"] and not values["lora_rank"] and values["durability"] == "auto":
         values["durability"] = "step"  # Refused before the run where there is no room, not at the first checkpoint.
-    settings = Settings(**values)
-    problem = _conflict(settings)
+    settings = Settings(**values, processes=launched.processes())
+    if not launched.is_first():  # The first one writes for all.
+        settings = replace(settings, metrics=None, report_to=())
+    problem = launched.conflict(settings) or _conflict(settings)
     if problem is not None:
         tell(f"error: {problem}")
         return BAD_INPUT
@@ -70,7 +72,8 @@ def _finetune(chosen: argparse.Namespace) -> int:
     settings = replace(settings, model_dir=model_directory(settings.model_dir))
     from memascend.command.finetune import finetune  # Imports transformers' Trainer, which other commands do not need.
 
-    result = finetune(settings)
+    with launched.together():
+        result = finetune(settings)
     print(_summary(settings, result))
     if settings.store and settings.leaves_store:
         print(f"kept the store in {', '.join(map(str, settings.store))}")
@@ -97,11 +100,6 @@ def _conflict(settings: Settings) -> str | None:
     if settings.save_every and (settings.in_memory or settings.durability == "none"):
         return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return (
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were launched, and memascend finetune trains in one: "
-                "use memascend.integrations.transformers.Trainer in a script, or start one process"
-            )
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]
         if missing:
@@ -302,9 +300,9 @@ def _export(chosen: argparse.Namespace) -> int:
 
 
 def _reshard(chosen: argparse.Namespace) -> int:
-    steps = reshard(chosen.store, chosen.to, ranks=chosen.ranks)
+    steps = reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
     processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
-    print(f"wrote {chosen.to}: the run after step {steps}, for {processes}")
+    print(f"wrote {', '.join(map(str, chosen.to))}: the run after step {steps}, for {processes}")
     return 0
 
 

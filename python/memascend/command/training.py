@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from memascend.command import adapters
 from memascend.command.changes import Changes, Position, effects, find_changes
@@ -15,7 +19,8 @@ from memascend.command.tables import step_text
 from memascend.common.outputs import clear_away
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
-from memascend.errors import Abandoned, DataError, NonFiniteError
+from memascend.errors import Abandoned, DataError, MemascendError, NonFiniteError
+from memascend.offloading.api import find_offload
 from memascend.report.figures import SSD_COUNTERS, stats_of
 
 if TYPE_CHECKING:
@@ -24,9 +29,12 @@ if TYPE_CHECKING:
     from memascend.command.run_log import RunLog
     from memascend.command.settings import Result, Settings
     from memascend.common.interrupts import Interrupts
+    from memascend.ranks.group import Ranks
 
 #: The names of schedules that are others in transformers.
 _SCHEDULES = {"constant": "constant_with_warmup"}
+#: What a backend says where another process is gone.
+_CONNECTION = re.compile(r"gloo|[Cc]onnection|Broken pipe|[Tt]imed out")
 #: Evaluations of a run, without --eval-steps.
 EVALUATIONS = 10
 
@@ -52,7 +60,7 @@ class Training:
         self.log, self.best, self.interrupts, self.result = log, best, interrupts, result
         #: What the run was expected to take, for the metrics.
         self.forecast: dict[str, Any] = {}
-        self.tokens_per_step = settings.batch_size * settings.grad_accum * settings.seq_len
+        self.tokens_per_step = settings.sequences_per_step * settings.seq_len
         self.changes: Changes = {}
         self._position = Position()
         self.steps = self._position.length(settings, len(blocks))
@@ -114,7 +122,8 @@ class Training:
         self.evaluation_is_due = state["evaluation_is_due"]
         self._position = Position(*state["position"])
         if self.changes:
-            per_step = state["settings"]["batch_size"] * state["settings"]["grad_accum"]
+            before = state["settings"]
+            per_step = before["batch_size"] * before["grad_accum"] * before.get("processes", 1)
             self._position = Position(result.steps, self._position.sequence(result.steps, per_step))
         result.steps_planned = self.steps = self._position.length(self.settings, len(self.blocks))
         for line in effects(self.changes, result.steps, self._position, self.steps, self.blocks):
@@ -148,6 +157,7 @@ class Training:
             folder: where the Trainer may write.
             checkpoint: the Trainer's checkpoint to go on from, where the progress is not in a store.
         """
+        self._compare()
         result = self.result
         self.log.about, self.log.on_record = self._about, self._show
         use_cache = getattr(self.model.config, "use_cache", None)
@@ -168,6 +178,11 @@ class Training:
             if not result.steps:
                 raise Abandoned(self.interrupts.asked or 0) from None
             loop.leave()
+        except RuntimeError as error:
+            # The Trainer's own collectives, which tell the backend's error alone.
+            if self._ranks is None or isinstance(error, MemascendError) or not _CONNECTION.search(str(error)):
+                raise
+            raise self._ranks.lost("train", error) from error
         finally:
             if self._bar is not None:
                 self._bar.close()
@@ -184,7 +199,7 @@ class Training:
 
     @property
     def _per_step(self) -> int:
-        return self.settings.batch_size * self.settings.grad_accum
+        return self.settings.sequences_per_step
 
     def _sequence(self, index: int) -> int:
         """Return which sequence comes at an index of the run, if steps had always been of the present size."""
@@ -267,8 +282,38 @@ class Training:
     # ---- what the loop tells -------------------------------------------------------------------------------
 
     def is_ending(self) -> bool:
-        """Whether the run is to end after this step."""
+        """Whether the run is to end after this step. Over processes all ask, and one signal is enough."""
+        ranks = self._ranks
+        if ranks is not None:
+            asked = torch.tensor([self.interrupts.asked or 0])
+            self.interrupts.asked = int(ranks.collect("ask whether the run is to end", asked).max()) or None
         return self.interrupts.asked is not None
+
+    def agreed(self, reason: str | None) -> str | None:
+        """Return why the present step is to be left out, as the first process says that has a reason; None for none."""
+        ranks = self._ranks
+        if ranks is None:
+            return reason
+        told = [text.strip() for text in ranks.texts("tell whether the loss is finite", reason or "")]
+        return next((text for text in told if text), None)
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        session = None if self._offloaded is None else find_offload(self._offloaded)
+        return None if session is None or session.membership is None else session.membership.ranks
+
+    def _compare(self) -> None:
+        """Raise DataError on all processes where one has other data, or options that decide, than the first."""
+        if self._ranks is None:
+            return
+        mine = json.dumps([self.settings.decisive, self._data, self._held_out])
+        told = [json.loads(text) for text in self._ranks.texts("compare data and options", mine)]
+        for process, of_process in enumerate(told):
+            if of_process != told[0]:
+                raise DataError(
+                    f"process {process} has other data or options than process 0: give all of them the same files and "
+                    "the same command line"
+                )
 
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -43,12 +44,19 @@ class Interrupts:
     from then on goes nowhere, so that the run can still end as asked.
     """
 
-    def __init__(self, end: str = "writing the model so far") -> None:
+    def __init__(
+        self, end: str = "writing the model so far", *, speaks: bool = True, patience_seconds: float = 0.0
+    ) -> None:
         """Begin without a request, and not `graceful`: the first signal abandons the run.
 
-        `end` says what follows the step that a graceful run finishes.
+        Args:
+            end: what follows the step that a graceful run finishes.
+            speaks: whether this process says so.
+            patience_seconds: how long the same request may come again: a launcher forwards what a terminal sends to
+                each of its processes too.
         """
-        self._end = end
+        self._end, self._speaks, self._patience = end, speaks, patience_seconds
+        self._asked_at = 0.0
         self.asked: int | None = None
         self.graceful = False
         self.closing = False  # while it cleans up, signals are ignored
@@ -72,8 +80,12 @@ class Interrupts:
             _leave_closed_terminal()
         if self.closing:
             return
+        if self.asked is not None and time.monotonic() - self._asked_at < self._patience:
+            return
         if self.graceful and self.asked is None:
-            self.asked = number
+            self.asked, self._asked_at = number, time.monotonic()
+            if not self._speaks:
+                return
             # os.write: a handler may run inside a print of the code it interrupts
             with contextlib.suppress(OSError):  # standard error is closed
                 os.write(2, f"\nmemascend: finishing this step, then {self._end}; again to abandon it\n".encode())

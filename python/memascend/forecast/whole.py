@@ -37,10 +37,12 @@ class Whole:
     name: str = "planned"
 
     @staticmethod
-    def of(held: int, pytorch: int | None, interpreter: int, name: str = "planned") -> Whole:
-        """Add up a run, beside the memory that is available now."""
+    def of(held: int, pytorch: int | None, interpreter: int, name: str = "planned", processes: int = 1) -> Whole:
+        """Add up a run, beside the memory that is available now, of which each of `processes` has its part."""
         left, bound = available_memory()
-        return Whole(held, pytorch, interpreter, left + interpreter, bound, name)
+        if processes > 1:
+            bound += f", for each of {processes} processes"
+        return Whole(held, pytorch, interpreter, left // processes + interpreter, bound, name)
 
     @property
     def total(self) -> int:

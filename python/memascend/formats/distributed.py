@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,14 +16,15 @@ import torch
 from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError, StoreError
 from memascend.formats.saving import saved_buffers
-from memascend.offloading.api import refuse_ranks, sessions_of
-from memascend.offloading.over_ranks import raise_on_all
+from memascend.offloading.api import sessions_of
+from memascend.offloading.over_ranks import compare_checkpoints
 from memascend.offloading.places import place_of, ranks_of
+from memascend.offloading.together import raise_on_all, raising_on_all
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -223,6 +225,10 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     `optimizer.load_state_dict`. Where weights alone are loaded, load them before the optimizer takes its first step:
     states that it has stay as they are.
 
+    Where the store is divided over ranks, every rank calls this, with the same checkpoint on each machine, which is
+    compared by its metadata and the beginnings of its pieces. A rank reads the pieces of files that its shares lie in;
+    an error of one rank is raised on every rank.
+
     A few tensors are in memory at a time. Nothing that a pickle could run is loaded: `.metadata` may name only what
     describes tensors, everything else goes through `torch.load(weights_only=True)`.
 
@@ -235,11 +241,49 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     """
     from memascend.formats.dcp import DistributedReader
 
-    refuse_ranks(model, "load_distributed", "load weights before memascend.offload")
     names, buffers = _names(model), saved_buffers(model)
     _check_can_be_filled(model, names)
-    reader = DistributedReader(Path(directory))
-    problems: list[str] = []
+    ranks = ranks_of(names)
+    with raising_on_all(ranks, "load a checkpoint"):
+        reader = DistributedReader(Path(directory))
+        problems: list[str] = []
+        keys = _keys(reader, names, buffers, problems)
+        states = None if optimizer is None else _state_dict(reader, _ours(optimizer), names, problems)
+        if problems:
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CheckpointError(f"{reader.path} cannot be loaded: {'; '.join(problems[:3])}{more}")
+        fingerprint = b"" if ranks is None else reader.fingerprint()
+    if ranks is not None:
+        compare_checkpoints(ranks, fingerprint, reader.path)
+    for session in sessions_of(model):
+        session.flush()
+    with raising_on_all(ranks, "load the weights of a checkpoint"), _changing(model, ranks):
+        _load_weights(model, keys, reader)
+        for name, buffer in buffers.items():
+            reader.read_into(f"model.{name}", buffer)
+    if optimizer is not None and states is not None:
+        with raising_on_all(ranks, "load the states of a checkpoint"), _changing(model, ranks):
+            optimizer.load_state_dict(states)
+
+
+@contextmanager
+def _changing(model: nn.Module, ranks: Ranks | None) -> Iterator[None]:
+    """Have a rank on which loading has failed commit what the others commit."""
+    try:
+        yield
+    except CheckpointError:
+        for session in sessions_of(model) if ranks is not None else ():
+            session.generations.changed()
+        raise
+
+
+def _keys(
+    reader: DistributedReader,
+    names: dict[nn.Parameter, list[str]],
+    buffers: dict[str, torch.Tensor],
+    problems: list[str],
+) -> dict[nn.Parameter, str]:
+    """Return the key of each parameter, and append to `problems` what of weights and buffers cannot be loaded."""
     keys: dict[nn.Parameter, str] = {}
     for parameter, aliases in names.items():
         # A tied parameter may be stored under any of its names.
@@ -248,15 +292,16 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
         _check(reader, keys[parameter], parameter, problems)
     for name, buffer in buffers.items():
         _check(reader, f"model.{name}", buffer, problems)
-    states = None if optimizer is None else _state_dict(reader, _ours(optimizer), names, problems)
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{reader.path} cannot be loaded: {'; '.join(problems[:3])}{more}")
-    _load_weights(model, keys, reader)
-    for name, buffer in buffers.items():
-        reader.read_into(f"model.{name}", buffer)
-    if optimizer is not None and states is not None:
-        optimizer.load_state_dict(states)
+    return keys
+
+
+def _elements(parameter: nn.Parameter) -> range | None:
+    """Return the elements of a parameter that this rank's store has; None for one that is not divided."""
+    owner = place_of(parameter)
+    if owner is None or owner[1].tensor.shard is None:
+        return None
+    first, _, count = owner[1].stored
+    return range(first, first + count)
 
 
 def _check_can_be_filled(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
@@ -296,7 +341,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
 
     def read(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         if first_row is None:
-            reader.read_into(keys[place.parameter], target)
+            reader.read_into(keys[place.parameter], target, _elements(place.parameter))
             return
         if place not in whole:
             whole.clear()
@@ -305,7 +350,6 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
         target.copy_(whole[place][first_row : first_row + len(target)])
 
     for session in sessions_of(model):
-        session.flush()
         for unit in session.units:
             session.streamer.let_go(unit)
             session.streamer.discard(unit)
@@ -404,7 +448,8 @@ def _unread(
             problems.append(problem)
     if len(problems) == problems_before:
         shown |= {plane.name: reader.shown(keys[plane.name]) for plane in wanted}
-    return UnreadStates(shown, lambda name: reader.read(keys[name]))
+    elements = _elements(parameter)
+    return UnreadStates(shown, lambda name: reader.read(keys[name], elements))
 
 
 def _is_count(step: Any) -> bool:

@@ -21,6 +21,7 @@ from memascend.layout.division import divide
 from memascend.layout.units import Unit, absent_like, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
+from memascend.offloading.locations import paths_of
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
 from memascend.plan.automatic import plan_for
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
-    store: StorePaths,
+    store: RankLocations,
     host_memory: str | int,
     host_memory_max: str | int | None = None,
     dtype: str | torch.dtype = "bfloat16",
@@ -76,7 +77,7 @@ def from_pretrained(
         BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
     _check_frozen(frozen, durability, keep_store)
-    ranks, paths = Ranks.of(process_group), over_ranks.paths_of(store, process_group)
+    ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
             device=device,

@@ -28,9 +28,9 @@ from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.api import refuse_ranks, sessions_of
 from memascend.offloading.hooks import Hooks, has_adapters
-from memascend.offloading.over_ranks import raise_on_all
 from memascend.offloading.places import place_of, ranks_of
 from memascend.offloading.stand_ins import is_stand_in, shown_by
+from memascend.offloading.together import raise_on_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable, Iterable, Iterator

@@ -30,6 +30,7 @@ from memascend.integrations import named_checkpoints as named
 from memascend.integrations.launches import check_processes
 from memascend.layout.units import as_held
 from memascend.offloading.api import find_offload
+from memascend.offloading.together import raising_on_all, told_by_first
 from memascend.offloading.torch_functions import refuse_foreign
 from memascend.optim import OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memascend.offloading.session import Session
+    from memascend.ranks.group import Ranks
+
 _DIVIDED = "memascend.offload divides a model over processes itself: leave it out"
 #: What of a launch an offloaded model trains over.
 _LAUNCHES = (DistributedType.NO, DistributedType.MULTI_CPU)
-_INSTEAD = "memascend.resume goes on from the last durable step"
 #: Arguments that divide a model between processes or devices.
 _PLUGINS = (
     "deepspeed_plugin",
@@ -68,10 +71,11 @@ class Accelerator(accelerate.Accelerator):
     - `free_memory(model)` closes an offloaded model.
     - In several processes that a launcher has started, a model that is offloaded after the Accelerator was made is
       divided over them, and is not wrapped: each has its own batches, and the update takes the mean of their gradients.
-      With gradient accumulation, each `backward` sends gradients, in `no_sync` too.
+      With gradient accumulation, each `backward` sends gradients, in `no_sync` too. `save_state` and `load_state` take
+      a directory that all processes see; where one process fails, all raise.
 
     What cannot work raises MemascendError when it is asked for: processes that compute on GPUs, DeepSpeed, FSDP,
-    Megatron-LM, FP8, fp16 without a CUDA device; over processes, `save_state` and `load_state`.
+    Megatron-LM, FP8, fp16 without a CUDA device.
     """
 
     scaler: torch.amp.GradScaler | None
@@ -182,9 +186,13 @@ class Accelerator(accelerate.Accelerator):
 
         Checkpoints that `total_limit` removes go from the store too. Raises what `memascend.save_checkpoint` raises.
         """
-        self._refuse_ranks("save_state")
-        self._before = self._named_by(output_dir)
-        with self._without_stored_optimizers():
+        ranks = self._ranks()
+        with raising_on_all(ranks, "make the directory of a state", Exception):
+            if ranks is not None and output_dir is not None:
+                os.makedirs(output_dir, exist_ok=True)
+        found = told_by_first(ranks, "look for checkpoints", lambda: self._named_by(output_dir))
+        self._before = {Path(directory): tags for directory, tags in found.items()}
+        with self._without_stored_optimizers(), raising_on_all(ranks, "save a state", Exception):
             location = Path(super().save_state(output_dir, safe_serialization, **options))
         self._forget(self._before.get(location.absolute(), []))
         return location
@@ -197,14 +205,13 @@ class Accelerator(accelerate.Accelerator):
         Raises CheckpointError for a directory that does not fit what was prepared, StoreError where the store does not
         have the checkpoint any more.
         """
-        self._refuse_ranks("load_state")
-        with self._without_stored_optimizers():
+        with self._without_stored_optimizers(), raising_on_all(self._ranks(), "load a state", Exception):
             super().load_state(input_dir, load_kwargs, **options)
 
-    def _refuse_ranks(self, what: str) -> None:
-        """Raise MemascendError over processes, whose files in one directory would be each other's."""
-        for session in self._sessions(self._models).values():
-            session.refuse_ranks(what, _INSTEAD)
+    def _ranks(self) -> Ranks | None:
+        """Return the ranks that offloaded models are divided over; None in one process."""
+        every = map(named.ranks_of, self._sessions(self._models).values())
+        return next((ranks for ranks in every if ranks is not None), None)
 
     def _sessions(self, models: list[nn.Module]) -> dict[int, Any]:
         """Return the sessions of the offloaded ones among `models`, by their index there."""
@@ -227,17 +234,21 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._optimizers, self._stored = prepared, []
 
-    def _named_by(self, output_dir: str | None) -> dict[Path, list[str]]:
+    def _named_by(self, output_dir: str | None) -> dict[str, list[str]]:
         """Return the named checkpoints of the directories that `save_state` may remove or write to."""
         if self.project_configuration.automatic_checkpoint_naming:
             directories = list((Path(self.project_dir) / "checkpoints").glob("*"))
         else:
             directories = [] if output_dir is None else [Path(output_dir)]
         return {
-            directory.absolute(): [tag for tag in named.read_names(directory).values() if tag is not None]
+            str(directory.absolute()): [tag for tag in named.read_names(directory).values() if tag is not None]
             for directory in directories
             if named.has_names(directory)
         }
+
+    def _gone(self) -> list[str]:
+        """Return the named checkpoints of the directories that `save_state` has removed."""
+        return [tag for directory, tags in self._before.items() if not directory.exists() for tag in tags]
 
     def _forget(self, tags: list[str]) -> None:
         for model in self._models:
@@ -245,18 +256,19 @@ class Accelerator(accelerate.Accelerator):
 
     def _save_offloaded(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save the offloaded models, and leave the others to accelerate."""
-        for directory, tags in self._before.items():
-            if not directory.exists():
-                self._forget(tags)  # before, since the store needs their room
+        ranks = self._ranks()
+        gone = told_by_first(ranks, "look for checkpoints that were deleted", self._gone)
+        self._forget(gone)  # before, since the store needs their room
         sessions = self._sessions(models)
         kept: dict[Any, str | None] = {}
         for index, session in sessions.items():
             if session not in kept:
                 kept[session] = named.keep(session, Path(output_dir).absolute().name)
-            torch.save(named.state_in_memory(models[index]), _file_of(output_dir, index))
+            # Buffers are each rank's own.
+            torch.save(named.state_in_memory(models[index]), _file_of(output_dir, index, session))
         for index in sorted(sessions, reverse=True):
             del weights[index]
-        if sessions:
+        if sessions and (ranks is None or ranks.rank == 0):
             named.write_names(Path(output_dir), {index: (each, kept[each]) for index, each in sessions.items()})
 
     def _load_offloaded(self, models: list[nn.Module], input_dir: str) -> None:
@@ -264,7 +276,11 @@ class Accelerator(accelerate.Accelerator):
         sessions = self._sessions(models)
         if not sessions and not named.has_names(Path(input_dir)):
             return
-        names = named.read_names(Path(input_dir))
+        # As a list: JSON has no numbers as keys.
+        found = told_by_first(
+            self._ranks(), "read a checkpoint", lambda: list(named.read_names(Path(input_dir)).items())
+        )
+        names: dict[int, str | None] = dict(found)
         if names.keys() != sessions.keys():
             raise CheckpointError(
                 f"{input_dir} holds the offloaded models {sorted(names)}, and {sorted(sessions)} were prepared: "
@@ -273,7 +289,7 @@ class Accelerator(accelerate.Accelerator):
         for session in dict.fromkeys(sessions.values()):
             self._go_back(session, next(names[index] for index, other in sessions.items() if other is session))
         for index in sorted(sessions, reverse=True):
-            state = torch.load(_file_of(input_dir, index), map_location="cpu", weights_only=True)
+            state = torch.load(_file_of(input_dir, index, sessions[index]), map_location="cpu", weights_only=True)
             named.load_state_in_memory(models[index], state)
             del models[index]
 
@@ -345,6 +361,8 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _file_of(directory: str, index: int) -> Path:
-    """Return the file of what an offloaded model has in memory."""
-    return Path(directory) / f"memascend_{index}.bin"
+def _file_of(directory: str, index: int, session: Session) -> Path:
+    """Return the file of what an offloaded model has in memory, on this rank."""
+    ranks = named.ranks_of(session)
+    suffix = f".{ranks.rank}" if ranks is not None and ranks.rank else ""
+    return Path(directory) / f"memascend_{index}{suffix}.bin"

@@ -16,6 +16,7 @@ from memascend.formats.json_files import read_json
 from memascend.layout.units import as_held
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.places import place_of
+from memascend.offloading.together import told_by_first
 from memascend.optim import OffloadedOptimizer
 from memascend.runs.resume import restore_checkpoint
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.offloading.session import Session
+    from memascend.ranks.group import Ranks
 
 #: The file of a checkpoint's directory that names checkpoints in stores; a store's own file has another name.
 MANIFEST = "memascend_checkpoint.json"
@@ -91,6 +93,11 @@ def read_name(directory: Path) -> str | None:
     return names[0]
 
 
+def ranks_of(session: Session | None) -> Ranks | None:
+    """Return the ranks that a model's store is divided over; None for a model of one process."""
+    return None if session is None or session.membership is None else session.membership.ranks
+
+
 def is_trained(session: Session) -> bool:
     """Whether anything on the store of an offloaded model is trained: if not, a checkpoint needs nothing of it."""
     with as_held():
@@ -100,12 +107,15 @@ def is_trained(session: Session) -> bool:
 def keep(session: Session, label: str) -> str | None:
     """Keep the present state of an offloaded model in its store, under a new name that begins like `label`.
 
-    Returns the name, or None where nothing on the store is trained. Raises what `memascend.save_checkpoint` raises.
+    Returns the name, the same on every rank, or None where nothing on the store is trained. Raises what
+    `memascend.save_checkpoint` raises.
     """
     if not is_trained(session):
         return None
     readable = re.sub(r"[^\w=.-]+", "-", label).lstrip("-.")[:80]
-    tag = f"{readable or 'checkpoint'}-{uuid.uuid4().hex[:8]}"
+    tag = told_by_first(
+        ranks_of(session), "name a checkpoint", lambda: f"{readable or 'checkpoint'}-{uuid.uuid4().hex[:8]}"
+    )
     session.save_checkpoint(tag)
     return tag
 
@@ -123,9 +133,8 @@ def forget(model: nn.Module, tags: Iterable[str | None]) -> None:
     session = find_offload(model)
     if session is None or session.runtime.closed:
         return
-    there = {tag for tag, _, _ in session.runtime.snapshots()}
-    for tag in there.intersection(tags):
-        session.runtime.delete_snapshot(tag)
+    forgotten = set(tags)
+    session.delete_checkpoints([tag for tag, _, _ in session.runtime.snapshots() if tag in forgotten])
 
 
 def state_in_memory(model: nn.Module) -> dict[str, Any]:

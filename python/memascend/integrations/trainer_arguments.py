@@ -232,13 +232,10 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
         yield "fp16 is for CUDA devices: give bf16=True"
     if args.bf16_full_eval or args.fp16_full_eval:
         yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
+    if args.world_size > 1:
+        yield from _refusals_over_processes(args)
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if saves and args.world_size > 1:
-        yield (
-            "checkpoints cannot be had yet over several processes: give save_strategy='no'. "
-            "train(resume_from_checkpoint=True) goes on from the last durable step"
-        )
-    elif saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
         yield (
             "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
             "give save_strategy='no' or save_only_model=True"
@@ -247,3 +244,16 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
         strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
         if strategy != "end":
             yield f"hub_strategy={strategy!r} pushes checkpoints, which are in the store: give hub_strategy='end'"
+
+
+def _refusals_over_processes(args: Any) -> Iterator[str]:
+    """Yield what of the arguments several processes cannot do, and what to do instead."""
+    if args.push_to_hub:
+        yield "push_to_hub cannot be had yet over several processes: save the model, and upload the directory"
+    if args.save_on_each_node:
+        yield "over several processes the first one writes for all: leave save_on_each_node out"
+    if args.load_best_model_at_end and args.save_only_model:
+        yield (
+            "save_only_model leaves no checkpoint in the store, from which several processes could load the best one: "
+            "leave it out, or give load_best_model_at_end=False"
+        )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import os
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import memascend
 from memascend.durable.record import restore_random_states
 from memascend.errors import CheckpointError
-from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names, read_name, write_names
 from memascend.integrations.trainer_arguments import (
     MemascendArguments,
     OffloadArguments,
@@ -37,8 +34,9 @@ from memascend.integrations.trainer_arguments import (
     open_model,
     optimizer_of,
 )
+from memascend.integrations.trainer_checkpoints import CheckpointsMixin
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
-from memascend.offloading.api import find_offload, offload_of, refuse_ranks
+from memascend.offloading.api import find_offload, offload_of
 from memascend.optim import Apollo, OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
 from memascend.report.figures import figures_of_ranks
@@ -46,14 +44,14 @@ from memascend.report.figures import figures_of_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memascend.offloading.session import Session
+    from memascend.ranks.group import Ranks
 
 __all__ = ["MemascendArguments", "OffloadArguments", "Trainer", "TrainerMixin"]
 
 _log = logging.getLogger("memascend")
 
 
-class TrainerMixin:
+class TrainerMixin(CheckpointsMixin):
     """What a class that derives from `transformers.Trainer` does for an offloaded model. Put it before that class.
 
     - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
@@ -63,7 +61,9 @@ class TrainerMixin:
     - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
       checkpoint; with a directory, from that checkpoint. Both give the bits of a run that was not interrupted.
     - Under `torchrun` or `accelerate launch`, with `use_cpu=True`, the model is divided over the processes: each has
-      batches of its own, as with DistributedDataParallel, and the update takes the mean of their gradients.
+      batches of its own, as with DistributedDataParallel, and the update takes the mean of their gradients. The first
+      one writes and deletes the directories of checkpoints, and reads them for all; each keeps the named checkpoint in
+      its store. Where one cannot, all raise.
     - What cannot be done is refused here with a ValueError, before anything starts.
 
     Adapters that are added to an offloaded model are trained and saved as transformers does it.
@@ -71,18 +71,6 @@ class TrainerMixin:
 
     #: Whether it was tested over several processes.
     _over_ranks = True
-
-    # What transformers' Trainer has.
-    if TYPE_CHECKING:
-        args: Any
-        model: Any
-        optimizer: Any
-        lr_scheduler: Any
-        state: Any
-        accelerator: Any
-        _created_lr_scheduler: bool
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Take the arguments of the class that this is mixed into."""
@@ -92,6 +80,8 @@ class TrainerMixin:
         self._run_found = False
         #: Whether `train` goes on with a run in the store.
         self._resuming = False
+        #: The losses of all ranks' batches, of the last pass over ranks.
+        self._losses = torch.empty(0)
         optimizers: list[Any] = []
         with ExitStack() as on_failure:
             if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
@@ -129,14 +119,6 @@ class TrainerMixin:
                 self.optimizer = _only(optimizers)
 
     @property
-    def _stored(self) -> Session | None:
-        """The session whose store holds everything that is trained; None for a model in memory, and for adapters."""
-        session = find_offload(self.model)
-        if session is None or session.runtime.closed or session.trained_outside():
-            return None
-        return session if any(place.parameter.requires_grad for place in session.places) else None
-
-    @property
     def _keeps_log(self) -> bool:
         """Whether the run has a metrics file."""
         session = find_offload(self.model)
@@ -145,7 +127,11 @@ class TrainerMixin:
     def _open_log(self) -> TrainerLog:
         rank = self.args.process_index
         name = Path(LOG_NAME)
-        return TrainerLog(Path(self.args.output_dir) / (name.with_suffix(f".{rank}{name.suffix}") if rank else name))
+        if rank:
+            # transformers makes it on the machine of the first process alone.
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            name = name.with_suffix(f".{rank}{name.suffix}")
+        return TrainerLog(Path(self.args.output_dir) / name)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if find_offload(model) is None:
@@ -161,10 +147,6 @@ class TrainerMixin:
             rank, targets = int(options.pop("rank", 256)), getattr(args, "optim_target_modules", None)
             options["params"] = apollo_groups_with_decay(model, args.weight_decay, rank, targets)
         return make, options
-
-    def _own_optimizer(self) -> OffloadedOptimizer | None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._clip(model, self.args.max_grad_norm)
@@ -205,9 +187,15 @@ class TrainerMixin:
     @contextmanager
     def _resumption(self, given: Any) -> Iterator[Any]:
         """Take up the run that `given` names, and yield what transformers' Trainer reads its own state from."""
-        session = self._stored
+        session, ranks = self._stored, self._ranks
         checkpoint = None if given in (None, False, True) else Path(given)
-        if session is None or (checkpoint is not None and not has_names(checkpoint)):
+        tag = None if checkpoint is None or session is None else self._named_by(checkpoint)
+        if session is None or (checkpoint is not None and tag is None):
+            if ranks is not None:
+                raise CheckpointError(
+                    f"{checkpoint} names no checkpoint of the store, and other weights cannot be loaded over several "
+                    "processes: load them into the model before it is offloaded"
+                )
             yield given
             return
         if not given:
@@ -219,8 +207,8 @@ class TrainerMixin:
                 )
             yield None
             return
-        if checkpoint is not None:
-            self._go_back(_tag_of(checkpoint))
+        if tag is not None:
+            self._go_back(tag)
         elif not self._run_found:
             if not session.runtime.generation:
                 _log.warning("the store holds no durable step yet: beginning anew")
@@ -231,21 +219,11 @@ class TrainerMixin:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 recorded = offload_of(self.model).generations.waiting[Position.NAME]
-                yield checkpoint or self._position.write(folder, recorded)
+                # The directory may be on another machine, and each process has its own log.
+                own = ranks is not None and ranks.rank > 0
+                yield self._position.write(folder, recorded) if own or checkpoint is None else checkpoint
         finally:
             self._resuming = False
-
-    def _go_back(self, tag: str | None) -> None:
-        """Take up a checkpoint of the store, or its last durable step."""
-        if self.optimizer is not None and self._own_optimizer() is None:
-            raise ValueError("the run in the store was trained by another optimizer than the one given")
-        if self.lr_scheduler is not None and not self._created_lr_scheduler:
-            raise ValueError(
-                "a scheduler that was given belongs to an optimizer before the checkpoint: leave optimizers= out "
-                "(lr_scheduler_type, optim), or use memascend.resume(store, tag=...) before the Trainer is made"
-            )
-        resumed = memascend.restore_checkpoint(self.model, tag)
-        self.optimizer = resumed.optimizer if resumed.optimizers else None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
@@ -272,7 +250,22 @@ class TrainerMixin:
         """Take a step as `transformers.Trainer.training_step` does."""
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
         self._position.log.count_tokens(ids.numel() if isinstance(ids, torch.Tensor) else 0)
-        return super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
+        loss = super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
+        return loss if self._ranks is None else self._with_others(loss, self._ranks)
+
+    def _with_others(self, loss: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Add the losses of a batch of each rank to what is logged, in their order, but for the last, and return that.
+
+        So the sum on every rank is rounded as that of one process which takes the batches one after another.
+        """
+        self._losses = ranks.collect("gather the losses of a batch", loss.detach().view(1)).view(-1) / ranks.size
+        for earlier in self._losses[:-1]:
+            if self.args.logging_nan_inf_filter and not earlier.isfinite():
+                # As transformers does with the last.
+                self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            else:
+                self._tr_loss += earlier
+        return self._losses[-1]
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/..."."""
@@ -308,62 +301,6 @@ class TrainerMixin:
             restore_random_states(self._position.random)
         else:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        session = None if self.args.save_only_model else self._stored
-        with self._deleting_with_folders(trial):
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if session is not None:
-            self._position.finish()
-            tag = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            forget(self.model, {tag})  # of a run that was interrupted here
-            memascend.save_checkpoint(self.model, tag)
-
-    @contextmanager
-    def _deleting_with_folders(self, trial: Any) -> Iterator[None]:
-        """Delete checkpoints of the store whose directories transformers' Trainer deletes meanwhile."""
-        run_folder = self._get_output_dir(trial=trial)
-        before = _tags_in(run_folder)
-        yield
-        forget(self.model, before - _tags_in(run_folder))
-
-    def _finalize_training(self, trial: Any, *others: Any) -> Any:
-        with self._deleting_with_folders(trial):
-            return super()._finalize_training(trial, *others)  # type: ignore[misc]
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer."""
-        # On all of them: only the first goes on to write.
-        refuse_ranks(self.model, "save_model", "use memascend.save_pretrained, on every rank")
-        if not _internal_call or self.args.save_only_model or self._stored is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        assert output_dir is not None
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_names(folder, {0: (self._stored, folder.name)})
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.save_only_model or self._stored is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.save_only_model or self._stored is None:
-            super()._save_rng_state(output_dir)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if self._stored is None or not has_names(best):
-            super()._load_best_model()  # type: ignore[misc]
-            return
-        _log.info("going back to the best model, %s (%s)", best, self.state.best_metric)
-        self._go_back(_tag_of(best))
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
@@ -408,16 +345,3 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
             "give optimizers=(resumed.optimizer, None)"
         )
     return optimizers[0]
-
-
-def _tag_of(checkpoint: Path) -> str:
-    """Return the name, in the store, of a checkpoint whose directory this is."""
-    tag = read_name(checkpoint)
-    if tag is None:
-        raise CheckpointError(f"{checkpoint} names no checkpoint: nothing on the store was trained when it was saved")
-    return tag
-
-
-def _tags_in(folder: str | os.PathLike[str]) -> set[str]:
-    """Return the names of the checkpoints that have a directory in `folder`."""
-    return {file.parent.name for file in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST}")}

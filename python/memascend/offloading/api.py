@@ -13,6 +13,7 @@ from memascend.layout.division import divide
 from memascend.layout.units import CPU, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
+from memascend.offloading.locations import paths_of
 from memascend.offloading.places import place_of
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 
 def find_offload(model: nn.Module) -> Session | None:
@@ -151,7 +152,7 @@ def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = 
 def offload(
     model: nn.Module,
     *,
-    store: StorePaths,
+    store: RankLocations,
     host_memory: str | int,
     host_memory_max: str | int | None = None,
     device: str | torch.device | None = None,
@@ -177,7 +178,9 @@ def offload(
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
         store: a directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on
             different drives are striped: evenly, or by the rates that `memascend bench` has measured. "{rank}" in a
-            path stands for the number of the process in its group, 0 in a program by itself.
+            path stands for the number of the process in its group, 0 in a program by itself. Over ranks a list of lists
+            has an entry for each rank, as [["/nvme0"], ["/nvme1"]], and several locations beside each other, one of
+            them with "{rank}", are volumes of each rank.
         host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB". "auto" follows what the
             machine and its memory cgroups leave, from pass to pass: it leaves room for what a step takes beside it, and
             for other programs, gives back when memory gets short, and takes more when there is more. No bit changes.
@@ -238,7 +241,7 @@ def offload(
         ValueError: a dtype or device that cannot be trained.
     """
     _check_not_offloaded(model)
-    ranks, paths = Ranks.of(process_group), over_ranks.paths_of(store, process_group)
+    ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
             device=device,

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from memascend.common.sizes import AUTO
-from memascend.errors import CheckpointError, MemascendError, OutputError, first_line
+from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.offloading.hooks import wrapped_by
-from memascend.offloading.native import store_paths
 from memascend.offloading.places import place_of
-from memascend.ranks.group import group_of
 from memascend.ranks.membership import Membership
 
 if TYPE_CHECKING:
@@ -29,20 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place, Unit
-    from memascend.offloading.native import StorePaths
     from memascend.ranks.group import Ranks
 
-#: What of a location of a store the rank's number takes the place of.
-PATTERN = "{rank}"
 #: Modules that would copy a model to ranks or devices themselves, by name.
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
-
-
-def paths_of(store: StorePaths, process_group: Any = None) -> list[str | os.PathLike[str]]:
-    """Return the locations of a rank's store, with the rank's number for "{rank}"; of a program by itself, 0."""
-    group = group_of(process_group)
-    rank = 0 if group is None else dist.get_rank(group)
-    return [str(path).replace(PATTERN, str(rank)) if PATTERN in str(path) else path for path in store_paths(store)]
 
 
 def check_options(
@@ -62,7 +49,7 @@ def check_options(
     Raises MemascendError for an option of `memascend.offload` or `from_pretrained` that cannot be had there yet.
     """
     durability = "step" if durability == "auto" else durability
-    elsewhere = len(store) > 1 or str(store[0]).startswith("UUID=") or Path(store[0]).is_block_device()
+    on_device = any(str(path).startswith("UUID=") or Path(path).is_block_device() for path in store)
     for refused, option, instead in (
         (device is not None and torch.device(str(device)).type != "cpu", f"device={str(device)!r}", "the CPU"),
         (host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
@@ -72,9 +59,9 @@ def check_options(
         (update != "forward", f"update={update!r}", "update='forward'"),
         (frozen == "files", "frozen='files'", "frozen='store'"),
         (
-            elsewhere and durability != "none",
-            f"durability={durability!r} on a block device or on several volumes of one rank",
-            "one directory for each rank, or durability='none'",
+            on_device and durability != "none",
+            f"durability={durability!r} on a raw block device",
+            "directories on filesystems, or durability='none'",
         ),
     ):
         if refused:
@@ -96,15 +83,6 @@ def telling(ranks: Ranks | None) -> Iterator[None]:
         if ranks is not None:
             ranks.leave(first_line(error))
         raise
-
-
-def raise_on_all(ranks: Ranks, action: str, error: Exception | None) -> None:
-    """Raise the error of rank 0, where it has one in what it did alone, on every rank."""
-    told = ranks.texts(action, "" if error is None or ranks.rank else first_line(error))[0].strip()
-    if error is not None:
-        raise error
-    if told:
-        raise OutputError(f"rank 0 could not {action}: {told}")
 
 
 def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:
@@ -165,7 +143,7 @@ def compare_states(ranks: Ranks, groups: Sequence[dict[str, Any]], states: Seque
     values = [*options, *(value for of_parameter in states for _, value in sorted(of_parameter.items()))]
     digests = [
         _digest_of(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        if isinstance(value, torch.Tensor) and value.numel()
+        if isinstance(value, torch.Tensor) and value.numel() and not value.is_meta  # In a file: compared before.
         else _digest_of(repr(value).encode())
         for value in values
     ]

@@ -171,6 +171,13 @@ class Ranks:
             with suppress(RuntimeError, ValueError):  # They are gone already.
                 self._tell_lost(reason)
 
+    def lost(self, action: str, error: RuntimeError) -> RankError:
+        """Return the error for a collective of the program's own that has failed, with the rank that does not answer.
+
+        `error` is the backend's, of what the ranks do to `action`.
+        """
+        return self._give_up(action, error)
+
     # ---- one collective ---------------------------------------------------------------------------------
 
     def _start_gather(self, whole: torch.Tensor, share: torch.Tensor) -> Any:

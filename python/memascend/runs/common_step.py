@@ -13,6 +13,7 @@ from memascend.durable.record import parse_record
 from memascend.errors import CheckpointError, MemascendError
 from memascend.offloading.native import when_free
 from memascend.ranks.membership import resharding
+from memascend.runs.live import MANIFEST, manifest_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +23,14 @@ if TYPE_CHECKING:
 #: A generation's number, the steps of its run, and the names of the checkpoints that are kept beside it.
 _Generation = tuple[int, int, list[str]]
 
-#: The manifest of a directory, and the file that has the one before until the next is written there.
-MANIFEST = "memascend.json"
+#: The file that has the manifest before the newest, until the next is written there.
 BEFORE = f"{MANIFEST}.new"
-#: What the newer one is called while the one before is looked at.
+#: What the newest is called while the one before is looked at.
 _ASIDE = f"{MANIFEST}.aside"
 
 
-def go_to_common_step(store: str | os.PathLike[str], ranks: Ranks) -> set[str]:
-    """Have this rank's store be at the newest generation that the stores of all ranks have.
+def go_to_common_step(store: Sequence[str | os.PathLike[str]], ranks: Ranks) -> set[str]:
+    """Have this rank's store, of one or several directories, be at the newest generation that all ranks have.
 
     Returns the names of the checkpoints that all of them have: a rank that was lost may have left others on some.
 
@@ -40,32 +40,34 @@ def go_to_common_step(store: str | os.PathLike[str], ranks: Ranks) -> set[str]:
     Raises CheckpointError on every rank where there is none that all have, or where the stores are not those of one run
     with as many ranks, each that of its rank.
     """
-    directory = Path(store)
-    told = [json.loads(text) for text in ranks.texts("resume a run", json.dumps(_look(directory)))]
+    directories = [Path(path) for path in store]
+    told = [json.loads(text) for text in ranks.texts("resume a run", json.dumps(_look(directories)))]
     common, tags = _common(told)
     if common != told[ranks.rank]["generations"][0][0]:
         # What is newer must not be found again: its room is overwritten from now on.
-        os.replace(directory / BEFORE, directory / MANIFEST)
-        _flush(directory)
+        for directory in _volumes(directories):
+            if _number(directory / MANIFEST) > common:
+                _give_up(directory, common)
+                _flush(directory)
     ranks.meet(f"resume generation {common}")
     return tags
 
 
-def opened_at_common_step(directories: Sequence[Path]) -> list[KeptStore]:
+def opened_at_common_step(stores: Sequence[Sequence[Path]]) -> list[KeptStore]:
     """Open the stores of all ranks of a run at the newest generation that all of them have, and leave them as they are.
 
-    Raises CheckpointError as `go_to_common_step`.
+    `stores` has the directories of each rank's. Raises CheckpointError as `go_to_common_step`.
     """
-    told = [_look(directory) for directory in directories]
+    told = [_look(directories) for directories in stores]
     common, _ = _common(told)
     with ExitStack() as opened:
-        stores: list[KeptStore] = []
-        for directory, of_rank in zip(directories, told, strict=True):
-            is_newest = common == of_rank["generations"][0][0]
-            stores.append(_open(directory) if is_newest else _open_before(directory))
-            opened.callback(stores[-1].close)
+        kept: list[KeptStore] = []
+        for directories, of_rank in zip(stores, told, strict=True):
+            newest = of_rank["generations"][0][0]
+            kept.append(_open(directories) if common == newest else _open_before(_volumes(directories), newest))
+            opened.callback(kept[-1].close)
         opened.pop_all()
-    return stores
+    return kept
 
 
 def _common(told: list[dict[str, Any]]) -> tuple[int, set[str]]:
@@ -114,61 +116,93 @@ def _problem(told: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def _look(directory: Path) -> dict[str, Any]:
+def _look(directories: Sequence[Path]) -> dict[str, Any]:
     """Return what a rank tells the others of its store: the generations there, the newest first."""
-    told: dict[str, Any] = {"store": str(directory)}
+    told: dict[str, Any] = {"store": ", ".join(map(str, directories))}
     try:
-        _put_back(directory)  # An earlier look may have been interrupted.
-        newest, described = _described(_open(directory), directory)
+        volumes = _volumes(directories)
+        newest, described = _described(_open(directories), directories)
         told |= {"generations": [newest], "ranks": described}
     except (MemascendError, OSError) as error:
         return told | {"error": str(error)}
-    before = _read_before(directory)
-    if before is not None and before[1] == described and before[0][0] < newest[0]:
+    before = _read_before(volumes, newest[0])
+    if before is not None and before[1] == described:
         told["generations"].append(before[0])
     return told
 
 
-def _open(directory: Path) -> KeptStore:
-    return when_free(lambda: KeptStore([directory]))
+def _open(directories: Sequence[Path]) -> KeptStore:
+    return when_free(lambda: KeptStore(list(directories)))
 
 
-def _open_before(directory: Path) -> KeptStore:
-    """Open a store at the generation before the newest, whose manifest is there."""
-    os.link(directory / MANIFEST, directory / _ASIDE)
-    os.replace(directory / BEFORE, directory / MANIFEST)
-    try:
-        return _open(directory)
-    finally:
+def _volumes(directories: Sequence[Path]) -> list[Path]:
+    """Return all directories of a store of which some are given, each with its newest manifest."""
+    for directory in directories:
+        _put_back(directory)  # An earlier look may have been interrupted.
+    with closing(_open(directories)) as kept_store:
+        volumes = [Path(volume["path"]) for volume in kept_store.report()["volumes"]]
+    for directory in volumes:
         _put_back(directory)
+    return volumes
 
 
-def _described(kept_store: KeptStore, directory: Path) -> tuple[_Generation, dict[str, Any] | None]:
+def _number(manifest: Path) -> int:
+    """Return the generation that a file with a manifest has; 0 where it has none, or is no whole manifest."""
+    body = manifest_in(manifest, tries=1)
+    return body["current"]["number"] if body is not None and body["current"] else 0
+
+
+def _open_before(volumes: Sequence[Path], newest: int) -> KeptStore:
+    """Open a store at the generation before `newest`, with all its directories."""
+    try:
+        for directory in volumes:
+            if _number(directory / MANIFEST) >= newest:
+                os.link(directory / MANIFEST, directory / _ASIDE)
+                _give_up(directory, newest - 1)
+        return _open(volumes)
+    finally:
+        for directory in volumes:
+            _put_back(directory)
+
+
+def _give_up(directory: Path, limit: int) -> None:
+    """Have a directory show the manifest before, if that is of generation `limit` at most, or else none.
+
+    Where there is none, the store is opened by the manifests of its other directories. One of these has it: a
+    generation's manifest is in all of them before the next one is written in any.
+    """
+    if 0 < _number(directory / BEFORE) <= limit:
+        os.replace(directory / BEFORE, directory / MANIFEST)
+    else:
+        (directory / MANIFEST).unlink()
+
+
+def _described(kept_store: KeptStore, directories: Sequence[Path]) -> tuple[_Generation, dict[str, Any] | None]:
     """Return the generation of an open store, and what its record says of the ranks; close it."""
     with closing(kept_store):
-        record = parse_record(kept_store.state, [directory])
+        record = parse_record(kept_store.state, directories)
         tags = [tag for tag, _, _, _ in kept_store.snapshots()]
         return (kept_store.generation, record["steps"], tags), record.get("ranks")
 
 
-def _read_before(directory: Path) -> tuple[_Generation, dict[str, Any] | None] | None:
-    """Return the generation before the newest, as `_described`, or None where the next one was being written there."""
-    if not (directory / BEFORE).exists():
+def _read_before(volumes: Sequence[Path], newest: int) -> tuple[_Generation, dict[str, Any] | None] | None:
+    """Return the generation before `newest`, as `_described`, or None where the next one was being written there."""
+    if not any(0 < _number(directory / name) < newest for directory in volumes for name in (MANIFEST, BEFORE)):
         return None
     try:
-        return _described(_open_before(directory), directory)
+        return _described(_open_before(volumes, newest), volumes)
     except (MemascendError, OSError):
         return None
 
 
 def _put_back(directory: Path) -> None:
     """Have the newest manifest be found again, after the one before was looked at."""
-    aside = directory / _ASIDE
+    manifest, before, aside = directory / MANIFEST, directory / BEFORE, directory / _ASIDE
     if not aside.exists():
         return
-    if not (directory / BEFORE).exists():
-        os.link(directory / MANIFEST, directory / BEFORE)
-    os.replace(aside, directory / MANIFEST)
+    if manifest.exists() and not manifest.samefile(aside) and not before.exists():
+        os.link(manifest, before)
+    os.replace(aside, manifest)
     aside.unlink(missing_ok=True)  # Still there where it was another name of the manifest.
     _flush(directory)
 

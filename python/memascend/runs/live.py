@@ -19,7 +19,9 @@ from memascend.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MANIFEST, _LOCK, _VOLUME = "memascend.json", "memascend.lock", "memascend.volume"
+#: The file of a directory that has the newest manifest.
+MANIFEST = "memascend.json"
+_LOCK, _VOLUME = "memascend.lock", "memascend.volume"
 _FIRST_LINE = re.compile(rb"memascend-store 3 (?P<bytes>\d+) (?P<sum>[0-9a-f]{8})")
 _TRIES, _SECONDS_BETWEEN = 50, 0.02
 
@@ -37,11 +39,11 @@ def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], li
 
     Raises StoreError where the store that `process` uses has no manifest yet.
     """
-    body = _newest([_manifest(Path(path)) for path in paths])
+    body = _newest([manifest_in(Path(path) / MANIFEST) for path in paths])
     if body is None:
         where = ", ".join(map(str, paths))
         raise StoreError(errno.EBUSY, f"{where}: a run is going on (process {process}), and no step is durable yet")
-    body = _newest([body, *(_manifest(Path(volume)) for volume in body["volumes"])]) or body
+    body = _newest([body, *(manifest_in(Path(volume) / MANIFEST) for volume in body["volumes"])]) or body
     return _report(body), [f"a run is going on (process {process}): this is its last durable step"]
 
 
@@ -86,11 +88,13 @@ def _newest(manifests: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     return max(whole, key=lambda manifest: manifest["sequence"], default=None)
 
 
-def _manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest in a directory; None where there is none, or none that was whole at any of the tries."""
-    for _ in range(_TRIES):
+def manifest_in(file: Path, tries: int = _TRIES) -> dict[str, Any] | None:
+    """Return the manifest in a file; None where there is none, or none that was whole at any of the tries."""
+    for number in range(tries):
+        if number:
+            time.sleep(_SECONDS_BETWEEN)
         try:
-            note = (directory / _MANIFEST).read_bytes()
+            note = file.read_bytes()
         except OSError:
             return None
         line, _, rest = note.partition(b"\n")
@@ -98,7 +102,6 @@ def _manifest(directory: Path) -> dict[str, Any] | None:
             text = rest[: int(found["bytes"])]
             if len(text) == int(found["bytes"]) and _crc32c(text) == int(found["sum"], 16):
                 return json.loads(text)
-        time.sleep(_SECONDS_BETWEEN)
     return None
 
 

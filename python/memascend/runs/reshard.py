@@ -6,7 +6,7 @@ import json
 import math
 import os
 import uuid
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -18,18 +18,18 @@ import torch
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, KeptStore, Rule, Runtime
 from memascend.common.progress import Progress
 from memascend.durable import exact_json
-from memascend.errors import CheckpointError, OutputError
+from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.layout.shards import Shard, channels_of
 from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
-from memascend.offloading.native import store_paths, when_free
-from memascend.offloading.over_ranks import PATTERN
+from memascend.offloading.locations import PATTERN, by_rank, locations_of
+from memascend.offloading.native import when_free
 from memascend.runs.common_step import opened_at_common_step
 from memascend.runs.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
 
 #: Elements that are copied at once: whole gradient blocks, at which shares begin.
 PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
@@ -37,7 +37,7 @@ PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
 PIECE_BYTES = PIECE_ELEMENTS * torch.float32.itemsize
 
 
-def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int:
+def reshard(store: RankLocations, to: RankLocations, *, ranks: int) -> int:
     """Write the stores of a run anew for another number of ranks, and return the run's durable steps.
 
     `memascend.resume` then goes on in `ranks` processes: with the bits of the run as it was, if each step has the same
@@ -48,14 +48,17 @@ def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int
     All stores are on this machine, and no run uses them. Those of the run stay as they are. Little memory is used.
 
     Args:
-        store: the run's stores, with "{rank}" for the number of each rank; or the store of one process.
-        to: directories that do not exist yet, or are empty, with "{rank}" if there are several `ranks`.
+        store: the run's stores, with "{rank}" for the number of each rank, or a list with an entry for each; or the
+            store of one process.
+        to: directories that do not exist yet, or are empty, with "{rank}" if there are several `ranks`; or a list with
+            an entry for each rank, a directory or a list of several.
         ranks: how many there are to be; 1 is a store of one process.
 
     Raises:
         StoreError: a store cannot be read or written, or is in use.
         CheckpointError: the stores are not those of one run, or hold what cannot be divided.
         OutputError: there is something in `to`.
+        MemascendError: a list does not have an entry for each rank.
     """
     targets = _targets(to, ranks)
     with ExitStack() as stack:
@@ -63,7 +66,7 @@ def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int
         records = [json.loads(kept_store.state or "") for kept_store in sources]
         copied = _Copied(sources, _arrays_of(records[0], sources[0], ranks), _moments_of(records[0], sources), ranks)
         run = uuid.uuid4().hex
-        made: list[Path] = []
+        made: list[list[Path]] = []
         try:
             for rank, target in enumerate(targets):
                 made.append(target)
@@ -77,33 +80,51 @@ def reshard(store: StorePaths, to: str | os.PathLike[str], *, ranks: int) -> int
         return records[0]["steps"]
 
 
-def _targets(to: str | os.PathLike[str], ranks: int) -> list[Path]:
+def _targets(to: RankLocations, ranks: int) -> list[list[Path]]:
     """Return where the new stores go. Raises OutputError where there is something already."""
-    pattern = os.fspath(to)
     if ranks < 1:
         raise ValueError(f"{ranks} ranks: there is at least 1")
-    if ranks > 1 and PATTERN not in pattern:
-        raise OutputError(f"{pattern} is one place for the stores of {ranks} ranks: write {PATTERN} for their numbers")
-    targets = [Path(pattern.replace(PATTERN, str(rank))) for rank in range(ranks)]
-    for target in targets:
+    if isinstance(to, str | os.PathLike):
+        if ranks > 1 and PATTERN not in os.fspath(to):
+            raise OutputError(
+                f"{to} is one place for the stores of {ranks} ranks: write {PATTERN} for their numbers, or give a list"
+            )
+        to = [to] * ranks
+    entries = [[entry] if isinstance(entry, str | os.PathLike) else entry for entry in to]
+    targets = [[Path(path) for path in locations_of(entries, rank, ranks)] for rank in range(ranks)]
+    every = [target for of_rank in targets for target in of_rank]
+    for target in every:
         if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
             raise OutputError(f"{target} exists: choose another place for the new stores, or move it away")
+        if every.count(target) > 1:
+            raise OutputError(f"{target} is given twice: every new store has a place of its own")
     return targets
 
 
-def _open_sources(store: StorePaths) -> list[KeptStore]:
+def _open_sources(store: RankLocations) -> list[KeptStore]:
     """Open the stores of a run's ranks at the last step that all of them have, or the store of one process."""
-    patterns = [os.fspath(path) for path in store_paths(store)]
-    first = [pattern.replace(PATTERN, "0") for pattern in patterns]
+    entries: list[Any] = [store] if isinstance(store, str | os.PathLike) else list(store)
+    if len(entries) > 1 and not by_rank(entries) and _are_shares(entries):
+        entries = [[entry] for entry in entries]
+    first = locations_of(entries, 0, len(entries) if by_rank(entries) else 1)
     described = read_record(first).get("ranks")
     if described is None:
         return [when_free(lambda: KeptStore(first))]
-    if PATTERN not in patterns[0] or len(patterns) > 1:
+    ranks = described["ranks"]
+    if not by_rank(entries) and not any(PATTERN in os.fspath(entry) for entry in entries):
         raise CheckpointError(
-            f"the store in {patterns[0]} holds the shares of rank {described['rank']} of {described['ranks']}: give "
-            f"one place, with {PATTERN} for the numbers of all ranks"
+            f"the store in {entries[0]} holds the shares of rank {described['rank']} of {ranks}: give one place, with "
+            f"{PATTERN} for the numbers of all ranks, or a list with the place of each"
         )
-    return opened_at_common_step([Path(patterns[0].replace(PATTERN, str(rank))) for rank in range(described["ranks"])])
+    return opened_at_common_step([[Path(path) for path in locations_of(entries, rank, ranks)] for rank in range(ranks)])
+
+
+def _are_shares(locations: Sequence[str | os.PathLike[str]]) -> bool:
+    """Whether the first of some locations has the store of a rank of as many, and not a volume of one store."""
+    described = None
+    with suppress(StoreError):  # A volume of a store that was moved is opened with the others.
+        described = read_record(list(locations[:1])).get("ranks")
+    return described is not None and described["ranks"] == len(locations)
 
 
 # ---- what is copied -----------------------------------------------------------------------------------------
@@ -293,12 +314,12 @@ class _Copied:
         source = self._sources[rank % len(self._sources)]
         return source, [(name, nbytes) for name, nbytes in source.tensors() if name.startswith(".buffers")]
 
-    def write(self, target: Path, rank: int, record: str) -> None:
+    def write(self, target: list[Path], rank: int, record: str) -> None:
         """Make the store of a new rank in `target`."""
         # A store without updates: its arena is the buffer, and the least of everything else.
         lines = [("copies", PIECE_BYTES, 1)]
         least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
-        runtime = Runtime([target], lines, [], *least, in_place=True, allocator="pageable")
+        runtime = Runtime(target, lines, [], *least, in_place=True, allocator="pageable")
         try:
             unit = runtime.add_unit()
             for array in self.arrays:
@@ -380,9 +401,9 @@ class _Copied:
                 source.read(array.name, part.data_ptr(), nbytes(stop - start), nbytes(start - number * share))
 
 
-def _remove(target: Path) -> None:
+def _remove(target: list[Path]) -> None:
     """Remove a new store, which is complete, where those of other ranks are not."""
-    if not KeptStore.is_there([target]):
+    if not KeptStore.is_there(target):
         return
     least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
-    Runtime([target], [], [], *least, resume=True, allocator="pageable").close(keep=False)
+    Runtime(target, [], [], *least, resume=True, allocator="pageable").close(keep=False)

@@ -24,6 +24,7 @@ from memascend.layout.units import StoreMoments, StorePlane, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
+from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.layout.units import Unit
-    from memascend.offloading.native import StorePaths
+    from memascend.offloading.locations import RankLocations
     from memascend.optim.base import OffloadedOptimizer
 
 
@@ -76,7 +77,7 @@ class Resumed:
 
 
 def resume(
-    store: StorePaths,
+    store: RankLocations,
     *,
     host_memory: str | int | None = None,
     host_memory_max: str | int | None = None,
@@ -102,7 +103,7 @@ def resume(
     they were.
 
     Args:
-        store: the volumes of the run's store, at least one.
+        store: the volumes of the run's store, at least one. Over ranks as in `memascend.offload`.
         host_memory: as in `memascend.offload`; may differ from before. None is the least that works.
         host_memory_max: as in `memascend.offload`.
         model: for a run begun with `memascend.offload`, the same module again, with any weights. Models of
@@ -122,7 +123,7 @@ def resume(
     """
     return_large_blocks_to_system()
     ranks = Ranks.of(process_group)
-    paths = over_ranks.paths_of(store, process_group)
+    paths = paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
             device=device,
@@ -135,7 +136,7 @@ def resume(
             store=paths,
         )
     with over_ranks.telling(ranks):
-        tags = None if ranks is None else go_to_common_step(paths[0], ranks)
+        tags = None if ranks is None else go_to_common_step(paths, ranks)
         if tags is not None and tag is not None and tag not in tags:
             raise CheckpointError(f"the stores of the ranks have no checkpoint {tag} together, but {sorted(tags)}")
         record = read_record(paths, tag)
@@ -270,10 +271,13 @@ def restore_checkpoint(
     whole = session.model()
     kept, session.keep_store = session.keep_store, True
     follows_machine = session.follows_machine
-    group = None
+    group, opened_with = None, session.opened_with
     if session.membership is not None:
-        group = session.membership.ranks.group
-        session.membership.ranks.meet(f"restore checkpoint {tag}")
+        ranks = session.membership.ranks
+        group = ranks.group
+        # The locations are those of this rank already.
+        opened_with = opened_with | {"store": [opened_with["store"]] * ranks.size}
+        ranks.meet(f"restore checkpoint {tag}")
     # As after a failure: the steps that follow the checkpoint need not be completed.
     session.close(failed=True, resumes=True)
     return resume(
@@ -284,18 +288,19 @@ def restore_checkpoint(
         keep_store=kept,
         optimizer_classes=optimizer_classes,
         process_group=group,
-        **session.opened_with,
+        **opened_with,
     )
 
 
-def can_resume(store: StorePaths, *, process_group: Any = None) -> bool:
+def can_resume(store: RankLocations, *, process_group: Any = None) -> bool:
     """Whether `store` has a durable step to go on from; over ranks, whether the stores of all of them have.
 
-    `process_group` is as in `memascend.offload`. Raises StoreError if a volume cannot be read, or is in use.
+    `store` and `process_group` are as in `memascend.offload`. Raises StoreError if a volume cannot be read, or is in
+    use.
     """
     ranks = Ranks.of(process_group)
     with over_ranks.telling(ranks):
-        there = when_free(lambda: KeptStore.is_there(over_ranks.paths_of(store, process_group)))
+        there = when_free(lambda: KeptStore.is_there(paths_of(store, process_group)))
         return there if ranks is None else bool(ranks.collect("look for a run", torch.tensor([there])).all())
 
 

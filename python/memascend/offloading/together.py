@@ -1,0 +1,57 @@
+"""What one rank does or knows alone, and all ranks raise or learn together."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import CheckpointError, MemascendError, OutputError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memascend.ranks.group import Ranks
+
+
+def raise_on_all(ranks: Ranks, action: str, error: Exception | None, kind: type[MemascendError] = OutputError) -> None:
+    """Raise on every rank where one has an error in what it did alone: its own there, and one of `kind` elsewhere."""
+    told = [text.strip() for text in ranks.texts(action, "" if error is None else first_line(error))]
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text:
+            raise kind(f"rank {rank} could not {action}: {text}")
+
+
+@contextmanager
+def raising_on_all(
+    ranks: Ranks | None,
+    action: str,
+    caught: type[Exception] = CheckpointError,
+    kind: type[MemascendError] = CheckpointError,
+) -> Iterator[None]:
+    """Raise an error of class `caught` of what one rank does in the block on every rank, at the block's end.
+
+    Where there are collectives in the block, the error is one that none of them follows.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except caught as error:
+        if ranks is None:
+            raise
+        failure = error
+    if ranks is not None:
+        raise_on_all(ranks, action, failure, kind)
+
+
+def told_by_first(ranks: Ranks | None, action: str, find: Callable[[], Any]) -> Any:
+    """Return what rank 0 finds, a value that JSON holds, on every rank; its error is raised on every rank."""
+    if ranks is None:
+        return find()
+    found = None
+    with raising_on_all(ranks, action, Exception):
+        if ranks.rank == 0:
+            found = find()
+    return json.loads(ranks.texts(action, json.dumps(found))[0])

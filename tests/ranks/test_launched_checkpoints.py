@@ -1,0 +1,108 @@
+"""Checkpoints of the Trainer and of Accelerate over processes: what one process would save, and the same bits after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bits
+import needs
+import pytest
+import torch
+
+needs.package("accelerate")
+needs.package("transformers")
+
+import launched_programs  # noqa: E402
+import launching  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
+
+from memascend.integrations.named_checkpoints import read_names  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROGRAM = Path(launched_programs.__file__)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Compute with one thread, as the processes do, and leave nothing of accelerate's state."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def launch(program: str, folder: Path, *numbers: int) -> list[Any]:
+    return launching.launch(PROGRAM, "torchrun", 2, program, folder, *numbers)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    result = launched_programs.saving_in_one_process(tmp_path_factory.mktemp("one"), 2)
+    torch.set_num_threads(before)
+    return result
+
+
+def assert_same(results: list[Any], expected: dict[str, Any], folder: Path) -> None:
+    for result in results:
+        assert result["history"] == expected["history"]
+        assert result["best"] == expected["best"] < launched_programs.STEPS
+        assert result["directory"] == f"checkpoint-{expected['best']}" == expected["directory"]
+        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert sorted(result["tags"]) == [f"checkpoint-{expected['best']}", f"checkpoint-{launched_programs.STEPS}"]
+    assert not list(folder.glob("elsewhere/checkpoint-*")) and not (folder / "elsewhere" / "final").exists()
+    directories = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert directories == sorted(results[0]["tags"])
+    for name in directories:
+        assert read_names(folder / name) == {0: name}
+        assert not list((folder / name).glob("*safetensors"))
+    final = dict(LlamaForCausalLM.from_pretrained(folder / "final", dtype="auto").named_parameters())
+    assert bits.difference({name: value.detach() for name, value in final.items()}, expected["weights"]) is None
+
+
+def test_the_trainer_saves_and_goes_back_to_the_best(expected: dict[str, Any], tmp_path: Path) -> None:
+    assert_same(launch("saving_trainer", tmp_path), expected, tmp_path)
+    # From a checkpoint that the run has passed: all later steps are given up.
+    assert_same(launch("saving_trainer", tmp_path, expected["best"]), expected, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("event", range(len(launched_programs.EVENTS)), ids=launched_programs.EVENTS)
+def test_a_process_is_killed_as_the_trainer_saves(
+    event: int, victim: int, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [str(PROGRAM), "saving_trainer", str(tmp_path), *map(str, (-1, victim, 3, event))]
+    done = launching.run_launched("torchrun", 2, words, tmp_path)
+    assert done.returncode != 0 and not (tmp_path / "saving_trainer.0").exists()
+    assert_same(launch("saving_trainer", tmp_path, 0), expected, tmp_path)
+
+
+def test_where_the_first_process_cannot_write_all_raise(tmp_path: Path) -> None:
+    first, second = launch("saving_where_rank_0_cannot", tmp_path)
+    assert "File exists" in first["checkpoint-2"] and "File exists" in first["final"]
+    assert "rank 0 could not write a checkpoint: " in second["checkpoint-2"]
+    assert "rank 0 could not make the directory of the model: " in second["final"]
+
+
+@pytest.mark.parametrize("victim", [-1, 0, 1])
+def test_accelerates_states_are_saved_and_loaded(victim: int, tmp_path: Path) -> None:
+    expected = launched_programs.states_in_one_process(2)
+    if victim >= 0:
+        words = [str(PROGRAM), "states", str(tmp_path), str(victim)]
+        assert launching.run_launched("torchrun", 2, words, tmp_path).returncode != 0
+    for rank, result in enumerate(launch("states", tmp_path)):
+        assert result["own"] == rank
+        first = result["before"]["losses"]
+        assert first == expected["losses"][4 if victim >= 0 else 0 :]
+        assert result["losses"] == first + expected["losses"][6:]
+        assert result["rate"] == expected["rate"]
+        for weights in (result["weights"], result["before"]["weights"]):
+            assert bits.difference(weights, expected["weights"]) is None
+        assert result["tags"] == 2 and result["directories"] == ["checkpoint_1", "checkpoint_2"]
