@@ -187,6 +187,11 @@ def offload(model: nn.Module, folder: Path, *, least: bool | str = False, **opti
     """Offload with the budget of `OPTIONS`, or the least one; with `least="first"` the first rank has the least."""
     folder.mkdir(exist_ok=True)
     options = {"store": f"{folder}/store{{rank}}"} | OPTIONS | options
+    if options.get("device_memory") in ("least", "least on the first"):
+        with pytest.raises(memascend.BudgetError) as too_small:
+            memascend.offload(model, **options | {"device_memory": 1})
+        some = options["device_memory"] == "least" or dist.get_rank() == 0
+        options["device_memory"] = too_small.value.smallest_bytes if some else "1GiB"
     if least:
         with pytest.raises(memascend.BudgetError) as too_small:
             memascend.offload(model, **options | {"host_memory": 1})
@@ -450,7 +455,7 @@ def resume(
 ) -> Any:
     """Go on with a run; `described` says that its store can make the model."""
     model = None if described else build(dtype, seed=5)
-    store, options = f"{folder}/{name}{{rank}}", {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"}
+    store, options = f"{folder}/{name}{{rank}}", {n: value for n, value in OPTIONS.items() if n != "fused_loss"}
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
     run = Run(resumed.model, ranks * micro, range(rank, ranks * micro, ranks), optimizer=resumed.optimizer)
@@ -701,6 +706,13 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     return told
 
 
+def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **options: Any) -> Any:
+    """Run another program, of which models compute on a simulated device: see `devices_of_ranks`."""
+    import devices_of_ranks  # Not for every program: it has memascend look for CUDA.
+
+    return devices_of_ranks.run(PROGRAMS[doing], rank, ranks, folder, library, **options)
+
+
 _GATHERING = (update_between, change_order, hold_gathered)
 _TRAINING = (
     train,
@@ -720,7 +732,7 @@ _TRAINING = (
 )
 PROGRAMS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (*_TRAINING, *_GATHERING, give_up, go_astray, overflow, flush_each_step, measure, trace, refusals)
+    for function in (*_TRAINING, *_GATHERING, on_device, give_up, go_astray, overflow, flush_each_step, measure, trace, refusals)
 }
 
 

@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from memascend.forecast.traffic import uses
-from memascend.layout.units import round_up
-from memascend.offloading.joining import ALIGN_BYTES, part_of
+from memascend.offloading.joining import sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,4 +44,4 @@ def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, An
 def _kept_bytes(units: Sequence[Unit], rank: int) -> int:
     """Return the bytes of a backward pass's gradients that the store of `rank` keeps."""
     places = (place for unit in units for tensor in unit.tensors if tensor.trained for place in tensor.places)
-    return sum(round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES) for place in places)
+    return sum(sent_bytes(place, rank) for place in places)

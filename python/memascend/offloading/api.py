@@ -241,7 +241,6 @@ def offload(
     ranks, paths = Ranks.of(process_group), over_ranks.paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
-            device=device,
             host_memory=host_memory,
             host_memory_max=host_memory_max,
             fused_loss=fused_loss,
@@ -255,6 +254,8 @@ def offload(
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
+        if ranks is not None:
+            over_ranks.compare_devices(ranks, computing.device, computing.device_memory)
         _check_parameters(model, computing.torch_device)
         # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
         units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 import uuid
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place, Unit
+    from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.native import StorePaths
     from memascend.ranks.group import Ranks
+
+_log = logging.getLogger("memascend")
 
 #: What of a location of a store the rank's number takes the place of.
 PATTERN = "{rank}"
@@ -47,7 +51,6 @@ def paths_of(store: StorePaths, process_group: Any = None) -> list[str | os.Path
 
 def check_options(
     *,
-    device: Any,
     host_memory: Any,
     host_memory_max: Any,
     fused_loss: bool | str,
@@ -64,7 +67,6 @@ def check_options(
     durability = "step" if durability == "auto" else durability
     elsewhere = len(store) > 1 or str(store[0]).startswith("UUID=") or Path(store[0]).is_block_device()
     for refused, option, instead in (
-        (device is not None and torch.device(str(device)).type != "cpu", f"device={str(device)!r}", "the CPU"),
         (host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
         (host_memory_max is not None, "host_memory_max", "host_memory alone"),
         (fused_loss is True, "fused_loss=True", "fused_loss=False, which is what 'auto' means over ranks"),
@@ -105,6 +107,31 @@ def raise_on_all(ranks: Ranks, action: str, error: Exception | None) -> None:
         raise error
     if told:
         raise OutputError(f"rank 0 could not {action}: {told}")
+
+
+def compare_devices(ranks: Ranks, device: ComputeDevice | None, device_memory: int | None) -> None:
+    """Check where the ranks compute: all on CPUs, or each on a device; `device_memory` is what this one is given there.
+
+    Raises MemascendError on every rank where some compute on devices and others do not, or where several have the same
+    device and one of them would take all that is free there.
+    """
+    limit = "" if device_memory is None else str(device_memory)
+    mine = "" if device is None else f"{device.identity}\n{device.torch_device}\n{limit}"
+    told = [text.strip(" ").split("\n") for text in ranks.texts("compare the devices", mine)]
+    kinds = "; ".join(f"rank {rank}: {text[1] if text[1:] else 'the CPU'}" for rank, text in enumerate(told))
+    if len({len(text) for text in told}) > 1:
+        raise MemascendError(f"some ranks compute on a device and others do not ({kinds}): give all of them one")
+    sharing = [[r for r, text in enumerate(told) if text[0] == identity] for identity, *_ in told if identity]
+    for same in (ranks_of for ranks_of in sharing if len(ranks_of) > 1):
+        names = "ranks " + ", ".join(map(str, same))
+        if any(not told[rank][2] for rank in same):
+            raise MemascendError(
+                f"{names} compute on the same device ({kinds}): give each its own, as device=f\"cuda:{{os.environ['LOCAL_"
+                "RANK']}\", or have them share it with device_memory, of which their sum fits on it"
+            )
+        if ranks.rank == same[0]:
+            _log.warning("%s compute on the same device, one after the other", names)
+            return
 
 
 def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:

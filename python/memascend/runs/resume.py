@@ -125,7 +125,6 @@ def resume(
     paths = over_ranks.paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
-            device=device,
             host_memory=host_memory,
             host_memory_max=host_memory_max,
             fused_loss=False,
@@ -155,6 +154,8 @@ def resume(
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
+        if ranks is not None:
+            over_ranks.compare_devices(ranks, computing.device, computing.device_memory)
         units = _divide(model, record, computing, ranks)
         plan, automatic = plan_for(units, host_memory, host_memory_max, update)
         session = Session(
