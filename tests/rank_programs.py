@@ -456,6 +456,10 @@ def resume(
     """Go on with a run; `described` says that its store can make the model."""
     model = None if described else build(dtype, seed=5)
     store, options = f"{folder}/{name}{{rank}}", {n: value for n, value in OPTIONS.items() if n != "fused_loss"}
+    if options.get("device_memory") == "least":
+        with pytest.raises(memascend.BudgetError) as too_small:
+            memascend.resume(store, model=model, tag=tag, **options | {"device_memory": 1})
+        options["device_memory"] = too_small.value.smallest_bytes
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
     run = Run(resumed.model, ranks * micro, range(rank, ranks * micro, ranks), optimizer=resumed.optimizer)
@@ -636,11 +640,12 @@ def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumul
     # Not for every program: transformers takes seconds to import.
     import traffic
 
-    options = {"host_memory": budget, "allocator": "pageable", "fused_loss": "auto"}
+    options = OPTIONS | {"host_memory": budget, "fused_loss": "auto"}
     model = memascend.offload(traffic.build(config), store=f"{folder}/store{{rank}}", **options)
     optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
     seen = traffic.steps(model, optimizer, 4, accumulate, 2, 128, config.vocab_size)
     memascend.close(model)
+    seen = [stats | stats.get("device", {}) for stats in seen]
     return [{name: value for name, value in stats.items() if isinstance(value, int)} for stats in seen]
 
 
@@ -710,7 +715,8 @@ def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **
     """Run another program, of which models compute on a simulated device: see `devices_of_ranks`."""
     import devices_of_ranks  # Not for every program: it has memascend look for CUDA.
 
-    return devices_of_ranks.run(PROGRAMS[doing], rank, ranks, folder, library, **options)
+    program = PROGRAMS.get(doing) or getattr(devices_of_ranks, doing)
+    return devices_of_ranks.run(program, rank, ranks, folder, library, **options)
 
 
 _GATHERING = (update_between, change_order, hold_gathered)
@@ -732,7 +738,18 @@ _TRAINING = (
 )
 PROGRAMS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (*_TRAINING, *_GATHERING, on_device, give_up, go_astray, overflow, flush_each_step, measure, trace, refusals)
+    for function in (
+        *_TRAINING,
+        *_GATHERING,
+        on_device,
+        give_up,
+        go_astray,
+        overflow,
+        flush_each_step,
+        measure,
+        trace,
+        refusals,
+    )
 }
 
 

@@ -1,34 +1,30 @@
 """What a rank sends to the others and receives from them in an optimizer step, as `memascend.stats` counts it.
 
-Weights of a unit are gathered when another one was used before it. Gradients are exchanged in every backward pass.
+Weights of a unit are gathered when another one was used before it, and on devices when it is not there. Gradients are
+exchanged in every backward pass.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from memascend.forecast.traffic import uses
 from memascend.offloading.joining import sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
-    from memascend.forecast.traffic import Work
+    from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
 
 
-def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, Any]:
+def network(units: Sequence[Unit], work: Work, moved: Traffic) -> dict[str, Any]:
     """Return the bytes of each rank, as `forecast.report` describes them.
 
-    `units` are divided over `work.ranks`. All gradients are assumed to be there on every rank.
+    `units` are divided over `work.ranks`, and `moved` is what the first of them moves. All gradients are assumed to be
+    there on every rank.
     """
-    forward, backward = uses(model, units)
-    gathered = [number for number, _ in groupby([*forward, *backward] * work.grad_accum)]
     others = work.ranks - 1
-    weights = others * sum(units[number].stored_nbytes for number in gathered)
+    weights = others * moved.gathered
     kept = [work.grad_accum * _kept_bytes(units, rank) for rank in range(work.ranks)]
     sent = [weights + sum(kept) - of_rank for of_rank in kept]
     received = [weights + others * of_rank for of_rank in kept]

@@ -96,7 +96,7 @@ def from_pretrained(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
         if ranks is not None:
-            over_ranks.compare_devices(ranks, computing.device, computing.device_memory)
+            over_ranks.compare_devices(ranks, computing)
         config = load_any_config(directory)
         with closing(WeightFiles(directory)) as files:
             model = empty_model(config, directory, parse_dtype(dtype))

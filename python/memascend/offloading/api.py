@@ -255,7 +255,7 @@ def offload(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
         if ranks is not None:
-            over_ranks.compare_devices(ranks, computing.device, computing.device_memory)
+            over_ranks.compare_devices(ranks, computing)
         _check_parameters(model, computing.torch_device)
         # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
         units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)

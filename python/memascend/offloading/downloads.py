@@ -1,4 +1,4 @@
-"""Gradients of a model that computes on a device, on their way to the other ranks: each is copied to where it is sent."""
+"""Gradients that a device makes, on their way to the other ranks: each is copied to where it is sent from."""
 
 from __future__ import annotations
 
@@ -88,10 +88,7 @@ class DownloadedGradients(JoinedGradients):
         for place in places:
             if place in self._waiting:
                 self._begin(place)
-        with self.timeline.waiting("d2h"):
-            for place in places:
-                self._coming.pop(place).wait()
-        self._release(self.in_flight_bytes)
+        self._wait_there(places)
         end = 0
         for (rank, place), begin in (self._lay_out(places[0].tensor.unit)[0] if places else {}).items():
             if place in places:
@@ -104,6 +101,12 @@ class DownloadedGradients(JoinedGradients):
             del self._new[place]
         return self._sent[:end]
 
+    def _wait_there(self, places: Sequence[Place]) -> None:
+        """Wait until the gradients of `places` can be sent."""
+        with self.timeline.waiting("d2h"):
+            for place in places:
+                self._coming.pop(place).wait()
+        self._release(self.in_flight_bytes)
 
     def close(self) -> None:
         """Wait until no copy reads the device, and give the memory of the copies back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import uuid
@@ -19,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from memascend.common.sizes import AUTO
 from memascend.errors import CheckpointError, MemascendError, OutputError, first_line
 from memascend.offloading.hooks import wrapped_by
-from memascend.offloading.native import store_paths
+from memascend.offloading.native import store_paths, warn_of
 from memascend.offloading.places import place_of
 from memascend.ranks.group import group_of
 from memascend.ranks.membership import Membership
@@ -30,11 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place, Unit
-    from memascend.machine.cuda import ComputeDevice
+    from memascend.offloading.computing import Computing
     from memascend.offloading.native import StorePaths
     from memascend.ranks.group import Ranks
-
-_log = logging.getLogger("memascend")
 
 #: What of a location of a store the rank's number takes the place of.
 PATTERN = "{rank}"
@@ -109,29 +106,33 @@ def raise_on_all(ranks: Ranks, action: str, error: Exception | None) -> None:
         raise OutputError(f"rank 0 could not {action}: {told}")
 
 
-def compare_devices(ranks: Ranks, device: ComputeDevice | None, device_memory: int | None) -> None:
-    """Check where the ranks compute: all on CPUs, or each on a device; `device_memory` is what this one is given there.
+def compare_devices(ranks: Ranks, computing: Computing) -> None:
+    """Compare where the ranks compute: all on CPUs, or each on a device.
 
-    Raises MemascendError on every rank where some compute on devices and others do not, or where several have the same
-    device and one of them would take all that is free there.
+    Raises MemascendError on every rank where some compute on a device and others do not, or where two have the same
+    device and either would take all that is free there.
     """
-    limit = "" if device_memory is None else str(device_memory)
-    mine = "" if device is None else f"{device.identity}\n{device.torch_device}\n{limit}"
+    device, limit = computing.device, computing.device_memory
+    mine = "" if device is None else f"{device.identity}\n{device.torch_device}\n{'' if limit is None else limit}"
     told = [text.strip(" ").split("\n") for text in ranks.texts("compare the devices", mine)]
-    kinds = "; ".join(f"rank {rank}: {text[1] if text[1:] else 'the CPU'}" for rank, text in enumerate(told))
+    names = [text[1] if len(text) > 1 else "the CPU" for text in told]
+    where = "; ".join(f"rank {rank} on {name}" for rank, name in enumerate(names))
     if len({len(text) for text in told}) > 1:
-        raise MemascendError(f"some ranks compute on a device and others do not ({kinds}): give all of them one")
-    sharing = [[r for r, text in enumerate(told) if text[0] == identity] for identity, *_ in told if identity]
-    for same in (ranks_of for ranks_of in sharing if len(ranks_of) > 1):
-        names = "ranks " + ", ".join(map(str, same))
-        if any(not told[rank][2] for rank in same):
+        raise MemascendError(
+            f"some ranks compute on a device and others do not ({where}), whose results differ: give device= on all, "
+            "or on none"
+        )
+    by_device: dict[str, list[int]] = {}
+    for rank, (identity, *_) in enumerate(told):
+        by_device.setdefault(identity, []).append(rank)
+    for sharing in by_device.values() if device is not None else ():
+        if len(sharing) > 1 and not all(told[rank][2] for rank in sharing):
             raise MemascendError(
-                f"{names} compute on the same device ({kinds}): give each its own, as device=f\"cuda:{{os.environ['LOCAL_"
-                "RANK']}\", or have them share it with device_memory, of which their sum fits on it"
+                f"ranks {', '.join(map(str, sharing))} compute on the same device ({where}): give each a device of its "
+                "own, device=f\"cuda:{os.environ['LOCAL_RANK']}\", or device_memory, which divides the device"
             )
-        if ranks.rank == same[0]:
-            _log.warning("%s compute on the same device, one after the other", names)
-            return
+        if len(sharing) > 1 and ranks.rank in sharing:
+            warn_of(f"ranks {', '.join(map(str, sharing))} share {names[ranks.rank]}, and slow each other down")
 
 
 def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:

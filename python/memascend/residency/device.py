@@ -219,13 +219,9 @@ class DeviceStreamer(Streamer):
 
     def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
         """Return an empty buffer without users, or the one whose unit is used farthest away, beyond `sooner_than`."""
-        idle = [buffer for buffer in self.pool.buffers[self._device_size[unit]] if self._is_idle(buffer)]
+        idle = [buffer for buffer in self.pool.buffers[self._device_size[unit]] if not buffer.users]
         empty = next((buffer for buffer in idle if buffer.unit is None), None)
         return empty or farthest(idle, self._next_use_of_contents, beyond=sooner_than)
-
-    def _is_idle(self, buffer: Buffer) -> bool:
-        """Whether a buffer may be given to another unit."""
-        return not buffer.users
 
     def _next_use_of_contents(self, buffer: Buffer) -> int:
         assert buffer.unit is not None

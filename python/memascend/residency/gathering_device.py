@@ -1,4 +1,4 @@
-"""Residency on a device of a model whose store is divided over ranks: units are completed in host memory, then copied."""
+"""Residency on a device of a model that is divided over ranks: units are completed in host memory, then copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from memascend.residency.gathering import GatheringStreamer
 
 if TYPE_CHECKING:
     from memascend.layout.units import Unit
-    from memascend.residency.cuda import Buffer
     from memascend.residency.host import Residency
 
 
@@ -49,10 +48,6 @@ class GatheringDeviceStreamer(GatheringStreamer, DeviceStreamer):
 
     def _use(self, unit: Unit) -> torch.Tensor:
         return DeviceStreamer._use(self, unit)
-
-    def _is_idle(self, buffer: Buffer) -> bool:
-        # A rank that gave up the last unit would ask for it again, while others still have it.
-        return super()._is_idle(buffer) and buffer.unit not in self._whole
 
     def _upload_ahead(self, unit: Unit, number: int) -> bool:
         """Copy nothing: what was fetched ahead are this rank's shares."""
