@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import fake_cuda
 import rank_programs
+import torch.distributed as dist
 from simulated_device import Accesses, SimulatedDevice
 
 import memascend
@@ -142,6 +143,7 @@ def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     def offload(**options: Any) -> None:
         memascend.close(rank_programs.offload(rank_programs.build(), folder, **options))
 
+    refuse("backend", lambda: offload(process_group=dist.new_group(backend="cuda:gloo")))
     shared = SimulatedDevice(identity="shared")
     refuse("mixed", lambda: offload(**({"device": None, "device_memory": None} if rank else {})))
     refuse("shared", lambda: offload(device=shared, device_memory="64MiB" if rank else None))

@@ -662,7 +662,6 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
             told[name] = "done"
 
     wrong: dict[str, dict[str, Any]] = {
-        "device": {"device": "cuda"},
         "update": {"update": "backward"},
         "gradients": {"gradients": "bfloat16"},
         "fused_loss": {"fused_loss": True},
@@ -719,6 +718,18 @@ def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **
     return devices_of_ranks.run(program, rank, ranks, folder, library, **options)
 
 
+def on_gpus(rank: int, ranks: int, folder: Path, doing: str, computing: dict[str, Any], **options: Any) -> Any:
+    """Run another program, of which models compute on a real device: each rank has its own, if there are enough."""
+    OPTIONS.update({"allocator": "auto", "device": f"cuda:{rank % torch.cuda.device_count()}"} | computing)
+    return PROGRAMS[doing](rank, ranks, folder, **options)
+
+
+def with_nccl_alone(rank: int, ranks: int, folder: Path) -> Any:
+    """Offload in a group that moves no tensors of the CPU."""
+    memascend.close(offload(build(), folder, process_group=dist.new_group(backend="nccl")))
+    return {"error": "none"}
+
+
 _GATHERING = (update_between, change_order, hold_gathered)
 _TRAINING = (
     train,
@@ -742,6 +753,8 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
         *_TRAINING,
         *_GATHERING,
         on_device,
+        on_gpus,
+        with_nccl_alone,
         give_up,
         go_astray,
         overflow,

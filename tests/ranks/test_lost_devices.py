@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 #: What each error says, by what is tried in `devices_of_ranks.refused`.
 SAID = {
+    "backend": "use torch.distributed.init_process_group('cpu:gloo,cuda:nccl')",
     "mixed": "rank 1 on the CPU), whose results differ: give device= on all, or on none",
     "shared": "ranks 0, 1 compute on the same device",
     "divided": "done",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.offloading.joining import sent_bytes
+from memascend.layout.division import sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -222,8 +222,9 @@ def offload(
             step, or, ended by an exception, its last durable one. False removes them always.
         process_group: the ranks that the store is divided over: a group of torch.distributed, or a DeviceMesh of one
             dimension. None is the group that is initialised, if any; a group of this process alone divides nothing.
-            Over ranks the model computes on the CPU, "auto" means False for `fused_loss` and "step" for `durability`,
-            and options that are not done yet are refused.
+            It has a backend for CPU tensors ("gloo", "cpu:gloo,cuda:nccl"), also where each rank computes on a device
+            of its own. Over ranks "auto" means False for `fused_loss` and "step" for `durability`, and options that are
+            not done yet are refused.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",

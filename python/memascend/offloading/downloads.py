@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from memascend.layout.division import part_of, sent_bytes
 from memascend.machine.pinned import empty_pinned
-from memascend.offloading.joining import JoinedGradients, part_of, sent_bytes, trained_places
+from memascend.offloading.joining import JoinedGradients, trained_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

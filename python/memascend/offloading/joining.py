@@ -14,7 +14,8 @@ from memascend._memascend import GRADIENT_BLOCK
 from memascend.common.graphs import after_backward, in_backward
 from memascend.common.timeline import span
 from memascend.errors import MemascendError, RankError
-from memascend.layout.units import DTYPE_NAMES, as_held, round_up
+from memascend.layout.division import ALIGN_BYTES, part_of, sent_bytes
+from memascend.layout.units import DTYPE_NAMES, as_held
 from memascend.offloading.gradients import GradientCapture
 from memascend.vocabulary.gradient import TableGradient
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
     from memascend.residency.gathering import GatheringStreamer
 
-#: Pieces of gradients begin at multiples of this many bytes, so that the kernels can read each where it arrives.
-ALIGN_BYTES = 8
 #: What a rank says of a parameter: it has a new gradient of it; it keeps an earlier one, to which new ones are added.
 NEW, KEPT = 1, 2
 
@@ -283,15 +282,3 @@ class JoinedGradients(GradientCapture):
 def trained_places(unit: Unit) -> list[Place]:
     """Return the places of the unit's parameters whose gradients are exchanged, in their order."""
     return [place for tensor in unit.tensors if tensor.trained for place in tensor.places]
-
-
-def sent_bytes(place: Place, rank: int) -> int:
-    """Return how many bytes a rank is sent of a gradient."""
-    return round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES)
-
-
-def part_of(place: Place, rank: int) -> tuple[int, int, int]:
-    """Return what a rank's store has of a parameter; see `Shard.part`."""
-    shard = place.tensor.shard
-    assert shard is not None, "the tensors of a group are divided"
-    return shard.part(place.start, place.numel, rank)

@@ -216,7 +216,7 @@ class Session:
                     raise MemascendError(f"the store has no weights of {tensor.name}")
 
     def _make_streamer(self) -> Streamer:
-        options = {"forget_recomputed": forget_recomputed}
+        options: dict[str, Any] = {"forget_recomputed": forget_recomputed}
         streaming: tuple[Any, ...] = (self.runtime, self.units, self.plan, self.timeline)
         if self.device is not None and self.device_plan is not None:
             self.device.link = self.runtime.device
