@@ -49,6 +49,6 @@ def test_copies_and_bytes_sent_are_those_of_a_real_run(
         assert moved["h2d_bytes"] == pytest.approx(predicted["h2d"], rel=0.01)
         assert moved["d2h_bytes"] == predicted["d2h"]
         assert moved["network_bytes_sent"] == found["network"]["sent_bytes"][rank]
-    # With room for all units, a step copies each once, however many passes it has.
+    # With room for all units, a step copies each once, with its padding, however many passes it has.
     weights = found["model"]["parameters"] * 2
-    assert (predicted["h2d"] < 1.05 * weights) == (spare > 0)
+    assert (predicted["h2d"] < 1.2 * weights) == (spare > 0)

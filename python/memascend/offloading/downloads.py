@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Copy(NamedTuple):
-    """A copy from the device, as `GradientCapture` waits for one."""
+    """A `LeavingCopy` that ends with an event."""
 
     done: CudaEvent
 
