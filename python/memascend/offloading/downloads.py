@@ -43,9 +43,11 @@ class DownloadedGradients(JoinedGradients):
     def __init__(self, *args: Any, allocator: str) -> None:
         """Join gradients as `JoinedGradients` does; `allocator` makes the memory that they are copied to."""
         super().__init__(*args)
+        assert self.device is not None, "the model computes on a device"
         nbytes = max((self._lay_out(unit)[1] for unit in self._units), default=0)
-        #: The pieces of one unit's gradients: (bytes,) of uint8.
-        self._sent = empty_pinned(nbytes, torch.uint8, allocator=allocator)
+        with self.device.current():  # CUDA would make a context on another one.
+            #: The pieces of one unit's gradients: (bytes,) of uint8.
+            self._sent = empty_pinned(nbytes, torch.uint8, allocator=allocator)
         #: Gradients that are there or on their way, and the end of the copy.
         self._coming: dict[Place, CudaEvent] = {}
         #: Gradients that wait on the device, and the event at which each is computed.

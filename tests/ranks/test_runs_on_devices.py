@@ -1,4 +1,4 @@
-"""Ranks with a device each that are killed, and what is refused on devices."""
+"""Runs of ranks with a device each: killed and resumed, saved, with values that are not finite, and refused."""
 
 from __future__ import annotations
 
@@ -60,6 +60,21 @@ def test_checkpoints_are_gone_back_to_on_devices(tmp_path: Path, library: Path) 
         assert result["steps"] == 1 and result["left"] == "", result["left"]
         for run in ("first", "again"):
             assert bits.difference(result[run]["weights"], expected["weights"]) is None
+
+
+def test_an_overflow_on_one_device_is_known_to_all(tmp_path: Path, library: Path) -> None:
+    for result in rank_programs.run("on_device", 2, tmp_path, doing="overflow", library=library):
+        assert result == {"scale": 128.0, "norm": "nan", "skipped": 1, "same": True, "left": ""}
+
+
+def test_what_is_saved_from_devices_is_what_cpus_save(tmp_path: Path, library: Path) -> None:
+    saved = []
+    for name, program in (("cpus", {}), ("devices", {"doing": "save", "library": library})):
+        (tmp_path / name).mkdir()
+        results = rank_programs.run("on_device" if program else "save", 2, tmp_path / name, least=True, **program)
+        assert all(result.get("left", "") == "" and "error" not in result for result in results), results
+        saved.append({file.name: file.read_bytes() for file in (tmp_path / name / "out").iterdir()})
+    assert saved[0] == saved[1] and len(saved[0]) > 3
 
 
 def test_what_is_refused_on_devices_says_what_to_do(tmp_path: Path, library: Path) -> None:
