@@ -204,6 +204,11 @@ def offload(model: nn.Module, folder: Path, *, least: bool | str = False, **opti
     """Offload with the budget of `OPTIONS`, or the least one; with `least="first"` the first rank has the least."""
     folder.mkdir(exist_ok=True)
     options = {"store": f"{folder}/store{{rank}}"} | OPTIONS | options
+    if options.get("device_memory") in ("least", "least on the first"):
+        with pytest.raises(memascend.BudgetError) as too_small:
+            memascend.offload(model, **options | {"device_memory": 1})
+        some = options["device_memory"] == "least" or dist.get_rank() == 0
+        options["device_memory"] = too_small.value.smallest_bytes if some else "1GiB"
     if least:
         with pytest.raises(memascend.BudgetError) as too_small:
             memascend.offload(model, **options | {"host_memory": 1})
@@ -563,10 +568,12 @@ def resume(
 ) -> Any:
     """Go on with a run; `described` says that its store can make the model."""
     model = None if described else build(dtype, seed=5, kind=kind)
-    store, options = (
-        store or f"{folder}/{name}{{rank}}",
-        {"host_memory": OPTIONS["host_memory"], "allocator": "pageable"},
-    )
+    options = {name: value for name, value in OPTIONS.items() if name != "fused_loss"}
+    store = store or f"{folder}/{name}{{rank}}"
+    if options.get("device_memory") == "least":
+        with pytest.raises(memascend.BudgetError) as too_small:
+            memascend.resume(store, model=model, tag=tag, **options | {"device_memory": 1})
+        options["device_memory"] = too_small.value.smallest_bytes
     resumed = memascend.resume(store, model=model, tag=tag, **options)
     before = dict(memascend.parameters_of(resumed.model))
     run = Run(resumed.model, ranks * micro, range(rank, ranks * micro, ranks), optimizer=resumed.optimizer)
@@ -747,12 +754,13 @@ def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumul
     # Not for every program: transformers takes seconds to import.
     import traffic
 
-    options = {"host_memory": budget, "allocator": "pageable", "fused_loss": "auto"}
+    options = OPTIONS | {"host_memory": budget, "fused_loss": "auto"}
     model = memascend.offload(traffic.build(config), store=f"{folder}/store{{rank}}", **options)
     make, _, given = NAMED[optimizer]
     parameters = memascend.apollo_groups(model, **given) if issubclass(make, memascend.Apollo) else model.parameters()
     seen = traffic.steps(model, make(parameters, lr=1e-4), 4, accumulate, 2, 128, config.vocab_size)
     memascend.close(model)
+    seen = [stats | stats.get("device", {}) for stats in seen]
     return [{name: value for name, value in stats.items() if isinstance(value, int)} for stats in seen]
 
 
@@ -769,7 +777,6 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
             told[name] = "done"
 
     wrong: dict[str, dict[str, Any]] = {
-        "device": {"device": "cuda"},
         "update": {"update": "backward"},
         "gradients": {"gradients": "bfloat16"},
         "fused_loss": {"fused_loss": True},
@@ -818,6 +825,26 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     return told
 
 
+def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **options: Any) -> Any:
+    """Run another program, of which models compute on a simulated device: see `devices_of_ranks`."""
+    import devices_of_ranks  # Not for every program: it has memascend look for CUDA.
+
+    program = PROGRAMS.get(doing) or getattr(devices_of_ranks, doing)
+    return devices_of_ranks.run(program, rank, ranks, folder, library, **options)
+
+
+def on_gpus(rank: int, ranks: int, folder: Path, doing: str, computing: dict[str, Any], **options: Any) -> Any:
+    """Run another program, of which models compute on a real device: each rank has its own, if there are enough."""
+    OPTIONS.update({"allocator": "auto", "device": f"cuda:{rank % torch.cuda.device_count()}"} | computing)
+    return PROGRAMS[doing](rank, ranks, folder, **options)
+
+
+def with_nccl_alone(rank: int, ranks: int, folder: Path) -> Any:
+    """Offload in a group that moves no tensors of the CPU."""
+    memascend.close(offload(build(), folder, process_group=dist.new_group(backend="nccl")))
+    return {"error": "none"}
+
+
 _GATHERING = (update_between, change_order, hold_gathered)
 _TRAINING = (
     train,
@@ -842,7 +869,20 @@ _TRAINING = (
 )
 PROGRAMS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (*_TRAINING, *_GATHERING, give_up, go_astray, overflow, flush_each_step, measure, trace, refusals)
+    for function in (
+        *_TRAINING,
+        *_GATHERING,
+        on_device,
+        on_gpus,
+        with_nccl_alone,
+        give_up,
+        go_astray,
+        overflow,
+        flush_each_step,
+        measure,
+        trace,
+        refusals,
+    )
 }
 
 

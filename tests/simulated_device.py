@@ -8,6 +8,7 @@ first in this run. The process's `MEMASCEND_CUDART` has to name the fake before 
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -39,9 +40,10 @@ WITHOUT_DATA = frozenset(("aten::_unsafe_view", "aten::resize_", "aten::set_"))
 class SimulatedDevice(ComputeDevice):
     """A device without hardware."""
 
-    def __init__(self, total: int = 1 << 30) -> None:
-        """Have `total` bytes of memory, all free."""
+    def __init__(self, total: int = 1 << 30, identity: str | None = None) -> None:
+        """Have `total` bytes of memory, all free; without an `identity` it is a device of this process alone."""
         super().__init__(torch.device("cpu"))
+        self._identity = identity or f"simulated in {os.getpid()}"
         self.fake = Fake()
         self.fake.set("device_memory", total)
         self.total = total
@@ -50,6 +52,11 @@ class SimulatedDevice(ComputeDevice):
         #: Bytes that were reserved and are in use, those that PyTorch would keep after their use until its cache is
         #: emptied, and those of other processes.
         self.live = self.cached = self.others = 0
+
+    @property
+    def identity(self) -> str:
+        """Identifies the device among those of all processes."""
+        return self._identity
 
     def stream(self) -> int:
         """Return the handle of the stream that is computed on."""

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 #: What each error says, by what is tried in `rank_programs.refusals`.
 SAID = {
-    "device": "device='cuda' cannot be had yet",
     "update": "use update='forward'",
     "gradients": "use gradients='auto'",
     "fused_loss": "use fused_loss=False",

@@ -12,7 +12,7 @@ mod staging;
 mod stash;
 mod update;
 
-pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, Restore};
+pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, HostCopy, Restore};
 pub use error::{ExecError, Result};
 pub use executor::{Executor, KeptStates, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};

@@ -1,10 +1,11 @@
 //! The CUDA device: its link, events, captures, and bytes put aside.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 
-use memascend_exec::DeviceEvent;
+use memascend_exec::{DeviceEvent, HostCopy};
 use memascend_mem::Cudart;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -82,6 +83,29 @@ impl DeviceLink {
         // not use this buffer for anything else before the event.
         let upload = || unsafe { self.0.upload(lease, offset, bytes, target, &after) };
         py.detach(upload).map(CudaEvent).map_err(|error| exec_error(&error))
+    }
+
+    /// Copies bytes of the device to host memory, after `after`: of each of `parts`, `(source, bytes,
+    /// target)`, so many bytes from address `source` of the device to address `target`. Returns the
+    /// event that is done when all are there.
+    fn download(
+        &self,
+        py: Python<'_>,
+        parts: Vec<(usize, usize, usize)>,
+        after: &Bound<'_, CudaEvent>,
+    ) -> PyResult<CudaEvent> {
+        let after = &after.get().0;
+        let part = |(source, bytes, target)| {
+            let target = NonNull::new(std::ptr::with_exposed_provenance_mut(target));
+            let target =
+                target.ok_or_else(|| PyValueError::new_err("a copy from the device has no target"))?;
+            Ok(HostCopy { source, bytes, target })
+        };
+        let parts: Vec<_> = parts.into_iter().map(part).collect::<PyResult<_>>()?;
+        // SAFETY: the Python layer passes live, contiguous tensors on the device and in host memory,
+        // holds both until the event, and does not access the host's before.
+        let download = || unsafe { self.0.download(&parts, after) };
+        py.detach(download).map(CudaEvent).map_err(|error| exec_error(&error))
     }
 
     /// Counters: bytes and number of copies to the device (`h2d`) and from it (`d2h`), and how

@@ -1,37 +1,32 @@
 """What a rank sends to the others and receives from them in an optimizer step, as `memascend.stats` counts it.
 
-Weights of a unit are gathered when another one was used before it. Gradients are exchanged in every backward pass, and
-what their projections need of other ranks (APOLLO) in the step.
+Weights of a unit are gathered when another one was used before it, and on devices when it is not there. Gradients are
+exchanged in every backward pass, and what their projections need of other ranks (APOLLO) in the step.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from memascend.forecast.traffic import projections, uses
-from memascend.layout.units import round_up
-from memascend.offloading.joining import ALIGN_BYTES, part_of
+from memascend.forecast.traffic import projections
+from memascend.layout.division import sent_bytes
 from memascend.optim.joined_factors import Division
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
-    from memascend.forecast.traffic import Work
+    from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
 
 
-def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, Any]:
+def network(units: Sequence[Unit], work: Work, moved: Traffic) -> dict[str, Any]:
     """Return the bytes of each rank, as `forecast.report` describes them.
 
-    `units` are divided over `work.ranks`. All gradients are assumed to be there on every rank.
+    `units` are divided over `work.ranks`, and `moved` is what the first of them moves. All gradients are assumed to be
+    there on every rank.
     """
-    forward, backward = uses(model, units)
-    gathered = [number for number, _ in groupby([*forward, *backward] * work.grad_accum)]
     others = work.ranks - 1
-    weights = others * sum(units[number].stored_nbytes for number in gathered)
+    weights = others * moved.gathered
     kept = [work.grad_accum * _kept_bytes(units, rank) for rank in range(work.ranks)]
     divisions = [Division(made, 0, tensor.shard) for tensor, made in projections(units, work) if tensor.shard]
     sent = [
@@ -54,4 +49,4 @@ def network(model: nn.Module, units: Sequence[Unit], work: Work) -> dict[str, An
 def _kept_bytes(units: Sequence[Unit], rank: int) -> int:
     """Return the bytes of a backward pass's gradients that the store of `rank` keeps."""
     places = (place for unit in units for tensor in unit.tensors if tensor.trained for place in tensor.places)
-    return sum(round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES) for place in places)
+    return sum(sent_bytes(place, rank) for place in places)

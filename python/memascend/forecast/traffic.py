@@ -89,11 +89,13 @@ class Work:
 
 @dataclass(slots=True)
 class Traffic:
-    """SSD bytes of one optimizer step, by kind, and bytes of weights copied to a device."""
+    """SSD bytes of one optimizer step, by kind, bytes of weights copied to a device, and what ranks gather."""
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
     uploaded: int = 0
+    #: Over ranks: of the units that are gathered, the bytes that each rank's store has, one as often as it is gathered.
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -228,14 +230,17 @@ def traffic(
 ) -> Traffic:
     """Predict the SSD bytes of one optimizer step in the steady state, of a model trained whole.
 
-    With a `device_plan`, a unit is fetched only when the device does not hold it.
+    With a `device_plan`, a unit is fetched only when the device does not hold it, and over ranks gathered only then;
+    nothing is copied there ahead of a gather.
     """
     moved = Traffic()
     forward, backward = uses(model, units)
     wanted = [[number for number, _ in groupby([*forward, *backward])]] * work.grad_accum
     if device_plan is not None:
-        wanted = Replay(units, device_plan.units, DEVICE_AHEAD).step(wanted)
+        wanted = Replay(units, device_plan.units, DEVICE_AHEAD if work.ranks == 1 else 0).step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
+    if work.ranks > 1:
+        moved.gathered = sum(units[number].stored_nbytes for number, _ in groupby(chain(*wanted)))
     streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
     staying = {units.index(unit) for unit in plan.staying}
     fetched = [[number for number in uses if number not in streamed | staying] for uses in wanted]

@@ -80,7 +80,6 @@ def from_pretrained(
     ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
-            device=device,
             host_memory=host_memory,
             host_memory_max=host_memory_max,
             fused_loss=fused_loss,
@@ -97,6 +96,8 @@ def from_pretrained(
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
+        if ranks is not None:
+            over_ranks.compare_devices(ranks, computing)
         config = load_any_config(directory)
         with closing(WeightFiles(directory)) as files:
             model = empty_model(config, directory, parse_dtype(dtype))

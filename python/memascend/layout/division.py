@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend.layout.shards import Shard
+from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from memascend.layout.units import StoreTensor, Unit
+    from memascend.layout.units import Place, StoreTensor, Unit
+
+#: Pieces of gradients begin at multiples of this many bytes, so that the kernels can read each where it arrives.
+ALIGN_BYTES = 8
 
 
 def divide(units: Iterable[Unit], rank: int, ranks: int) -> None:
@@ -32,3 +36,15 @@ def whole_range(tensor: StoreTensor) -> tuple[int, int]:
     assert shard is not None, "the tensors of a group are divided"
     share_bytes = shard.elements * tensor.dtype.itemsize
     return tensor.offset - shard.rank * share_bytes, shard.ranks * share_bytes
+
+
+def part_of(place: Place, rank: int) -> tuple[int, int, int]:
+    """Return what a rank's store has of a parameter; see `Shard.part`."""
+    shard = place.tensor.shard
+    assert shard is not None, "the tensors of a group are divided"
+    return shard.part(place.start, place.numel, rank)
+
+
+def sent_bytes(place: Place, rank: int) -> int:
+    """Return how many bytes a rank is sent of a gradient."""
+    return round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES)

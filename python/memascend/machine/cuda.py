@@ -64,6 +64,11 @@ class ComputeDevice:
         """Number of the device among those that this process may see."""
         return self.torch_device.index or 0
 
+    @property
+    def identity(self) -> str:
+        """Identifies the device among those of all machines."""
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
+
     def stream(self) -> int:
         """Return the handle of the stream that PyTorch computes on in this thread."""
         return torch.cuda.current_stream(self.torch_device).cuda_stream

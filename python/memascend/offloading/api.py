@@ -225,8 +225,9 @@ def offload(
             step, or, ended by an exception, its last durable one. False removes them always.
         process_group: the ranks that the store is divided over: a group of torch.distributed, or a DeviceMesh of one
             dimension. None is the group that is initialised, if any; a group of this process alone divides nothing.
-            Over ranks the model computes on the CPU, "auto" means False for `fused_loss` and "step" for `durability`,
-            and options that are not done yet are refused.
+            It has a backend for CPU tensors ("gloo", "cpu:gloo,cuda:nccl"), also where each rank computes on a device
+            of its own. Over ranks "auto" means False for `fused_loss` and "step" for `durability`, and options that are
+            not done yet are refused.
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
@@ -244,7 +245,6 @@ def offload(
     ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
-            device=device,
             host_memory=host_memory,
             host_memory_max=host_memory_max,
             fused_loss=fused_loss,
@@ -258,6 +258,8 @@ def offload(
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
+        if ranks is not None:
+            over_ranks.compare_devices(ranks, computing)
         _check_parameters(model, computing.torch_device)
         # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
         units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -19,12 +19,22 @@ from memascend.vocabulary.gradient import TableGradient
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from memascend._memascend import Capture, CudaEvent, Projection, Runtime
+    from memascend._memascend import CudaEvent, Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, StoreTensor
     from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.early import EarlyUpdates
     from memascend.residency.host import Streamer
+
+
+class LeavingCopy(Protocol):
+    """A copy from the device that is under way."""
+
+    def copied(self) -> bool:
+        """Whether the device memory is no longer read."""
+
+    def wait_copied(self) -> None:
+        """Wait until the device memory is no longer read."""
 
 
 class GradientCapture:
@@ -61,9 +71,9 @@ class GradientCapture:
         self._accumulating: set[Place] = set()
         #: The most bytes of gradients that are on their way from the device while another is made.
         self.in_flight_bytes = in_flight_bytes
-        #: Copies under way from the device, the oldest first: the capture, the event at which the
+        #: Copies under way from the device, the oldest first: the copy, the event at which the
         #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
-        self._leaving: deque[tuple[Capture, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
+        self._leaving: deque[tuple[LeavingCopy, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
         self._leaving_bytes = 0
 
     def watch(self, place: Place) -> None:

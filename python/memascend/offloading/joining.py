@@ -14,7 +14,8 @@ from memascend._memascend import GRADIENT_BLOCK
 from memascend.common.graphs import after_backward, in_backward
 from memascend.common.timeline import span
 from memascend.errors import MemascendError, RankError
-from memascend.layout.units import DTYPE_NAMES, as_held, round_up
+from memascend.layout.division import ALIGN_BYTES, part_of, sent_bytes
+from memascend.layout.units import DTYPE_NAMES, as_held
 from memascend.offloading.gradients import GradientCapture
 from memascend.vocabulary.gradient import TableGradient
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
     from memascend.residency.gathering import GatheringStreamer
 
-#: Pieces of gradients begin at multiples of this many bytes, so that the kernels can read each where it arrives.
-ALIGN_BYTES = 8
 #: What a rank says of a parameter: it has a new gradient of it; it keeps an earlier one, to which new ones are added.
 NEW, KEPT = 1, 2
 
@@ -46,8 +45,8 @@ class JoinedGradients(GradientCapture):
         self._units = list(units)
         streamer: GatheringStreamer = self.streamer  # type: ignore[assignment]
         streamer.before_use = self._before_use
-        #: Gradients of this backward pass that have not been sent yet.
-        self._new: dict[Place, torch.Tensor] = {}
+        #: Gradients of this backward pass that have not been sent yet: None for one that `_pack` finds elsewhere.
+        self._new: dict[Place, torch.Tensor | None] = {}
         #: Sums of squares of the blocks on this rank, and whether a value is not finite, of gradients joined in this
         #: backward pass. The places are the same on all ranks.
         self._joined: dict[Place, tuple[list[float], bool]] = {}
@@ -91,8 +90,12 @@ class JoinedGradients(GradientCapture):
         gradient = self._take(place, accumulate)
         if gradient is not None:
             dense = gradient.dense() if isinstance(gradient, TableGradient) else gradient
-            self._new[place] = dense.detach()
+            self._keep_new(place, dense.detach())
             self._unfinished = True
+
+    def _keep_new(self, place: Place, gradient: torch.Tensor) -> None:
+        """Keep a gradient until it is sent."""
+        self._new[place] = gradient
 
     def _before_use(self, unit: Unit) -> None:
         """Exchange the gradients of the unit that the backward pass has used before `unit`."""
@@ -136,7 +139,7 @@ class JoinedGradients(GradientCapture):
     # ---- the exchange of a unit's gradients -------------------------------------------------------------
 
     def _exchange(self, unit: Unit) -> None:
-        places = [place for tensor in unit.tensors if tensor.trained for place in tensor.places]
+        places = trained_places(unit)
         if not places:
             return
         action = f"exchange the gradients of {unit.name}"
@@ -172,25 +175,14 @@ class JoinedGradients(GradientCapture):
         `owners` says of each place which ranks have a gradient. What came is of this rank's elements of the place.
         """
         mine = self.ranks.rank
-        sent: list[torch.Tensor] = []
         counts, wanted = [0] * self.ranks.size, [0] * self.ranks.size
         for rank in range(self.ranks.size):
             for place, has in zip(places, owners, strict=True):
-                size = place.dtype.itemsize
-                if has[mine]:
-                    first, _, count = part_of(place, rank)
-                    flat = self._new[place].contiguous().view(-1)[first : first + count].view(torch.uint8)
-                    padding = -len(flat) % ALIGN_BYTES
-                    sent += [flat, flat.new_zeros(padding)]
-                    counts[rank] += len(flat) + padding
-                if has[rank]:
-                    wanted[rank] += round_up(part_of(place, mine)[2] * size, ALIGN_BYTES)
+                counts[rank] += sent_bytes(place, rank) if has[mine] else 0
+                wanted[rank] += sent_bytes(place, mine) if has[rank] else 0
         if not any(map(any, owners)):
             return {}
-        packed = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)
-        for place in places:
-            self._new.pop(place, None)
-        del sent
+        packed = self._pack([place for place, has in zip(places, owners, strict=True) if has[mine]])
         received = self.ranks.exchange(action, packed, counts, wanted)
         pieces: dict[Place, list[torch.Tensor]] = {
             place: [] for place, has in zip(places, owners, strict=True) if any(has)
@@ -201,8 +193,23 @@ class JoinedGradients(GradientCapture):
                 if has[rank]:
                     nbytes = part_of(place, mine)[2] * place.dtype.itemsize
                     pieces[place].append(received[begin : begin + nbytes].view(place.dtype))
-                    begin += round_up(nbytes, ALIGN_BYTES)
+                    begin += sent_bytes(place, mine)
         return pieces
+
+    def _pack(self, places: Sequence[Place]) -> torch.Tensor:
+        """Return the bytes that each rank keeps of new gradients, which go: in the order of ranks, then of places."""
+        sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
+        for rank in range(self.ranks.size):
+            for place in places:
+                first, _, count = part_of(place, rank)
+                gradient = self._new[place]
+                assert gradient is not None, "it is kept here"
+                flat = gradient.contiguous().view(-1)[first : first + count].view(torch.uint8)
+                sent += [flat, flat.new_zeros(-len(flat) % ALIGN_BYTES)]
+        packed = torch.cat(sent)
+        for place in places:
+            del self._new[place]
+        return packed
 
     def _join(self, place: Place, pieces: Sequence[torch.Tensor]) -> None:
         """Keep the sum of the pieces, or add them to what is kept: (elements that this rank has of the place,) each."""
@@ -272,8 +279,6 @@ class JoinedGradients(GradientCapture):
         )
 
 
-def part_of(place: Place, rank: int) -> tuple[int, int, int]:
-    """Return what a rank's store has of a parameter; see `Shard.part`."""
-    shard = place.tensor.shard
-    assert shard is not None, "the tensors of a group are divided"
-    return shard.part(place.start, place.numel, rank)
+def trained_places(unit: Unit) -> list[Place]:
+    """Return the places of the unit's parameters whose gradients are exchanged, in their order."""
+    return [place for tensor in unit.tensors if tensor.trained for place in tensor.places]

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from memascend.common.sizes import AUTO
 from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.offloading.hooks import wrapped_by
+from memascend.offloading.native import warn_of
 from memascend.offloading.places import place_of
 from memascend.ranks.membership import Membership
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Place, Unit
+    from memascend.offloading.computing import Computing
     from memascend.ranks.group import Ranks
 
 #: Modules that would copy a model to ranks or devices themselves, by name.
@@ -34,7 +36,6 @@ _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
 
 def check_options(
     *,
-    device: Any,
     host_memory: Any,
     host_memory_max: Any,
     fused_loss: bool | str,
@@ -51,7 +52,6 @@ def check_options(
     durability = "step" if durability == "auto" else durability
     on_device = any(str(path).startswith("UUID=") or Path(path).is_block_device() for path in store)
     for refused, option, instead in (
-        (device is not None and torch.device(str(device)).type != "cpu", f"device={str(device)!r}", "the CPU"),
         (host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
         (host_memory_max is not None, "host_memory_max", "host_memory alone"),
         (fused_loss is True, "fused_loss=True", "fused_loss=False, which is what 'auto' means over ranks"),
@@ -83,6 +83,35 @@ def telling(ranks: Ranks | None) -> Iterator[None]:
         if ranks is not None:
             ranks.leave(first_line(error))
         raise
+
+
+def compare_devices(ranks: Ranks, computing: Computing) -> None:
+    """Compare where the ranks compute: all on CPUs, or each on a device.
+
+    Raises MemascendError on every rank where some compute on a device and others do not, or where two have the same
+    device and either would take all that is free there.
+    """
+    device, limit = computing.device, computing.device_memory
+    mine = "" if device is None else f"{device.identity}\n{device.torch_device}\n{'' if limit is None else limit}"
+    told = [text.strip(" ").split("\n") for text in ranks.texts("compare the devices", mine)]
+    names = [text[1] if len(text) > 1 else "the CPU" for text in told]
+    where = "; ".join(f"rank {rank} on {name}" for rank, name in enumerate(names))
+    if len({len(text) for text in told}) > 1:
+        raise MemascendError(
+            f"some ranks compute on a device and others do not ({where}), whose results differ: give device= on all, "
+            "or on none"
+        )
+    by_device: dict[str, list[int]] = {}
+    for rank, (identity, *_) in enumerate(told):
+        by_device.setdefault(identity, []).append(rank)
+    for sharing in by_device.values() if device is not None else ():
+        if len(sharing) > 1 and not all(told[rank][2] for rank in sharing):
+            raise MemascendError(
+                f"ranks {', '.join(map(str, sharing))} compute on the same device ({where}): give each a device of its "
+                "own, device=f\"cuda:{os.environ['LOCAL_RANK']}\", or device_memory, which divides the device"
+            )
+        if len(sharing) > 1 and ranks.rank in sharing:
+            warn_of(f"ranks {', '.join(map(str, sharing))} share {names[ranks.rank]}, and slow each other down")
 
 
 def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:

@@ -27,6 +27,7 @@ from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.automatic import Watch, growing_alone
+from memascend.offloading.downloads import DownloadedGradients
 from memascend.offloading.early import EarlyUpdates
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
@@ -35,6 +36,7 @@ from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, make_plan, replan
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.gathering import GatheringStreamer
+from memascend.residency.gathering_device import GatheringDeviceStreamer
 from memascend.residency.host import PassError, Streamer, early_use
 from memascend.residency.states import share_room, stay_whole
 from memascend.residency.tables import OffloadedTable
@@ -154,11 +156,11 @@ class Session:
             through = partial(self._writes_through, early=True)
             early = EarlyUpdates(self.streamer, self.generations, self.timeline, in_flight, through)
         capturing = (self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early)
-        self.gradients = (
-            GradientCapture(*capturing)
-            if membership is None
-            else JoinedGradients(membership.ranks, self.units, *capturing)
-        )
+        try:
+            self.gradients = self._make_gradients(capturing, options.get("allocator", "auto"))
+        except BaseException:
+            self.runtime.close(keep=resume)
+            raise
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
@@ -214,21 +216,23 @@ class Session:
                     raise MemascendError(f"the store has no weights of {tensor.name}")
 
     def _make_streamer(self) -> Streamer:
-        streaming = (self.runtime, self.units, self.plan, self.timeline)
+        options: dict[str, Any] = {"forget_recomputed": forget_recomputed}
+        streaming: tuple[Any, ...] = (self.runtime, self.units, self.plan, self.timeline)
+        if self.device is not None and self.device_plan is not None:
+            self.device.link = self.runtime.device
+            streaming = (*streaming, self.device, self.device_plan)
+            if self.membership is not None:
+                return GatheringDeviceStreamer(self.membership.ranks, *streaming, **options)
+            return DeviceStreamer(*streaming, **options)
         if self.membership is not None:
-            return GatheringStreamer(self.membership.ranks, *streaming, forget_recomputed=forget_recomputed)
-        if self.device is None or self.device_plan is None:
-            return Streamer(*streaming, forget_recomputed=forget_recomputed)
-        self.device.link = self.runtime.device
-        return DeviceStreamer(
-            self.runtime,
-            self.units,
-            self.plan,
-            self.timeline,
-            self.device,
-            self.device_plan,
-            forget_recomputed=forget_recomputed,
-        )
+            return GatheringStreamer(self.membership.ranks, *streaming, **options)
+        return Streamer(*streaming, **options)
+
+    def _make_gradients(self, capturing: tuple[Any, ...], allocator: str) -> GradientCapture:
+        if self.membership is None:
+            return GradientCapture(*capturing)
+        joined = self.membership.ranks, self.units, *capturing
+        return JoinedGradients(*joined) if self.device is None else DownloadedGradients(*joined, allocator=allocator)
 
     def _writes_through(self, early: bool = False) -> bool:
         """Whether updates, in the backward pass if `early`, write at once what stays in memory.
@@ -429,6 +433,7 @@ class Session:
 
     def set_device_memory(self, budget: int) -> None:
         """Change the budget of device memory; see `memascend.set_device_memory`."""
+        self.refuse_ranks("another budget of device memory", "give device_memory when it is offloaded or resumed")
         streamer, before = self.streamer, self.device_plan
         if before is None or not isinstance(streamer, DeviceStreamer):
             raise MemascendError(

@@ -11,6 +11,7 @@ import torch
 from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK, PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
+from memascend.layout.division import sent_bytes
 from memascend.layout.units import SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
 
@@ -279,19 +280,29 @@ def _plan(
 def _add_exchange(plan: Plan, units: Sequence[Unit], packed: dict[int, int]) -> None:
     """Plan what the ranks of a group exchange, and a buffer for the sum of a gradient block in each dtype.
 
-    A unit's gradients are autograd's until they have been sent, and what is received is as much at the most. Gloo
-    gathers a tensor's weights beside the buffer that they are for.
+    A unit's gradients are autograd's until they have been sent, and what is received is as much at the most. Those of a
+    device are copied to memory that is kept for them. Gloo gathers a tensor's weights beside the buffer that they are
+    for.
     """
     trained = [tensor for unit in units for tensor in unit.tensors if tensor.trained]
     for itemsize in {tensor.gradient_dtype.itemsize for tensor in trained}:
         nbytes = GRADIENT_BLOCK * itemsize
         packed[nbytes] = packed.get(nbytes, 0) + 1
-    gradients = max(
-        (sum(place.nbytes for t in unit.tensors if t.trained for place in t.places) for unit in units), default=0
-    )
+    gradients = max((_exchanged_bytes(unit) for unit in units), default=0)
     whole = max((t.nbytes * t.shard.ranks for unit in units for t in unit.tensors if t.shard is not None), default=0)
-    plan.exchanged.nbytes, plan.exchanged.count = max(gradients, -(-whole // 2)), 2
+    plan.exchanged.nbytes, plan.exchanged.count = max(gradients, -(-(gradients + whole) // 2)), 2
     plan.exchanged.note = "beside the arena: sent and received"
+
+
+def _exchanged_bytes(unit: Unit) -> int:
+    """Return the bytes of a unit's gradients as they are sent to all ranks."""
+    return sum(
+        sent_bytes(place, rank)
+        for tensor in unit.tensors
+        if tensor.trained and tensor.shard is not None
+        for place in tensor.places
+        for rank in range(tensor.shard.ranks)
+    )
 
 
 def updates_early(tensor: StoreTensor) -> bool:

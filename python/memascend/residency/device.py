@@ -152,11 +152,14 @@ class DeviceStreamer(Streamer):
     def _bring(self, unit: Unit) -> torch.Tensor:
         if self._to_host:
             return super()._bring(unit)
-        buffer = self._on_device.get(unit)
-        if buffer is None:
+        if unit not in self._on_device:
             self._hosted(unit)
-            buffer = self._buffer(unit)
-            self._upload(unit, buffer)
+            self._upload(unit, self._buffer(unit))
+        return self._use(unit)
+
+    def _use(self, unit: Unit) -> torch.Tensor:
+        """Begin a use of a unit that is on the device, or on its way there, and return its bytes."""
+        buffer = self._on_device[unit]
         assert buffer.arrived is not None
         self.device.wait(buffer.arrived)
         return self.pool.use(buffer)
@@ -165,9 +168,13 @@ class DeviceStreamer(Streamer):
         buffer = self._on_device.get(unit)
         if buffer is not None:
             hosted = self._hosted(unit)
-            if unit in self._uploads:
-                self._uploads[unit].wait(self.timeline)  # the copy that reads these bytes
+            self._wait_uploaded(unit)
             hosted[: unit.nbytes].copy_(self.pool.use(buffer)[: unit.nbytes])
+
+    def _wait_uploaded(self, unit: Unit) -> None:
+        """Wait until no copy reads the unit's bytes in host memory, which are about to be written to."""
+        if unit in self._uploads:
+            self._uploads[unit].wait(self.timeline)
 
     # ---- device buffers ---------------------------------------------------------------------------------
 

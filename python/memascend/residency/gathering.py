@@ -31,7 +31,8 @@ class GatheringStreamer(Streamer):
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         """Stream as `Streamer` does, with the other `ranks`."""
-        #: Units that hold the shares of all ranks: those in use, and the one that was used last.
+        #: Units that hold the shares of all ranks, where the model computes: those in use, and the one that was used
+        #: last.
         self._whole: set[Unit] = set()
         self._gathers = True
         self.ranks = ranks
@@ -44,15 +45,26 @@ class GatheringStreamer(Streamer):
             return self._hosted(unit)
         if in_backward():
             self.before_use(unit)
-        if unit in self._whole:
-            return self._hosted(unit)
-        self.forget_last_use()
+        if unit not in self._whole:
+            self.forget_last_use()
+            self._bring_whole(unit)
+            self._whole.add(unit)
+        return self._use(unit)
+
+    def _bring_whole(self, unit: Unit) -> None:
+        """Bring the shares of all ranks to where the model computes."""
+        self._gather(unit)
+
+    def _use(self, unit: Unit) -> torch.Tensor:
+        """Return the bytes of a unit that is whole where the model computes."""
+        return self._hosted(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        """Complete the unit's bytes in host memory."""
         storage = self._hosted(unit)
         with span(f"gather {unit.name}"):
             ranges = (whole_range(tensor) for tensor in unit.tensors)
             self.ranks.gather(f"gather {unit.name}", [storage[begin : begin + nbytes] for begin, nbytes in ranges])
-        self._whole.add(unit)
-        return storage
 
     def _busy(self, residency: Residency) -> bool:
         # A rank that gave up the last unit would gather it again, while others still have it.

@@ -126,7 +126,6 @@ def resume(
     paths = paths_of(store, process_group)
     if ranks is not None:
         durability = over_ranks.check_options(
-            device=device,
             host_memory=host_memory,
             host_memory_max=host_memory_max,
             fused_loss=False,
@@ -156,6 +155,8 @@ def resume(
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
         )
+        if ranks is not None:
+            over_ranks.compare_devices(ranks, computing)
         units = _divide(model, record, computing, ranks)
         plan, automatic = plan_for(units, host_memory, host_memory_max, update)
         session = Session(
@@ -342,7 +343,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
-    if ranks is not None:
+    if ranks is not None and computing.device is None:
         _refuse_pieces(model, computing)
     fused_loss = computing.fused_loss if ranks is None else None
     units = partition(model, computing.torch_device, fused_loss, computing.gradients)

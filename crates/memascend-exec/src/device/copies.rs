@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -91,6 +92,22 @@ fn wait(event: &CudaEvent, waits: &AtomicU64) -> Result<()> {
     Ok(())
 }
 
+/// Bytes to be copied from the device to host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct HostCopy {
+    /// Device address of the first byte.
+    pub source: usize,
+    /// Number of bytes.
+    pub bytes: usize,
+    /// Where they go.
+    pub target: NonNull<u8>,
+}
+
+// SAFETY: the target is only an address; `DeviceLink::download` says what its caller vouches for.
+unsafe impl Send for HostCopy {}
+// SAFETY: as above.
+unsafe impl Sync for HostCopy {}
+
 /// What to copy from the device, and how to cut it.
 pub(crate) struct Download {
     /// Device address of the first piece.
@@ -176,6 +193,33 @@ impl Copies {
         let event = end_of_copy(stream, lease)?;
         lease.return_after(Arc::clone(&event) as Arc<dyn Fence>);
         Ok(event)
+    }
+
+    /// Enqueues copies from the device to host memory, after `after`. Returns the event that marks
+    /// the end of all.
+    ///
+    /// # Safety
+    /// Each part's ranges live until the event is done. The source is not written, and the target
+    /// not accessed, from `after` until then.
+    pub(super) unsafe fn copy_to_host(
+        &self,
+        parts: &[HostCopy],
+        after: &CudaEvent,
+    ) -> memascend_mem::Result<CudaEvent> {
+        let enqueue = || {
+            self.download.wait(after)?;
+            for part in parts {
+                // SAFETY: the caller's promise.
+                unsafe { self.download.copy_to_host(part.target, part.source, part.bytes)? };
+                self.counters.d2h_copies.fetch_add(1, Ordering::Relaxed);
+                self.counters.d2h_bytes.fetch_add(part.bytes as u64, Ordering::Relaxed);
+            }
+            self.download.record()
+        };
+        enqueue().inspect_err(|_| {
+            // Without an event the caller would not know when the earlier copies have ended.
+            let _ = self.drain(&self.download);
+        })
     }
 
     /// Copies bytes of the device into chunks of `staging`, and calls `consume(index, chunk, stays,

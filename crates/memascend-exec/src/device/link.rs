@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
 
-use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent};
+use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent, HostCopy};
 use super::{Capture, Outcome, Restore, capture, restore};
 use crate::{DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
 
@@ -135,6 +135,24 @@ impl DeviceLink {
             // SAFETY: the caller's promise.
             unsafe { copies.copy_to_device(&copies.upload, lease, offset, bytes, target) }
         })?;
+        Ok(copies.event(event))
+    }
+
+    /// Copies bytes of the device to host memory, after `after`. Returns the event that marks the end
+    /// of all copies.
+    ///
+    /// # Errors
+    /// [`ExecError::Device`] where a copy cannot be enqueued; then none is under way, unless the device
+    /// has failed altogether.
+    ///
+    /// # Safety
+    /// Each part's ranges are as many bytes of device memory and of host memory, which live until the
+    /// returned event is done. The source is not written, and the target not accessed, from `after`
+    /// until then.
+    pub unsafe fn download(&self, parts: &[HostCopy], after: &DeviceEvent) -> Result<DeviceEvent> {
+        let copies = self.copies()?;
+        // SAFETY: the caller's promise.
+        let event = copies.on_device(|_| unsafe { copies.copy_to_host(parts, &after.event) })?;
         Ok(copies.event(event))
     }
 

@@ -8,7 +8,7 @@ mod outcome;
 mod restore;
 
 pub use capture::{Capture, DeviceGradient};
-pub use copies::{DeviceCounters, DeviceEvent};
+pub use copies::{DeviceCounters, DeviceEvent, HostCopy};
 pub use link::DeviceLink;
 pub use restore::Restore;
 

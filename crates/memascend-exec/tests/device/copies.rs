@@ -1,8 +1,9 @@
 //! What is put aside comes back, in order, and a copy that fails is told.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 
-use memascend_exec::Stash;
+use memascend_exec::{DeviceEvent, ExecError, HostCopy, Stash};
 use memascend_kernels::Dtype;
 
 use crate::rig::{BLOCK, RESERVE, Rig, Timing, assert_same, device_failure, until};
@@ -101,10 +102,66 @@ fn a_copy_that_fails_is_told_to_what_waits_for_it_and_harms_no_other() {
     }
 }
 
+/// Copies both halves of `source` to the other half of `target`, which are left alone until the event.
+fn swap_halves(rig: &Rig, source: &[u8], target: &mut [u8]) -> DeviceEvent {
+    let (half, ready) = (source.len() / 2, rig.computed(source));
+    let parts: Vec<_> = target
+        .chunks_mut(half)
+        .rev()
+        .zip(source.chunks(half))
+        .map(|(to, from)| HostCopy {
+            source: from.as_ptr().addr(),
+            bytes: half,
+            target: NonNull::from(to).cast(),
+        })
+        .collect();
+    // SAFETY: the caller's promise.
+    unsafe { rig.link.download(&parts, &ready) }.unwrap()
+}
+
+#[test]
+fn parts_are_there_when_the_event_is_done() {
+    for timing in Timing::all() {
+        within_patience("download", move || {
+            let rig = Rig::new(20, timing);
+            let (source, mut target) = ([vec![1_u8; 500], vec![2; 500]].concat(), vec![0_u8; 1000]);
+            let there = swap_halves(&rig, &source, &mut target);
+            there.wait().unwrap();
+            assert!(target == [vec![2_u8; 500], vec![1; 500]].concat());
+            assert_eq!((rig.link.counters().d2h_copies, rig.link.counters().d2h_bytes), (2, 1000));
+            assert_eq!(rig.fake.get(c"fake_races"), 0);
+            drop(there);
+            rig.end();
+        });
+    }
+}
+
+#[test]
+fn a_copy_that_cannot_be_enqueued_is_an_error_of_the_device() {
+    within_patience("a download that fails", || {
+        let rig = Rig::new(20, Timing::all()[1]);
+        let (source, mut target) = (vec![1_u8; 1000], vec![0_u8; 1000]);
+        let ready = rig.computed(&source);
+        let target_start = NonNull::from(&mut target[..]).cast();
+        let copy = HostCopy { source: source.as_ptr().addr(), bytes: 1000, target: target_start };
+        rig.fake.fail(c"cudaMemcpyAsync", 719);
+        // SAFETY: both are left alone until the end.
+        let failed = unsafe { rig.link.download(&[copy], &ready) };
+        rig.fake.fail(c"cudaMemcpyAsync", 0);
+        assert!(device_failure(failed).contains("cudaMemcpyAsync"));
+        assert!(target == vec![0; 1000]);
+        rig.link.close();
+        // SAFETY: as above.
+        assert!(matches!(unsafe { rig.link.download(&[copy], &ready) }, Err(ExecError::Closed)));
+        drop(ready);
+        rig.end();
+    });
+}
+
 /// The race detector of the fake sees each order that this module makes: left out, it is missed.
 #[test]
 fn every_wait_is_needed() {
-    for skipped in 1..=4 {
+    for skipped in 1..=5 {
         within_patience("a wait left out", move || {
             // Dropped after the rig, which ends the copies: they are late where a wait is left out.
             let (part, mut target, mut back) = (vec![1_u8; 1000], vec![0_u8; 1000], vec![0_u8; 1000]);
@@ -119,7 +176,9 @@ fn every_wait_is_needed() {
             let stash = rig.stash(&part, false);
             stash.wait_copied().unwrap();
             rig.restore(&stash, &mut back).enqueued().unwrap().wait().unwrap();
-            assert!(rig.fake.get(c"fake_waits") == 4, "upload, its use, download, restore");
+            let there = swap_halves(&rig, &part, &mut back);
+            there.wait().unwrap();
+            assert!(rig.fake.get(c"fake_waits") == 5, "upload, its use, stash, restore, download");
             assert!(rig.fake.get(c"fake_races") > 0, "wait {skipped} orders nothing");
         });
     }

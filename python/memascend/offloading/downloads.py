@@ -1,0 +1,117 @@
+"""Gradients that a device makes, on their way to the other ranks: each is copied to where it is sent from."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from memascend.layout.division import part_of, sent_bytes
+from memascend.machine.pinned import empty_pinned
+from memascend.offloading.joining import JoinedGradients, trained_places
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend._memascend import CudaEvent
+    from memascend.layout.units import Place, Unit
+
+
+class _Copy(NamedTuple):
+    """A `LeavingCopy` that ends with an event."""
+
+    done: CudaEvent
+
+    def copied(self) -> bool:
+        """Whether the device memory is no longer read."""
+        return self.done.is_done()
+
+    def wait_copied(self) -> None:
+        """Wait until the device memory is no longer read."""
+        self.done.wait()
+
+
+class DownloadedGradients(JoinedGradients):
+    """Joins, in host memory, gradients that a device makes.
+
+    A gradient of the unit that the backward pass uses is copied as soon as it is made, while the device goes on, to
+    where its pieces are sent from: page-locked memory for the gradients of one unit, in the order of the ranks and then
+    of the parameters. Other gradients wait on the device until their unit is exchanged.
+    """
+
+    def __init__(self, *args: Any, allocator: str) -> None:
+        """Join gradients as `JoinedGradients` does; `allocator` makes the memory that they are copied to."""
+        super().__init__(*args)
+        assert self.device is not None, "the model computes on a device"
+        nbytes = max((self._lay_out(unit)[1] for unit in self._units), default=0)
+        with self.device.current():  # CUDA would make a context on another one.
+            #: The pieces of one unit's gradients: (bytes,) of uint8.
+            self._sent = empty_pinned(nbytes, torch.uint8, allocator=allocator)
+        #: Gradients that are there or on their way, and the end of the copy.
+        self._coming: dict[Place, CudaEvent] = {}
+        #: Gradients that wait on the device, and the event at which each is computed.
+        self._waiting: dict[Place, tuple[torch.Tensor, CudaEvent]] = {}
+
+    def _lay_out(self, unit: Unit) -> tuple[dict[tuple[int, Place], int], int]:
+        """Return where the piece of each rank and parameter begins that has a gradient, and the bytes of all."""
+        begins, end = {}, 0
+        for rank in range(self.ranks.size):
+            for place in trained_places(unit):
+                begins[rank, place] = end
+                end += sent_bytes(place, rank)
+        return begins, end
+
+    def _keep_new(self, place: Place, gradient: torch.Tensor) -> None:
+        assert self.device is not None
+        gradient = gradient.contiguous()
+        self._new[place] = None
+        self._waiting[place] = gradient, self.device.record()
+        if place.tensor.unit is self._used:
+            self._begin(place)
+
+    def _begin(self, place: Place) -> None:
+        """Start copying a gradient from the device, of the only unit whose gradients are in `_sent`."""
+        assert self.device is not None and self.device.link is not None
+        gradient, computed = self._waiting.pop(place)
+        begins, _ = self._lay_out(place.tensor.unit)
+        parts = []
+        for rank in range(self.ranks.size):
+            first, _, count = part_of(place, rank)
+            if count:
+                source = gradient.data_ptr() + first * gradient.itemsize
+                parts.append((source, count * gradient.itemsize, self._sent.data_ptr() + begins[rank, place]))
+        done = self.device.link.download(parts, computed)
+        self._coming[place] = done
+        self._leaving.append((_Copy(done), computed, gradient.nbytes, (gradient,)))
+        self._leaving_bytes += gradient.nbytes
+        self._release(self.in_flight_bytes)
+
+    def _pack(self, places: Sequence[Place]) -> torch.Tensor:
+        for place in places:
+            if place in self._waiting:
+                self._begin(place)
+        self._wait_there(places)
+        end = 0
+        for (rank, place), begin in (self._lay_out(places[0].tensor.unit)[0] if places else {}).items():
+            if place in places:
+                if begin != end:
+                    # A parameter before it has no gradient here.
+                    address = self._sent.data_ptr()
+                    ctypes.memmove(address + end, address + begin, sent_bytes(place, rank))
+                end += sent_bytes(place, rank)
+        for place in places:
+            del self._new[place]
+        return self._sent[:end]
+
+    def _wait_there(self, places: Sequence[Place]) -> None:
+        """Wait until the gradients of `places` can be sent."""
+        with self.timeline.waiting("d2h"):
+            for place in places:
+                self._coming.pop(place).wait()
+        self._release(self.in_flight_bytes)
+
+    def close(self) -> None:
+        """Wait until no copy reads the device, and give the memory of the copies back."""
+        super().close()
+        self._sent = self._sent.new_empty(0)

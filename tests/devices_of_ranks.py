@@ -1,0 +1,167 @@
+"""Ranks that compute on simulated devices, one each, where copies are as late as CUDA allows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import fake_cuda
+import rank_programs
+import torch.distributed as dist
+from simulated_device import Accesses, SimulatedDevice
+
+import memascend
+from memascend.offloading import activations
+from memascend.offloading.downloads import DownloadedGradients
+from memascend.residency.gathering_device import GatheringDeviceStreamer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from memascend.layout.units import Place
+
+
+def run(
+    program: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    folder: Path,
+    library: Path,
+    settings: dict[str, int] | None = None,
+    computing: dict[str, Any] | None = None,
+    without: str | None = None,
+    **options: Any,
+) -> Any:
+    """Run one of `rank_programs` whose models compute on a simulated device, of the runtime in `library`.
+
+    Args:
+        settings: of the runtime: see `Fake.set`.
+        computing: options of `memascend.offload` and `resume`; `device_memory="least"` is what a model needs.
+        without: the name in `OMISSIONS` of what is left out.
+
+    Of a dictionary, the result also has what is "left": what the runtime says of races, the collectives' among them,
+    and of what was not given back.
+    """
+    own = folder / f"cudart{rank}-{os.getpid()}"
+    own.mkdir(parents=True)
+    os.environ[fake_cuda.VARIABLE] = str(shutil.copy(library, own))
+    activations.STASH_FROM_BYTES = 1
+    fake = fake_cuda.Fake()
+    for name, value in ({"lazy": 1, "seed": rank} | (settings or {})).items():
+        fake.set(name, value)
+    rank_programs.OPTIONS |= {"allocator": "auto", "device": SimulatedDevice(), "device_memory": "1GiB"}
+    rank_programs.OPTIONS |= computing or {}
+    if without is not None:
+        OMISSIONS[without]()
+    with Accesses(fake):
+        result = program(rank, ranks, folder, **options)
+    gc.collect()
+    return result | {"left": _left(fake)} if isinstance(result, dict) else result
+
+
+def _left(fake: fake_cuda.Fake) -> str:
+    try:
+        fake.assert_clean()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+# ---- what may be left out -----------------------------------------------------------------------------------
+
+
+def _gather_at_once() -> None:
+    """Gather into a buffer from which a copy is under way."""
+    GatheringDeviceStreamer._wait_uploaded = lambda *_: None  # type: ignore[method-assign]
+
+
+def _send_at_once() -> None:
+    """Send gradients that are not there yet."""
+
+    def wait_for_none(self: DownloadedGradients, places: list[Place]) -> None:
+        for place in places:
+            del self._coming[place]
+
+    DownloadedGradients._wait_there = wait_for_none  # type: ignore[method-assign, assignment]
+
+
+def _copy_at_once() -> None:
+    """Copy gradients that are not computed yet."""
+    keep_new = DownloadedGradients._keep_new
+    earlier: list[Any] = []
+
+    def keep(self: DownloadedGradients, place: Place, gradient: torch.Tensor) -> None:
+        device: Any = self.device
+        earlier.append(earlier[0] if earlier else device.record())
+        device.record = lambda: earlier[0]
+        keep_new(self, place, gradient)
+        del device.record
+
+    DownloadedGradients._keep_new = keep  # type: ignore[method-assign]
+
+
+def _drop_at_once() -> None:
+    """Let go of gradients that are being copied."""
+
+    def drop(self: DownloadedGradients, _: int) -> None:
+        self._leaving.clear()
+
+    DownloadedGradients._release = drop  # type: ignore[method-assign]
+
+
+OMISSIONS = {
+    function.__name__[1:]: function for function in (_gather_at_once, _send_at_once, _copy_at_once, _drop_at_once)
+}
+
+
+# ---- programs of their own ----------------------------------------------------------------------------------
+
+
+def evaluate(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Run passes without gradients, so that the host waits for nothing of the device's but what it has to."""
+    return {"outputs": rank_programs.change_order(rank, ranks, folder, least=False)}
+
+
+def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """Do what is refused on devices, and return what each error says, and what a warning says of a shared device."""
+    told: dict[str, str] = {}
+
+    def refuse(name: str, do: Callable[[], Any]) -> None:
+        try:
+            do()
+        except memascend.MemascendError as error:
+            told[name] = str(error)
+        else:
+            told[name] = "done"
+
+    def offload(**options: Any) -> None:
+        memascend.close(rank_programs.offload(rank_programs.build(), folder, **options))
+
+    refuse("backend", lambda: offload(process_group=dist.new_group(backend="cuda:gloo")))
+    shared = SimulatedDevice(identity="shared")
+    refuse("mixed", lambda: offload(**({"device": None, "device_memory": None} if rank else {})))
+    refuse("shared", lambda: offload(device=shared, device_memory="64MiB" if rank else None))
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("memascend").addHandler(handler)
+    refuse("divided", lambda: offload(device=shared, device_memory="64MiB"))
+    logging.getLogger("memascend").removeHandler(handler)
+    told["warning"] = "; ".join(warnings)
+    model = rank_programs.offload(rank_programs.build(), folder)
+    refuse("device memory", lambda: memascend.set_device_memory(model, "512MiB"))
+    refuse("write", lambda: model.head.weight.data.mul_(2.0))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    refuse("apollo", lambda: memascend.Apollo(memascend.apollo_groups(model, rank=8), lr=1e-3))
+    optimizer = memascend.AdamW(trained, lr=1e-2)
+    model(rank_programs.batch(rank))["loss"].backward()
+    refuse("gradient", lambda: model.head.weight.grad.sum())
+    optimizer.zero_grad()
+    memascend.close(model)
+    return told

@@ -1,0 +1,40 @@
+"""Ranks on real devices: two on one device, or on one each where there are two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import bits
+import pytest
+import rank_programs
+import torch
+
+import memascend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("device_memory", ["1GiB", "least"])
+def test_ranks_are_micro_batches_of_one_process(device_memory: str, activations: str, tmp_path: Path) -> None:
+    training = {"dtype": "bfloat16", "micro": 2}
+    computing = {"device_memory": device_memory, "activations": activations}
+    alone = rank_programs.offload(rank_programs.build("bfloat16"), tmp_path / "alone", device="cuda:0", **computing)
+    expected = rank_programs.Run(alone, 4, range(4)).go(2).result()
+    memascend.close(alone)
+    losses: dict[int, float] = {}
+    for result in rank_programs.run("on_gpus", 2, tmp_path, doing="train", computing=computing, **training):
+        assert "error" not in result, result
+        losses |= result["losses"]
+        assert bits.difference(result["norms"], expected["norms"]) is None
+        assert bits.difference(result["weights"], expected["weights"]) is None
+    assert losses == expected["losses"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this PyTorch has no NCCL")
+def test_a_group_of_nccl_alone_is_refused(tmp_path: Path) -> None:
+    for result in rank_programs.run("with_nccl_alone", 2, tmp_path):
+        assert "use torch.distributed.init_process_group('cpu:gloo,cuda:nccl')" in result["error"]
