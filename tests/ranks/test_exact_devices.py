@@ -44,6 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
     "memory that is not pinned": {"ranks": 2, "computing": {"allocator": "pageable"}},
     "t5": {"ranks": 2, "kind": "t5", "computing": LEAST, "offloading": {"least": True}, "settings": LATE},
     "lora": {"ranks": 2, "kind": "lora", "computing": LEAST},
+    "apollo": {
+        "ranks": 2,
+        "kind": "matrices",
+        "algorithm": "Apollo",
+        "projection": {"rank": 8},
+        "computing": LEAST,
+        "settings": LATE,
+    },
 }
 
 

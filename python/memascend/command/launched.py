@@ -132,7 +132,6 @@ def conflict(settings: Settings) -> str | None:
         (settings.device, "a GPU computes in one: leave --device out, or start one process"),
         (settings.host_memory == "auto", "--host-memory auto is for one: give a size such as 8GiB for each process"),
         (settings.gradients != "auto", f"--gradients {settings.gradients} is for one: leave it out"),
-        (settings.optimizer.startswith("apollo"), f"--optimizer {settings.optimizer} is for one: choose another"),
         (
             settings.evaluation and settings.durability == "none",
             "the best model is kept in the stores: leave --durability none out, or --eval",
