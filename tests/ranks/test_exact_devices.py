@@ -38,6 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "devices that differ": {"ranks": 2, "micro": 2, "computing": {"device_memory": "least on the first"}},
     "host budgets that differ": {"ranks": 2, "micro": 2, "offloading": {"least": "first"}, "settings": LATE},
+    "host budgets that differ, not recomputed": {
+        "ranks": 2,
+        "computing": LEAST | {"recompute": False},
+        "offloading": {"least": "first"},
+    },
     "opaque outputs": {"ranks": 2, "opaque": True},
     "scaled": {"ranks": 2, "dtype": "float16", "scaled": True},
     "8 bits, bfloat16": {"ranks": 2, "dtype": "bfloat16", "states": "8bit"},

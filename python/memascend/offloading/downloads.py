@@ -44,7 +44,9 @@ class DownloadedGradients(JoinedGradients):
         """Join gradients as `JoinedGradients` does; `allocator` makes the memory that they are copied to."""
         super().__init__(*args)
         assert self.device is not None, "the model computes on a device"
-        nbytes = max((self._lay_out(unit)[1] for unit in self._units), default=0)
+        #: For each unit: where the piece of each rank and parameter begins that may have a gradient.
+        self._begins: dict[Unit, dict[tuple[int, Place], int]] = {}
+        nbytes = max(map(self._lay_out, self._units), default=0)
         with self.device.current():  # CUDA would make a context on another one.
             #: The pieces of one unit's gradients: (bytes,) of uint8.
             self._sent = empty_pinned(nbytes, torch.uint8, allocator=allocator)
@@ -53,14 +55,14 @@ class DownloadedGradients(JoinedGradients):
         #: Gradients that wait on the device, and the event at which each is computed.
         self._waiting: dict[Place, tuple[torch.Tensor, CudaEvent]] = {}
 
-    def _lay_out(self, unit: Unit) -> tuple[dict[tuple[int, Place], int], int]:
-        """Return where the piece of each rank and parameter begins that has a gradient, and the bytes of all."""
-        begins, end = {}, 0
+    def _lay_out(self, unit: Unit) -> int:
+        """Place the pieces of a unit's gradients, and return their bytes."""
+        begins, end = self._begins.setdefault(unit, {}), 0
         for rank in range(self.ranks.size):
             for place in trained_places(unit):
                 begins[rank, place] = end
                 end += sent_bytes(place, rank)
-        return begins, end
+        return end
 
     def _keep_new(self, place: Place, gradient: torch.Tensor) -> None:
         assert self.device is not None
@@ -74,7 +76,7 @@ class DownloadedGradients(JoinedGradients):
         """Start copying a gradient from the device, of the only unit whose gradients are in `_sent`."""
         assert self.device is not None and self.device.link is not None
         gradient, computed = self._waiting.pop(place)
-        begins, _ = self._lay_out(place.tensor.unit)
+        begins = self._begins[place.tensor.unit]
         parts = []
         for rank in range(self.ranks.size):
             first, _, count = part_of(place, rank)
@@ -92,9 +94,9 @@ class DownloadedGradients(JoinedGradients):
             if place in self._waiting:
                 self._begin(place)
         self._wait_there(places)
-        end = 0
-        for (rank, place), begin in (self._lay_out(places[0].tensor.unit)[0] if places else {}).items():
-            if place in places:
+        end, sent = 0, set(places)
+        for (rank, place), begin in self._begins[places[0].tensor.unit].items() if places else ():
+            if place in sent:
                 if begin != end:
                     # A parameter before it has no gradient here.
                     address = self._sent.data_ptr()
