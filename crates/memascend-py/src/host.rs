@@ -354,8 +354,9 @@ pub(crate) fn return_large_blocks_to_system() {
 /// grown by `growth_bytes` since. Called between units, and with `pass_begins` at the beginning of a
 /// pass.
 #[pyfunction]
-#[pyo3(signature = (pass_begins, growth_bytes = memascend_mem::GROWTH_BYTES))]
-pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_bytes: usize) {
+#[pyo3(signature = (pass_begins, growth_bytes = None))]
+pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_bytes: Option<usize>) {
+    let growth_bytes = growth_bytes.unwrap_or(memascend_mem::GROWTH_BYTES);
     py.detach(|| memascend_mem::return_holes_to_system(pass_begins, growth_bytes));
 }
 
