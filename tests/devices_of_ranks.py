@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fake_cuda
@@ -132,13 +133,7 @@ def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     """Do what is refused on devices, and return what each error says, and what a warning says of a shared device."""
     told: dict[str, str] = {}
 
-    def refuse(name: str, do: Callable[[], Any]) -> None:
-        try:
-            do()
-        except memascend.MemascendError as error:
-            told[name] = str(error)
-        else:
-            told[name] = "done"
+    refuse = partial(rank_programs.note_refusal, told)
 
     def offload(**options: Any) -> None:
         memascend.close(rank_programs.offload(rank_programs.build(), folder, **options))

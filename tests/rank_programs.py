@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import needs
@@ -764,18 +765,21 @@ def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumul
     return [{name: value for name, value in stats.items() if isinstance(value, int)} for stats in seen]
 
 
+def note_refusal(told: dict[str, str], name: str, do: Callable[[], Any]) -> None:
+    """Do what is to be refused, and note what the error says under its name."""
+    try:
+        do()
+    except memascend.MemascendError as error:
+        told[name] = str(error)
+    else:
+        told[name] = "done"
+
+
 def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     """Do what is refused, and return what each error says."""
     told: dict[str, str] = {}
 
-    def refused(name: str, do: Callable[[], Any]) -> None:
-        try:
-            do()
-        except memascend.MemascendError as error:
-            told[name] = str(error)
-        else:
-            told[name] = "done"
-
+    refused = partial(note_refusal, told)
     wrong: dict[str, dict[str, Any]] = {
         "update": {"update": "backward"},
         "gradients": {"gradients": "bfloat16"},

@@ -15,26 +15,17 @@ needs.package("transformers")
 
 import launched_programs  # noqa: E402
 import launching  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from memascend.integrations.named_checkpoints import read_names  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 PROGRAM = Path(launched_programs.__file__)
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Compute with one thread, as the processes do, and leave nothing of accelerate's state."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+pytestmark = pytest.mark.usefixtures("as_launched")
 
 
 def launch(program: str, folder: Path, *numbers: int) -> list[Any]:

@@ -9,31 +9,21 @@ import bits
 import launching
 import needs
 import pytest
-import torch
 
 needs.package("accelerate")
 needs.package("transformers")
 
 import launched_programs  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
 from memascend.report.run import read_run  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 PROGRAM = Path(launched_programs.__file__)
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Compute with one thread, as the processes do, and leave nothing of accelerate's state."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+pytestmark = pytest.mark.usefixtures("as_launched")
 
 
 def launch(launcher: str, ranks: int, program: str, folder: Path, *numbers: int) -> list[Any]:
