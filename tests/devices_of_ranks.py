@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import fake_cuda
 import rank_programs
+import rank_runs
 import torch.distributed as dist
 from simulated_device import Accesses, SimulatedDevice
 
@@ -56,8 +57,8 @@ def run(
     fake = fake_cuda.Fake()
     for name, value in ({"lazy": 1, "seed": rank} | (settings or {})).items():
         fake.set(name, value)
-    rank_programs.OPTIONS |= {"allocator": "auto", "device": SimulatedDevice(), "device_memory": "1GiB"}
-    rank_programs.OPTIONS |= computing or {}
+    rank_runs.OPTIONS |= {"allocator": "auto", "device": SimulatedDevice(), "device_memory": "1GiB"}
+    rank_runs.OPTIONS |= computing or {}
     if without is not None:
         OMISSIONS[without]()
     with Accesses(fake):
@@ -136,7 +137,7 @@ def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     refuse = partial(rank_programs.note_refusal, told)
 
     def offload(**options: Any) -> None:
-        memascend.close(rank_programs.offload(rank_programs.build(), folder, **options))
+        memascend.close(rank_runs.offload(rank_runs.build(), folder, **options))
 
     refuse("backend", lambda: offload(process_group=dist.new_group(backend="cuda:gloo")))
     shared = SimulatedDevice(identity="shared")
@@ -149,13 +150,13 @@ def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     refuse("divided", lambda: offload(device=shared, device_memory="64MiB"))
     logging.getLogger("memascend").removeHandler(handler)
     told["warning"] = "; ".join(warnings)
-    model = rank_programs.offload(rank_programs.build(), folder)
+    model = rank_runs.offload(rank_runs.build(), folder)
     refuse("device memory", lambda: memascend.set_device_memory(model, "512MiB"))
     refuse("write", lambda: model.head.weight.data.mul_(2.0))
     trained = [p for p in model.parameters() if p.requires_grad]
     refuse("apollo", lambda: memascend.Apollo(memascend.apollo_groups(model, rank=8), lr=1e-3))
     optimizer = memascend.AdamW(trained, lr=1e-2)
-    model(rank_programs.batch(rank))["loss"].backward()
+    model(rank_runs.batch(rank))["loss"].backward()
     refuse("gradient", lambda: model.head.weight.grad.sum())
     optimizer.zero_grad()
     memascend.close(model)

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rank_programs
+import rank_losing
+import rank_runs
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
@@ -57,7 +58,7 @@ class Loop:
         # accelerate steps it once for each process.
         alone = ranks if accelerator.num_processes == 1 else 1
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + alone * step))
-        batches: Any = [rank_programs.batch(number) for number in range(8)]
+        batches: Any = [rank_runs.batch(number) for number in range(8)]
         self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
             model, optimizer, DataLoader(batches, collate_fn=lambda rows: rows[0]), scheduler
         )
@@ -68,7 +69,7 @@ class Loop:
         """Train on what the loader gives; or on `batches`, numbers of all ranks, of which this one has its own."""
         accelerator = self.accelerator
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        own = () if batches is None else map(rank_programs.batch, batches[rank::ranks])
+        own = () if batches is None else map(rank_runs.batch, batches[rank::ranks])
         for tokens in self.loader if batches is None else own:
             with accelerator.accumulate(self.model):
                 loss = self.model(tokens)["loss"]
@@ -92,7 +93,7 @@ class Loop:
 
 def loop(folder: Path, accumulate: int) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = rank_programs.offload(rank_programs.build(), folder)
+    model = rank_runs.offload(rank_runs.build(), folder)
     result = Loop(accelerator, model, accelerator.num_processes).go().result()
     memascend.close(model)
     return result
@@ -100,17 +101,17 @@ def loop(folder: Path, accumulate: int) -> dict[str, Any]:
 
 def loop_in_one_process(ranks: int, accumulate: int) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ranks * accumulate)
-    return Loop(accelerator, rank_programs.build(), ranks).go().result()
+    return Loop(accelerator, rank_runs.build(), ranks).go().result()
 
 
 def refused_by_accelerate(folder: Path) -> dict[str, str]:
     """Do what is refused, and return what each error says."""
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    alone = rank_programs.offload(rank_programs.build(), folder / str(rank), process_group=_group_of_one(rank))
+    alone = rank_runs.offload(rank_runs.build(), folder / str(rank), process_group=_group_of_one(rank))
     told = {"alone": _refusal(lambda: accelerator.prepare(alone))}
     memascend.close(alone)
-    model = rank_programs.offload(rank_programs.build(), folder)
+    model = rank_runs.offload(rank_runs.build(), folder)
     model.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
     told["added"] = _refusal(lambda: accelerator.prepare(model))
     model.added.requires_grad_(False)
@@ -252,7 +253,7 @@ class Killed(TrainerCallback):
     def __init__(self, step: int, event: str) -> None:
         def kill(_args: Any, state: Any, _control: Any, **_: Any) -> None:
             if state.global_step == step:
-                rank_programs.die()
+                rank_losing.die()
 
         setattr(self, event, kill)
 
@@ -266,9 +267,9 @@ def _kill_within(step: int, event: str) -> Any:
     def save(trainer: Any, *others: Any) -> None:
         if trainer.state.global_step == step:
             if event == "in the directory":
-                Trainer._save_scaler = rank_programs.die
+                Trainer._save_scaler = rank_losing.die
             else:
-                memascend.save_checkpoint = rank_programs.die
+                memascend.save_checkpoint = rank_losing.die
         whole(trainer, *others)
 
     Trainer._save_checkpoint = save  # type: ignore[method-assign]
@@ -343,7 +344,7 @@ def states(folder: Path, victim: int = -1) -> dict[str, Any]:
     """Save and load the state of Accelerate's loop, by name and by number, with a process that is killed in between."""
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
-    model = rank_programs.build()
+    model = rank_runs.build()
     model.register_buffer("own", torch.tensor(float(accelerator.process_index)))
     store = [[str(folder / "one")], [str(folder / "two")]]
     options: dict[str, Any] = {"host_memory": "64MiB", "allocator": "pageable", "keep_store": True}
@@ -360,7 +361,7 @@ def states(folder: Path, victim: int = -1) -> dict[str, Any]:
             run_loop.go(range(2 * number, 2 * number + 2))
             accelerator.save_state()
         if accelerator.process_index == victim:
-            rank_programs.die()
+            rank_losing.die()
     run_loop.go(range(4, 6))
     accelerator.save_state()
     before = run_loop.go(range(6, 8)).result()
@@ -379,7 +380,7 @@ def states(folder: Path, victim: int = -1) -> dict[str, Any]:
 
 def states_in_one_process(ranks: int) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ranks)
-    return Loop(accelerator, rank_programs.build(), ranks).go().result()
+    return Loop(accelerator, rank_runs.build(), ranks).go().result()
 
 
 # ---- running them --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import bits
 import pytest
 import rank_models
 import rank_programs
+import rank_runs
 
 import memascend
 from memascend.layout.shards import Shard, channels_of
@@ -53,7 +54,7 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
         assert bits.difference(result["norms"], expected["norms"]) is None
         assert bits.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"] and len(losses) >= 2 * ranks
-    before = dict(rank_programs.build(options.get("dtype", "float32"), kind="matrices").named_parameters())
+    before = dict(rank_runs.build(options.get("dtype", "float32"), kind="matrices").named_parameters())
     moved = {name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())}
     assert {name for name in before if "experts" not in name} <= moved
 
@@ -70,13 +71,13 @@ def test_shares_cut_the_channels_of_the_model() -> None:
             channels = [channels_of(shape, 0, shard) for shard in shards]
             seen = [number for first, count in channels for number in range(first, first + count)]
             assert seen == list(range(max(shape)))
-    used = [{int(rank_programs.batch(b)[0, n]) % rank_models.EXPERTS for n in range(2)} for b in range(2)]
+    used = [{int(rank_runs.batch(b)[0, n]) % rank_models.EXPERTS for n in range(2)} for b in range(2)]
     assert used[0] != used[1]
 
 
 def test_states_are_shown_and_loaded(tmp_path: Path) -> None:
     options = APOLLO | {"projection": {"rank": 20, "update_proj_gap": 3}}
-    expected = rank_programs.Run(rank_programs.build(kind="matrices"), 2, range(2), **_without_kind(options)).go(2)
+    expected = rank_runs.Run(rank_runs.build(kind="matrices"), 2, range(2), **_without_kind(options)).go(2)
     states = copy.deepcopy(expected.optimizer.state_dict())
     assert sum("norm" in of_parameter for of_parameter in states["state"].values()) > 10
     expected.go(4, 2)

@@ -8,6 +8,7 @@ import bits
 import needs
 import pytest
 import rank_programs
+import rank_runs
 
 import memascend
 
@@ -57,7 +58,7 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
         assert bits.difference(result["norms"], expected["norms"]) is None
         assert bits.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"] and len(losses) >= 2 * ranks
-    before = dict(rank_programs.build(options.get("dtype", "float32")).named_parameters())
+    before = dict(rank_runs.build(options.get("dtype", "float32")).named_parameters())
     moved = [name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())]
     # Some experts had a batch of one rank alone, or none; the frozen layer stays.
     assert "embedding.weight" in moved and "frozen.weight" not in moved
@@ -67,9 +68,9 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("training", [{"states": "8bit"}, {"dtype": "bfloat16", "master": False}])
 def test_three_ranks_are_one_process_that_divides_in_the_update(training: dict[str, Any], tmp_path: Path) -> None:
     dtype = training.get("dtype", "float32")
-    model = rank_programs.offload(rank_programs.build(dtype), tmp_path / "alone")
+    model = rank_runs.offload(rank_runs.build(dtype), tmp_path / "alone")
     options = {name: value for name, value in training.items() if name != "dtype"}
-    alone = rank_programs.Run(model, 3, range(3), divides_in_update=True, **options).go(2)
+    alone = rank_runs.Run(model, 3, range(3), divides_in_update=True, **options).go(2)
     expected = alone.result()
     memascend.close(model)
     # Some tensors have elements on two of the ranks, or on one.
@@ -95,7 +96,7 @@ def test_models_of_transformers(kind: str, ranks: int, tmp_path: Path) -> None:
         assert "error" not in result, result
         assert bits.difference(result["norms"], expected["norms"]) is None
         assert bits.difference(result["weights"], expected["weights"]) is None
-    before = dict(rank_programs.build(kind=kind).named_parameters())
+    before = dict(rank_runs.build(kind=kind).named_parameters())
     moved = {name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())}
     trained = {name for name, parameter in before.items() if parameter.requires_grad}
     assert moved == trained
@@ -103,13 +104,13 @@ def test_models_of_transformers(kind: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_experts_that_only_one_rank_uses_are_among_the_cases() -> None:
-    used = [{(n, int(rank_programs.batch(b)[0, n]) % rank_programs.EXPERTS) for n in range(3)} for b in range(2)]
+    used = [{(n, int(rank_runs.batch(b)[0, n]) % rank_runs.EXPERTS) for n in range(3)} for b in range(2)]
     assert used[0] - used[1] and used[1] - used[0]
 
 
 def test_a_group_of_one_rank_divides_nothing(tmp_path: Path) -> None:
     results = rank_programs.run("train_alone", 2, tmp_path)
-    expected = rank_programs.Run(rank_programs.build(), 1, range(1)).go(2).result()
+    expected = rank_runs.Run(rank_runs.build(), 1, range(1)).go(2).result()
     for result in results:
         assert bits.difference(result["weights"], expected["weights"]) is None
 
@@ -120,6 +121,6 @@ def test_an_overflow_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
 
 
 def test_the_pattern_of_a_program_by_itself_is_rank_0(tmp_path: Path) -> None:
-    model = rank_programs.offload(rank_programs.build(), tmp_path)
+    model = rank_runs.offload(rank_runs.build(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["store0"]
     memascend.close(model)

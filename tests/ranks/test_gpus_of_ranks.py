@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import bits
 import pytest
 import rank_programs
+import rank_runs
 import torch
 
 import memascend
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.gpu
 def test_ranks_are_micro_batches_of_one_process(device_memory: str, activations: str, tmp_path: Path) -> None:
     training = {"dtype": "bfloat16", "micro": 2}
     computing = {"device_memory": device_memory, "activations": activations}
-    alone = rank_programs.offload(rank_programs.build("bfloat16"), tmp_path / "alone", device="cuda:0", **computing)
-    expected = rank_programs.Run(alone, 4, range(4)).go(2).result()
+    alone = rank_runs.offload(rank_runs.build("bfloat16"), tmp_path / "alone", device="cuda:0", **computing)
+    expected = rank_runs.Run(alone, 4, range(4)).go(2).result()
     memascend.close(alone)
     losses: dict[int, float] = {}
     for result in rank_programs.run("on_gpus", 2, tmp_path, doing="train", computing=computing, **training):

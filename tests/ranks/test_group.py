@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 
 import memascend
 from memascend._memascend import KeptStore
@@ -77,7 +78,7 @@ def test_a_rank_that_does_not_answer_ends_the_others(tmp_path: Path) -> None:
 def test_stores_of_other_ranks_are_not_resumed(tmp_path: Path) -> None:
     rank_programs.run("train", 2, tmp_path, steps=1, offloading={"keep_store": True})
     with pytest.raises(memascend.CheckpointError, match="the shares of rank 0 of 2: resume it with torchrun"):
-        memascend.resume(tmp_path / "store0", model=rank_programs.build(), host_memory="64MiB")
+        memascend.resume(tmp_path / "store0", model=rank_runs.build(), host_memory="64MiB")
     (tmp_path / "store0").rename(tmp_path / "store")
     (tmp_path / "store1").rename(tmp_path / "store0")
     (tmp_path / "store").rename(tmp_path / "store1")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 
 import memascend
 from memascend.formats.dcp import DistributedReader
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def save(folder: Path, dtype: str, states: str = "float32") -> None:
-    run = rank_programs.Run(rank_programs.build(dtype), 2, range(2), states=states).go(2)
+    run = rank_runs.Run(rank_runs.build(dtype), 2, range(2), states=states).go(2)
     memascend.save_distributed(run.model, run.optimizer, folder / "saved")
 
 
 def loaded_alone(folder: Path, dtype: str, states: str = "float32") -> dict[str, Any]:
-    run = rank_programs.Run(rank_programs.build(dtype, seed=5), 2, range(2), states=states).go(1)
+    run = rank_runs.Run(rank_runs.build(dtype, seed=5), 2, range(2), states=states).go(1)
     memascend.load_distributed(run.model, run.optimizer, folder / "saved")
     loaded = copy.deepcopy(run.optimizer.state_dict())
     return run.go(2, 1).result() | {"states": loaded}
@@ -60,7 +61,7 @@ def test_ranks_load_what_fsdp_saved(dtype: str, tmp_path: Path) -> None:
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     save(tmp_path, "float32")
-    other = rank_programs.Run(rank_programs.build(seed=1), 2, range(2)).go(2)
+    other = rank_runs.Run(rank_runs.build(seed=1), 2, range(2)).go(2)
     memascend.save_distributed(other.model, other.optimizer, tmp_path / "other1")
     for name in ("nothing0", "missing0", "missing1", "other0", "damaged0", "damaged1"):
         shutil.copytree(tmp_path / "saved", tmp_path / name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 
 import memascend
 from memascend.offloading.locations import locations_of
@@ -110,8 +111,8 @@ def volumes(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    model = rank_programs.offload(rank_programs.build(), tmp_path, keep_store=True, store=paths)
-    rank_programs.Run(model, 1, range(1)).go(3)
+    model = rank_runs.offload(rank_runs.build(), tmp_path, keep_store=True, store=paths)
+    rank_runs.Run(model, 1, range(1)).go(3)
     memascend.close(model)
     return paths
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 
 from memascend.formats.weights import WeightFiles
 
@@ -34,11 +35,11 @@ def bytes_in(directory: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("kind", "dtype", "ranks"), [("t5", "float32", 2), ("llama", "bfloat16", 4)])
 def test_every_element_is_read_by_one_rank(kind: str, dtype: str, ranks: int, tmp_path: Path) -> None:
-    model: Any = rank_programs.build(kind=kind)
+    model: Any = rank_runs.build(kind=kind)
     directory = save(model, tmp_path / "model")
     results = rank_programs.run("train_pretrained", ranks, tmp_path, directories=[directory], dtype=dtype)
     loaded = type(model).from_pretrained(directory, dtype=dtype).train()
-    expected = rank_programs.Run(loaded, ranks, range(ranks)).go(2).result()
+    expected = rank_runs.Run(loaded, ranks, range(ranks)).go(2).result()
     for result in results:
         assert "error" not in result, result
         assert bits.difference(result["norms"], expected["norms"]) is None
@@ -50,7 +51,7 @@ def test_every_element_is_read_by_one_rank(kind: str, dtype: str, ranks: int, tm
 
 
 def test_tensors_that_are_merged_and_a_resume(tmp_path: Path) -> None:
-    directory = save(rank_programs.build(kind="mixtral"), tmp_path / "model")
+    directory = save(rank_runs.build(kind="mixtral"), tmp_path / "model")
     first = rank_programs.run("train_pretrained", 2, tmp_path, directories=[directory], steps=1)
     assert ["error" in result for result in first] == [False, False], first
     expected = rank_programs.in_one_process(2, kind="mixtral")
@@ -61,6 +62,6 @@ def test_tensors_that_are_merged_and_a_resume(tmp_path: Path) -> None:
 
 
 def test_directories_of_other_weights_are_refused(tmp_path: Path) -> None:
-    directories = [save(rank_programs.build(kind="t5", seed=seed), tmp_path / str(seed)) for seed in range(2)]
+    directories = [save(rank_runs.build(kind="t5", seed=seed), tmp_path / str(seed)) for seed in range(2)]
     for result in rank_programs.run("train_pretrained", 2, tmp_path, directories=directories):
         assert result["error"].startswith("CheckpointError: rank 1 has other weights in its ")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 import torch
 
 import memascend
@@ -106,11 +107,11 @@ def stored(store: Path) -> tuple[dict[str, bytes], str]:
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
 def test_there_and_back_is_the_same_store(states: str, tmp_path: Path) -> None:
-    model = rank_programs.build("bfloat16")
+    model = rank_runs.build("bfloat16")
     model.register_buffer("small", torch.arange(3.0))
     model.register_buffer("large", torch.arange(300_000.0))
-    model = rank_programs.offload(model, tmp_path, keep_store=True)
-    rank_programs.Run(model, 1, range(1), states=states).go(1)
+    model = rank_runs.offload(model, tmp_path, keep_store=True)
+    rank_runs.Run(model, 1, range(1), states=states).go(1)
     memascend.close(model)
     memascend.reshard(tmp_path / "store0", tmp_path / "three{rank}", ranks=3)
     memascend.reshard(tmp_path / "three{rank}", tmp_path / "back", ranks=1)
@@ -169,7 +170,7 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
         memascend.reshard(tmp_path / "nothing{rank}", new, ranks=2)
     command = "memascend reshard STORES --ranks {} --to NEW_STORES"
     with pytest.raises(memascend.CheckpointError, match=command.format(1)):
-        memascend.resume(tmp_path / "store0", model=rank_programs.build(), host_memory="64MiB")
+        memascend.resume(tmp_path / "store0", model=rank_runs.build(), host_memory="64MiB")
     (tmp_path / "store1").rename(tmp_path / "elsewhere")
     with pytest.raises(memascend.CheckpointError, match=r"the store of rank 1 in .* cannot be resumed"):
         memascend.reshard(pattern, new, ranks=1)
@@ -180,8 +181,8 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_loss_in_pieces_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1024**2)
-    model = rank_programs.offload(rank_programs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
-    rank_programs.Run(model, 1, range(1)).go(1)
+    model = rank_runs.offload(rank_runs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
+    rank_runs.Run(model, 1, range(1)).go(1)
     memascend.close(model)
     memascend.reshard(tmp_path / "run" / "store0", tmp_path / "store{rank}", ranks=2)
     for result in rank_programs.run("resume_with_tables", 2, tmp_path):
@@ -189,8 +190,8 @@ def test_a_loss_in_pieces_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytes
 
 
 def test_runs_that_ranks_do_not_do_are_refused(tmp_path: Path) -> None:
-    model = rank_programs.offload(rank_programs.build(), tmp_path, keep_store=True, gradients="bfloat16")
-    rank_programs.Run(model, 1, range(1)).go(1)
+    model = rank_runs.offload(rank_runs.build(), tmp_path, keep_store=True, gradients="bfloat16")
+    rank_runs.Run(model, 1, range(1)).go(1)
     memascend.close(model)
     with pytest.raises(memascend.CheckpointError, match="gradients aside in bfloat16"):
         memascend.reshard(tmp_path / "store0", tmp_path / "new{rank}", ranks=2)

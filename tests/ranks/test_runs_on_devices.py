@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
+import rank_runs
 
 import memascend
 from memascend.layout import tables
@@ -60,8 +61,8 @@ def test_a_loss_in_pieces_of_one_process_is_whole_on_devices(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1024**2)
-    model = rank_programs.offload(rank_programs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
-    rank_programs.Run(model, 1, range(1)).go(1)
+    model = rank_runs.offload(rank_runs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
+    rank_runs.Run(model, 1, range(1)).go(1)
     expected = dict(memascend.parameters_of(model))
     memascend.close(model)
     memascend.reshard(tmp_path / "run" / "store0", tmp_path / "store{rank}", ranks=2)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import bits
 import pytest
 import rank_programs
+import rank_runs
+import rank_saving
 import torch
 
 import memascend
@@ -25,11 +27,11 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def test_the_files_are_those_of_one_process(least: bool, tmp_path: Path) -> None:
     results = rank_programs.run("save", 2, tmp_path, least=least)
     after_one = rank_programs.in_one_process(2, 1)["weights"]
-    model = rank_programs.build()
+    model = rank_runs.build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(after_one[name])
-    alone = rank_programs.offload(model, tmp_path / "alone")
+    alone = rank_runs.offload(model, tmp_path / "alone")
     memascend.save_pretrained(alone, tmp_path / "expected", max_shard_size="1MB")
     memascend.save_pretrained(alone, tmp_path / "expected half", dtype="bfloat16")
     memascend.close(alone)
@@ -50,7 +52,7 @@ def test_the_files_are_those_of_one_process(least: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_are_saved_and_loaded(dtype: str, tmp_path: Path) -> None:
-    expected = rank_programs.Run(rank_programs.build(dtype), 2, range(2)).go(2)
+    expected = rank_runs.Run(rank_runs.build(dtype), 2, range(2)).go(2)
     memascend.save_distributed(expected.model, expected.optimizer, tmp_path / "expected")
     states = copy.deepcopy(expected.optimizer.state_dict())
     expected.go(3, 2)
@@ -79,7 +81,7 @@ def test_adapters_are_saved_once(tmp_path: Path) -> None:
 def test_a_model_of_transformers_saves_itself(tmp_path: Path) -> None:
     first, second = rank_programs.run("save_llama", 2, tmp_path)
     assert first == second == {"steps": 1}
-    alone = rank_programs.offload(rank_programs.llama(), tmp_path / "alone")
+    alone = rank_runs.offload(rank_saving.llama(), tmp_path / "alone")
     alone.save_pretrained(tmp_path / "expected")
     memascend.close(alone)
     assert {"config.json", "generation_config.json", "model.safetensors"} <= files_of(tmp_path / "out").keys()
