@@ -154,7 +154,6 @@ def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     refuse("device memory", lambda: memascend.set_device_memory(model, "512MiB"))
     refuse("write", lambda: model.head.weight.data.mul_(2.0))
     trained = [p for p in model.parameters() if p.requires_grad]
-    refuse("apollo", lambda: memascend.Apollo(memascend.apollo_groups(model, rank=8), lr=1e-3))
     optimizer = memascend.AdamW(trained, lr=1e-2)
     model(rank_runs.batch(rank))["loss"].backward()
     refuse("gradient", lambda: model.head.weight.grad.sum())

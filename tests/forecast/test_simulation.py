@@ -98,6 +98,8 @@ def test_it_is_what_an_offloaded_model_allocates(
     # Products of bfloat16, and attention that is not fused, take some memory of their own, which shows where tensors
     # are as small as here.
     near = 0.1 if dtype == torch.bfloat16 or name == "deepseek_v3" else 0.03
+    if dtype == torch.bfloat16 and "amx_bf16" in Path("/proc/cpuinfo").read_text():
+        near = 0.2  # Products by AMX lay their matrices out anew: 0.15 was seen.
     assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), near)
 
 

@@ -66,7 +66,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "dist", simulated_ranks.Transport)
     monkeypatch.setattr(group, "_made", simulated_ranks.Uncounted())
     monkeypatch.setattr(common_step, "os", Slow())
-    monkeypatch.setattr(common_step, "_open", read)
+    monkeypatch.setattr(common_step, "_open", lambda directories: Opened(*directories))
+    monkeypatch.setattr(common_step, "manifest_in", manifest_in)
     monkeypatch.setattr(common_step, "_described", described)
 
 
@@ -86,7 +87,7 @@ def each_seed(count: int, scenario: Callable[[int], int]) -> int:
 
 
 def read(directory: Path) -> tuple[int, dict[str, Any]]:
-    """Return the generation that a store has by its manifest, and the record there: what stands for an open store."""
+    """Return the generation that a store has by its manifest, and the record there."""
     try:
         manifest = json.loads((directory / common_step.MANIFEST).read_text())
     except (ValueError, FileNotFoundError) as error:
@@ -94,10 +95,31 @@ def read(directory: Path) -> tuple[int, dict[str, Any]]:
     return manifest["generation"], manifest
 
 
-def described(opened: tuple[int, dict[str, Any]], _: Path) -> tuple[tuple[int, int, list[str]], dict[str, Any]]:
+class Opened:
+    """What stands for an open store, of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.generation, self.manifest = read(directory)
+
+    def report(self) -> dict[str, Any]:
+        return {"volumes": [{"path": str(self._directory)}]}
+
+    def close(self) -> None:
+        pass
+
+
+def manifest_in(file: Path, **_: Any) -> dict[str, Any] | None:
+    """Return of a manifest what `memascend.runs.live.manifest_in` does, or None where it is not whole."""
+    try:
+        return {"current": {"number": json.loads(file.read_text())["generation"]}}
+    except (ValueError, FileNotFoundError):
+        return None
+
+
+def described(opened: Opened, _: Any) -> tuple[tuple[int, int, list[str]], dict[str, Any]]:
     """Return what `common_step._described` does of a store, which has no checkpoints."""
-    generation, manifest = opened
-    return (generation, manifest["steps"], []), manifest["ranks"]
+    return (opened.generation, opened.manifest["steps"], []), opened.manifest["ranks"]
 
 
 class Drive:
@@ -290,7 +312,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
     """Train until a step, from the step that all ranks have."""
     drive = world.drives[ranks.rank]
     if resumes:
-        common_step.go_to_common_step(drive.directory, ranks)
+        common_step.go_to_common_step([drive.directory], ranks)
         drive.newest, manifest = read(drive.directory)
         if any(drive.slots[unit][slot] != manifest["steps"] for unit, slot in manifest["slots"].items()):
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")

@@ -37,6 +37,7 @@ def test_copies_and_bytes_sent_are_those_of_a_real_run(
         library=library,
         computing={"device_memory": device_memory + spare, "batch_tokens": TOKENS},
         config=config,
+        optimizer="adamw",
         budget=budget,
         accumulate=accumulate,
     )

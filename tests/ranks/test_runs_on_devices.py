@@ -24,7 +24,6 @@ SAID = {
     "warning": "ranks 0, 1 share cpu, and slow each other down",
     "device memory": "give device_memory when it is offloaded or resumed",
     "write": "write to weights before memascend.offload",
-    "apollo": "use memascend.AdamW, Adam, Lion or SGD",
     "gradient": "clip with optimizer.clip_grad_norm_(...)",
 }
 

@@ -116,6 +116,7 @@ def test_it_follows_within_a_step_and_says_so_once(
     run = Run(model, "llama").go(4)
     assert planned(model) == most.total, "all that the model can use"
     caplog.set_level(logging.INFO, logger="memascend")
+    caplog.clear()  # A command that ran in this process before may have set the level already.
     machine.whole = LITTLE
     run.go(5, 4)
     assert planned(model) <= LITTLE == memascend.stats(model)["host_bytes_budget"]
