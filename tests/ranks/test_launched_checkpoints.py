@@ -66,8 +66,15 @@ def test_the_trainer_saves_and_goes_back_to_the_best(expected: dict[str, Any], t
     assert_same(launch("saving_trainer", tmp_path, expected["best"]), expected, tmp_path)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("event", range(len(launched_programs.EVENTS)), ids=launched_programs.EVENTS)
+#: Every process at every event; half of them in `make soak`, since each takes half a minute of two processors.
+KILLS = [
+    pytest.param(event, victim, id=f"{name}-{victim}", marks=[] if event % 2 == victim else [pytest.mark.soak])
+    for event, name in enumerate(launched_programs.EVENTS)
+    for victim in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("event", "victim"), KILLS)
 def test_a_process_is_killed_as_the_trainer_saves(
     event: int, victim: int, expected: dict[str, Any], tmp_path: Path
 ) -> None:
