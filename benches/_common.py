@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -89,6 +90,13 @@ def instruction_sets() -> dict[str, str]:
     return {"memascend": instruction_set(), "torch": torch.backends.cpu.get_cpu_capability()}
 
 
+def size(text: str) -> int:
+    """Bytes, as memascend's options take them."""
+    from memascend import parse_size
+
+    return parse_size(text)
+
+
 def versions(*packages: str) -> dict[str, str]:
     found = {}
     for name in packages:
@@ -129,6 +137,32 @@ def fio(workdir: Path, size: str = "2G", seconds: int = 10) -> dict[str, float] 
     finally:
         target.unlink(missing_ok=True)
     return speeds
+
+
+@contextmanager
+def slowed(path: Path, limit: int | None) -> Iterator[Path | None]:
+    """A cgroup (v1, blkio) in which the disk under `path` moves no more than `limit` bytes/s in either direction."""
+    if limit is None:
+        yield None
+        return
+    device = path.stat().st_dev
+    # A partition is throttled by its disk.
+    link = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    disk = (link.parent if (link / "partition").is_file() else link) / "dev"
+    group = Path("/sys/fs/cgroup/blkio") / f"memascend-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        for direction in ("read", "write"):
+            (group / f"blkio.throttle.{direction}_bps_device").write_text(f"{disk.read_text().strip()} {limit}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def enter(group: str | None) -> None:
+    """Move this process into the cgroup at `group`, if there is one."""
+    if group is not None:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
 
 
 class ChildFailed(Exception):

@@ -29,7 +29,20 @@ import time
 from functools import partial
 from pathlib import Path
 
-from _common import GB, ChildFailed, block_io, fio, in_workdir, machine, markdown, mem_available, rss, run, versions
+from _common import (
+    GB,
+    ChildFailed,
+    block_io,
+    enter,
+    fio,
+    in_workdir,
+    machine,
+    markdown,
+    mem_available,
+    rss,
+    run,
+    versions,
+)
 from _common import start as start_child
 from _llama import SEED, llama_config, parameter_count, write_model
 
@@ -77,6 +90,7 @@ class MemascendRun:
             durability=options.get("durability", "auto"),
             recompute=options.get("recompute", True),
             update=options.get("update", "forward"),
+            **{name: options[name] for name in ("huge_pages", "allocator") if name in options},
         )
         self.clips = options.get("clips", True)
         self.model.train()
@@ -271,6 +285,7 @@ RUNS = {
 
 
 def child(job: dict) -> dict:
+    enter(job.get("cgroup"))
     import torch
     import transformers  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401

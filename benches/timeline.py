@@ -24,7 +24,6 @@ import argparse
 import html
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -32,12 +31,10 @@ import sys
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from _common import ChildFailed, finish, in_workdir, machine, markdown, run
+from _common import ChildFailed, enter, finish, in_workdir, machine, markdown, run, size, slowed
 from _common import start as start_child
 from peak_memory import SEED, SHAPES, MemascendRun, model_directory, parameter_count, words
 from peak_memory import start as start_peak_memory
@@ -327,26 +324,6 @@ def _strip(y: int, cells: list[tuple[str, float]]) -> list[str]:
 # --- the parent: runs children ---
 
 
-@contextmanager
-def slowed(path: Path, limit: int | None) -> Iterator[Path | None]:
-    """A cgroup (v1, blkio) in which the disk under `path` moves no more than `limit` bytes/s in either direction."""
-    if limit is None:
-        yield None
-        return
-    device = path.stat().st_dev
-    # A partition is throttled by its disk.
-    link = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
-    disk = (link.parent if (link / "partition").is_file() else link) / "dev"
-    group = Path("/sys/fs/cgroup/blkio") / f"memascend-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        for direction in ("read", "write"):
-            (group / f"blkio.throttle.{direction}_bps_device").write_text(f"{disk.read_text().strip()} {limit}")
-        yield group
-    finally:
-        group.rmdir()
-
-
 def measure(budget: str, host_memory: str | int, args: argparse.Namespace, workdir: Path) -> dict:
     """Run one budget and return its row; the step of median idleness is drawn."""
     scratch = workdir / "scratch"
@@ -452,12 +429,6 @@ def benchmark(args: argparse.Namespace, workdir: Path) -> int:
     return finish({**results, "missed": missed}, args.json, missed if args.check else [])
 
 
-def size(text: str) -> int:
-    from memascend import parse_size
-
-    return parse_size(text)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="0.51b")
@@ -482,8 +453,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         job = json.loads(sys.argv[2])
-        if job["cgroup"] is not None:
-            Path(job["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+        enter(job["cgroup"])
         Path(job["result"]).write_text(json.dumps(child(job)))
         return 0
     args = arguments()
