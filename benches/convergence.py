@@ -4,6 +4,7 @@
     python benches/convergence.py --json benches/results/convergence.json --svg docs/assets/convergence.svg
     python benches/convergence.py --width 512 --layers 2 --json benches/results/convergence-512.json
     python benches/convergence.py --width 512 --layers 2 --beside 3e-4
+    python benches/convergence.py --sequences 64    # batches nearer to the paper's, of 512 sequences of 256 tokens
 
 The model reads bytes; the text is this repository's documentation and Python sources, of which every tenth kilobyte is
 kept for the comparison. All in float32 and in memory, where the optimizers have the bits that they have on SSD. Every
@@ -28,7 +29,7 @@ from _llama import llama_config
 import memascend
 
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH, SEQUENCES = 128, 8
+LENGTH = 128
 #: An optimizer, its learning rates, the rank of those that have one, and other options.
 Contestant = tuple[Any, tuple[float, ...], int | None, dict[str, Any]]
 #: Most by which a loss may be larger than AdamW's.
@@ -55,9 +56,9 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
     return pieces[~held].flatten(), pieces[held].flatten()
 
 
-def batch(source: torch.Tensor, number: int) -> torch.Tensor:
+def batch(source: torch.Tensor, number: int, sequences: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    starts = torch.randint(len(source) - LENGTH, (SEQUENCES,), generator=generator)
+    starts = torch.randint(len(source) - LENGTH, (sequences,), generator=generator)
     return torch.stack([source[start : start + LENGTH] for start in starts])
 
 
@@ -68,6 +69,7 @@ def train(
     rank: int | None,
     options: dict[str, Any],
     steps: int,
+    sequences: int,
     beside: float | None = None,
 ) -> dict[str, Any]:
     """Train anew; returns the losses of steps, in means of tens, and the loss on unseen text.
@@ -91,7 +93,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, course)
     losses = []
     for step in range(steps):
-        ids = batch(learn, step)
+        ids = batch(learn, step, sequences)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
@@ -100,7 +102,7 @@ def train(
         schedule.step()
         losses.append(loss.item())
     with torch.no_grad():
-        batches = (batch(unseen, 10**6 + number) for number in range(24))
+        batches = (batch(unseen, 10**6 + number, 8) for number in range(24))
         final = sum(model(input_ids=ids, labels=ids).loss.item() for ids in batches) / 24
     means = [round(sum(losses[at : at + 10]) / len(losses[at : at + 10]), 4) for at in range(0, steps, 10)]
     return {"lr": lr, "rank": rank, **options, "loss": round(final, 4), "losses": means}
@@ -151,6 +153,7 @@ def drawing(runs: dict[str, dict[str, Any]], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sequences", type=int, default=8, help="of 128 tokens, in each step")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
@@ -163,13 +166,14 @@ def main() -> None:
     best: dict[str, dict[str, Any]] = {}
     for name, (make, rates, rank, options) in contestants(chosen.width).items():
         shape = chosen.width, chosen.layers
-        runs = [train(shape, make, lr, rank, options, chosen.steps, chosen.beside) for lr in rates]
+        runs = [train(shape, make, lr, rank, options, chosen.steps, chosen.sequences, chosen.beside) for lr in rates]
         for run in runs:
             print(f"{name:22} lr {run['lr']:<7} rank {run['rank'] or '-':<4} loss {run['loss']:.4f}", flush=True)
         best[name] = min(runs, key=lambda run: run["loss"])
         best[name]["tried"] = {str(run["lr"]): run["loss"] for run in runs}
     if chosen.json:
         told = {"machine": machine(ROOT), "versions": versions("torch", "transformers"), "steps": chosen.steps}
+        told |= {"sequences": chosen.sequences}
         told |= {"width": chosen.width, "layers": chosen.layers, "beside": chosen.beside}
         chosen.json.write_text(json.dumps(told | {"runs": best}, indent=1) + "\n")
     if chosen.svg:
