@@ -333,7 +333,7 @@ class Runtime:
         sq_poll: bool = False,
         checksums: bool = True,
         allocator: str = "auto",
-        huge_pages: bool = False,
+        huge_pages: bool = True,
         compute_threads: int = 1,
         device: int | None = None,
     ) -> Runtime: ...

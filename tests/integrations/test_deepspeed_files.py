@@ -360,6 +360,21 @@ def test_views_of_pinned_memory_are_pinned(pins: Any, handle: Any) -> None:
     assert pins.new_cpu_locked_tensor(0, torch.empty(0)).numel() == 0
 
 
+def test_pinned_tensors_of_one_piece(pins: Any) -> None:
+    from memascend.integrations.deepspeed.pinned import PINNED
+
+    held = PINNED.nbytes
+    sizes = [(3, torch.float32), (5000, torch.bfloat16), (4096, torch.uint8), (7, torch.float32)]
+    parts = PINNED.carve(sizes)
+    assert PINNED.nbytes == held + 4096 + 3 * 4096 + 4096 + 4096
+    assert [(part.numel(), part.dtype) for part in parts] == sizes
+    assert [part.data_ptr() - parts[0].data_ptr() for part in parts] == [0, 4096, 16384, 20480]
+    assert all(part.data_ptr() % 4096 == 0 and pins.is_pinned(part) for part in parts)
+    del parts
+    gc.collect()
+    assert PINNED.nbytes == held
+
+
 def test_pinned_memory_is_given_up_once(pins: Any) -> None:
     from memascend.integrations.deepspeed.pinned import PINNED
 

@@ -38,6 +38,17 @@ def status_bytes(field: str) -> int:
     raise AssertionError(field)
 
 
+def huge_bytes() -> int:
+    """Bytes of the mappings for which this process has asked for huge pages."""
+    found = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1]) << 10
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            found += size
+    return found
+
+
 # ---- the plan -----------------------------------------------------------------------------------------------
 
 
@@ -307,6 +318,36 @@ def test_locked_memory_is_exact_and_given_back() -> None:
     assert status_bytes("VmLck") - before == 5 * MIB + 4096, "a view keeps the memory"
     del view
     assert status_bytes("VmLck") == before
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+@pytest.mark.parametrize("allocator", KIND)
+def test_arenas_and_pinned_tensors_ask_for_huge_pages(
+    allocator: str, offloaded: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    before = huge_bytes()
+    small = memascend.empty_pinned(MIB, torch.uint8, allocator=allocator)
+    assert huge_bytes() == before
+    large = memascend.empty_pinned(5 * MIB + 1, torch.uint8, allocator=allocator)
+    assert huge_bytes() - before == 5 * MIB + 4096
+    assert large.data_ptr() % (2 * MIB) == 0
+    del small, large
+    assert huge_bytes() == before
+    offload = {"allocator": allocator, "host_memory": "64MiB"}
+    stats = memascend.stats(offloaded(tiny.build("llama"), **offload))
+    assert huge_bytes() - before == stats["host_bytes_reserved"]
+    offloaded(tiny.build("llama"), store=tmp_path / "other", huge_pages=False, **offload)
+    assert huge_bytes() - before == stats["host_bytes_reserved"]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_what_stays_of_a_changing_budget_has_huge_pages(offloaded: Callable[..., nn.Module]) -> None:
+    before = huge_bytes()
+    model = offloaded(tiny.build("llama"), host_memory="64MiB", host_memory_max="128MiB")
+    there = huge_bytes() - before
+    assert 0 < there < memascend.stats(model)["host_bytes_reserved"]
+    memascend.set_host_memory(model, "96MiB")
+    assert huge_bytes() - before == there
 
 
 def test_pin_memory_copies_values_strides_and_nothing_else() -> None:

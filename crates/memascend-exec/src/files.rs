@@ -53,7 +53,7 @@ impl FileReader {
         let (pieces, accepted) = unbounded::<Piece>();
         let mut threads = Vec::with_capacity(FILE_WINDOWS);
         for index in 0..FILE_WINDOWS {
-            let window = PageableAllocator.allocate(FILE_WINDOW_BYTES)?;
+            let window = PageableAllocator::default().allocate(FILE_WINDOW_BYTES)?;
             let accepted = accepted.clone();
             let read = move || {
                 // SAFETY: the block is this thread's own, and lives as long as the slice.

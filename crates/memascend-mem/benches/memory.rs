@@ -9,7 +9,8 @@ use memascend_mem::{PageableAllocator, Pool, SizeClass, allocator};
 fn leases(criterion: &mut Criterion) {
     let class = |bytes, count| SizeClass::new("bench", bytes, count);
     let pool =
-        Pool::new(&PageableAllocator, &[class(4096, 4), class(1 << 20, 4), class(1 << 24, 2)]).unwrap();
+        Pool::new(&PageableAllocator::default(), &[class(4096, 4), class(1 << 20, 4), class(1 << 24, 2)])
+            .unwrap();
     let mut group = criterion.benchmark_group("lease");
     group.throughput(Throughput::Elements(1));
     group.bench_function("acquire and release", |bencher| {

@@ -35,8 +35,8 @@ pub trait HostAllocator: Send + Sync {
 }
 
 /// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is
-/// `cuda` where the CUDA runtime can be used and `locked` elsewhere. `huge_pages` applies to
-/// `registered` and `locked` only.
+/// `cuda` where the CUDA runtime can be used and `locked` elsewhere. CUDA chooses its own pages,
+/// whatever `huge_pages` says.
 ///
 /// # Errors
 /// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime
@@ -51,7 +51,7 @@ pub fn allocator(name: &str, huge_pages: bool) -> Result<Box<dyn HostAllocator>>
         "cuda" => Box::new(CudaAllocator::new()?),
         "registered" => Box::new(RegisteredAllocator { cudart: Cudart::find()?, huge_pages, threads: 0 }),
         "locked" => Box::new(locked),
-        "pageable" => Box::new(PageableAllocator),
+        "pageable" => Box::new(PageableAllocator { huge_pages }),
         _ => return Err(MemError::UnknownAllocator { name: name.to_owned() }),
     })
 }
@@ -64,6 +64,8 @@ pub struct HostBlock {
     release: Release,
     /// What is put behind the parts of a block that was only reserved.
     backing: Option<Backing>,
+    /// Whether the block begins at a huge page and may have some.
+    huge_pages: bool,
     origin: Origin,
 }
 
@@ -84,13 +86,18 @@ unsafe impl Sync for HostBlock {}
 impl HostBlock {
     /// A fresh mapping that can be read and written.
     fn map(bytes: usize, huge_pages: bool) -> Result<Self> {
-        Self::map_for(libc::PROT_READ | libc::PROT_WRITE, bytes, huge_pages)
+        let block = Self::map_for(libc::PROT_READ | libc::PROT_WRITE, bytes, huge_pages)?;
+        if block.huge_pages {
+            block.ask_for_huge_pages(0..block.bytes);
+        }
+        Ok(block)
     }
 
-    /// A fresh mapping. With `huge_pages` the mapping begins at a multiple of a huge page, so that
-    /// the kernel can use one.
+    /// A fresh mapping. With `huge_pages` a mapping that holds one begins at a multiple of a huge
+    /// page, so that the kernel can use them.
     fn map_for(protection: libc::c_int, bytes: usize, huge_pages: bool) -> Result<Self> {
         let bytes = rounded(bytes)?;
+        let huge_pages = huge_pages && bytes >= HUGE_PAGE_BYTES;
         let refused = |source| MemError::Reserve { bytes, source };
         let slack = if huge_pages { HUGE_PAGE_BYTES - PAGE_BYTES } else { 0 };
         let mapped = bytes.checked_add(slack).ok_or_else(|| refused(io::ErrorKind::OutOfMemory.into()))?;
@@ -114,6 +121,7 @@ impl HostBlock {
             bytes: mapped,
             release: Release::Unmap,
             backing: None,
+            huge_pages,
             origin: Origin::here(),
         };
         if slack > 0 {
@@ -124,12 +132,18 @@ impl HostBlock {
         // arena, and direct I/O in flight into copy-on-write pages would be lost. An old kernel
         // refuses the call, which is harmless. SAFETY: the range is the mapping made above.
         unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) };
-        if huge_pages {
-            // A kernel without huge pages refuses the call; small pages give the same results.
-            // SAFETY: as above.
-            unsafe { libc::madvise(address, bytes, libc::MADV_HUGEPAGE) };
-        }
         Ok(block)
+    }
+
+    /// Asks for huge pages behind a part of the block, before any of it is faulted in. A drive's
+    /// driver then gets a few long runs of memory for a request, and not 256 for each MiB, where
+    /// the system's free memory lies scattered.
+    fn ask_for_huge_pages(&self, part: Range<usize>) {
+        // A kernel without huge pages refuses the call; small pages give the same results.
+        // SAFETY: the part lies within the mapping, which the block owns.
+        unsafe {
+            libc::madvise(self.address.as_ptr().add(part.start).cast(), part.len(), libc::MADV_HUGEPAGE)
+        };
     }
 
     /// Unmaps all but `bytes` bytes from the first huge page on. At every moment the block
@@ -315,7 +329,10 @@ fn rounded(bytes: usize) -> Result<usize> {
 
 /// Ordinary anonymous memory, faulted in on first use.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct PageableAllocator;
+pub struct PageableAllocator {
+    /// Whether to ask for huge pages. A first use then faults in a whole one.
+    pub huge_pages: bool,
+}
 
 impl HostAllocator for PageableAllocator {
     fn name(&self) -> &'static str {
@@ -323,19 +340,18 @@ impl HostAllocator for PageableAllocator {
     }
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
-        HostBlock::map(bytes, false)
+        HostBlock::map(bytes, self.huge_pages)
     }
 
     fn reserve(&self, bytes: usize) -> Result<HostBlock> {
-        HostBlock::reserve(bytes, false, Backing::Pageable)
+        HostBlock::reserve(bytes, self.huge_pages, Backing::Pageable)
     }
 }
 
 /// Anonymous memory locked into RAM with `mlock`: never swapped, faulted in at once.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct LockedAllocator {
-    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page
-    /// table.
+    /// Whether to ask for huge pages.
     pub huge_pages: bool,
     /// Threads that fault the pages in; 0 means one for each core.
     pub threads: usize,
@@ -399,7 +415,8 @@ impl HostAllocator for CudaAllocator {
         let bytes = rounded(bytes)?;
         let address = self.cudart.host_alloc(bytes)?;
         let release = Release::CudaFree(Arc::clone(&self.cudart));
-        let block = HostBlock { address, bytes, release, backing: None, origin: Origin::here() };
+        let (backing, huge_pages, origin) = (None, false, Origin::here());
+        let block = HostBlock { address, bytes, release, backing, huge_pages, origin };
         // CUDA does not promise that page-locked memory begins at a page, which direct I/O needs.
         let address = address.as_ptr().addr();
         if !address.is_multiple_of(PAGE_BYTES) {
@@ -423,8 +440,7 @@ impl HostAllocator for CudaAllocator {
 pub struct RegisteredAllocator {
     /// The runtime to register with.
     pub cudart: Arc<Cudart>,
-    /// Whether to ask for huge pages, which fault in faster and need fewer entries in the page
-    /// table.
+    /// Whether to ask for huge pages.
     pub huge_pages: bool,
     /// Threads that fault the pages in; 0 means one for each core.
     pub threads: usize,
@@ -485,7 +501,7 @@ mod tests {
     #[test]
     fn sizes_are_rounded_to_the_page_and_no_further() {
         for (asked, given) in [(1, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES), (PAGE_BYTES + 1, 2 * PAGE_BYTES)] {
-            let block = PageableAllocator.allocate(asked).unwrap();
+            let block = PageableAllocator::default().allocate(asked).unwrap();
             assert_eq!(block.bytes(), given);
             assert_eq!(block.address().as_ptr() as usize % PAGE_BYTES, 0);
         }
@@ -512,7 +528,32 @@ mod tests {
         if std::fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap() {
             assert!(flags.iter().any(|flag| flag == "hg"), "no huge pages were asked for: {flags:?}");
         }
-        assert!(!vm_flags(HostBlock::map(bytes, false).unwrap().address()).contains(&"hg".to_owned()));
+        assert!(!has_huge_pages(&HostBlock::map(bytes, false).unwrap(), 0));
+    }
+
+    fn has_huge_pages(block: &HostBlock, offset: usize) -> bool {
+        // SAFETY: the offset is within the block.
+        vm_flags(unsafe { block.address().add(offset) }).contains(&"hg".to_owned())
+    }
+
+    #[test]
+    fn a_block_without_room_for_a_huge_page_asks_for_none() {
+        let block = HostBlock::map(HUGE_PAGE_BYTES - PAGE_BYTES, true).unwrap();
+        assert!(!has_huge_pages(&block, 0));
+    }
+
+    #[test]
+    fn a_reserved_block_asks_for_huge_pages_where_its_memory_stays() {
+        if !std::fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap() {
+            return;
+        }
+        for huge_pages in [true, false] {
+            let block = PageableAllocator { huge_pages }.reserve(4 * HUGE_PAGE_BYTES).unwrap();
+            block.use_huge_pages(HUGE_PAGE_BYTES..2 * HUGE_PAGE_BYTES);
+            block.commit(&[0..3 * HUGE_PAGE_BYTES]).unwrap();
+            let asked = [0, 1, 2].map(|part| has_huge_pages(&block, part * HUGE_PAGE_BYTES));
+            assert_eq!(asked, [false, huge_pages, false]);
+        }
     }
 
     #[test]

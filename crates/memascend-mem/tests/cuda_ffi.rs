@@ -493,7 +493,7 @@ fn a_forked_child_releases_nothing() {
     let cudart = fake.open().unwrap();
     let mut backends = fake.backends();
     backends.push(Box::new(LockedAllocator::default()));
-    backends.push(Box::new(PageableAllocator));
+    backends.push(Box::new(PageableAllocator::default()));
     for backend in backends {
         let block = match backend.allocate(MIB) {
             Ok(block) => block,

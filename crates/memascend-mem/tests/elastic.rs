@@ -81,7 +81,9 @@ fn alone(test: &str) -> bool {
 #[test]
 fn what_is_given_back_is_neither_resident_nor_locked() {
     let locked = |huge_pages| LockedAllocator { huge_pages, threads: 2 };
-    for allocator in [&locked(false) as &dyn HostAllocator, &locked(true), &PageableAllocator] {
+    let pageable = |huge_pages| PageableAllocator { huge_pages };
+    for allocator in [&locked(false) as &dyn HostAllocator, &locked(true), &pageable(false), &pageable(true)]
+    {
         let pool = match elastic(allocator, 2) {
             Err(MemError::Lock { .. }) => continue,
             pool => pool.unwrap(),
@@ -126,7 +128,7 @@ fn what_is_given_back_is_neither_resident_nor_locked() {
 
 #[test]
 fn a_forked_child_has_no_part_of_the_arena() {
-    let pool = elastic(&PageableAllocator, 1).unwrap();
+    let pool = elastic(&PageableAllocator::default(), 1).unwrap();
     pool.resize(BUFFER, 3).unwrap();
     pool.resize(BUFFER, 0).unwrap();
     pool.resize(BUFFER, 5).unwrap();
@@ -210,7 +212,7 @@ fn memory_that_is_refused_leaves_everything_as_it_was() {
     if !alone("memory_that_is_refused_leaves_everything_as_it_was") {
         return;
     }
-    let pool = elastic(&PageableAllocator, 2).unwrap();
+    let pool = elastic(&PageableAllocator::default(), 2).unwrap();
     let set_limit = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let data = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();

@@ -11,7 +11,7 @@ use memascend_mem::{Fence, PageableAllocator, Pool, Result, SizeClass, Watcher};
 const PATIENCE: Duration = Duration::from_secs(3600); // loom's waits never time out: a lost call is a deadlock
 
 fn pool(count: usize) -> Pool {
-    Pool::new(&PageableAllocator, &[SizeClass::new("test", 1, count)]).unwrap()
+    Pool::new(&PageableAllocator::default(), &[SizeClass::new("test", 1, count)]).unwrap()
 }
 
 /// Says whether two threads were ever between the entry and the exit together.
@@ -79,7 +79,7 @@ impl Watcher for Memory {
 
 fn elastic() -> (Pool, Arc<Memory>) {
     let class = SizeClass::new("test", 1, 1).up_to(1);
-    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     let memory = Arc::new(Memory(AtomicBool::new(false)));
     pool.watch(Arc::downgrade(&memory) as Weak<dyn Watcher>);
     (pool, memory)

@@ -98,7 +98,7 @@ fn run(arguments: &Arguments) {
     let volume = kept.unwrap_or_else(|| Volume::create(&place, true).expect("a volume"));
     volume.reserve(workload.span_bytes).expect("room");
     let class = SizeClass::new("bench", workload.request_bytes.max(1 << 20), workload.depth);
-    let pool = Pool::new(&PageableAllocator, &[class]).expect("memory");
+    let pool = Pool::new(&PageableAllocator { huge_pages: true }, &[class]).expect("memory");
     let opened = open_engine(volume.file(), options).expect("an engine");
     if registered {
         opened.engine.register(&pool);

@@ -49,7 +49,7 @@ fn engines() -> Vec<Open> {
 
 fn pool() -> Pool {
     let classes = CLASSES.map(|(bytes, most)| SizeClass::new("test", bytes, most / 2).up_to(most));
-    Pool::new(&PageableAllocator, &classes).unwrap()
+    Pool::new(&PageableAllocator::default(), &classes).unwrap()
 }
 
 /// A small generator of well-mixed numbers (Steele and others 2014, SplitMix64).
@@ -221,7 +221,9 @@ fn given_back_memory_is_neither_resident_nor_registered() {
     const LARGE: usize = 96 * MIB;
     let classes = [SizeClass::new("test", MIB, 4).up_to(16), SizeClass::new("large", LARGE, 0).up_to(1)];
     let pool = match Pool::new(&LockedAllocator::default(), &classes) {
-        Err(error) if error.is_pinning_refused() => Pool::new(&PageableAllocator, &classes).unwrap(),
+        Err(error) if error.is_pinning_refused() => {
+            Pool::new(&PageableAllocator::default(), &classes).unwrap()
+        }
         pool => pool.unwrap(),
     };
     engine.register(&pool);

@@ -75,7 +75,7 @@ impl Setup {
 }
 
 fn pool(bytes: usize, count: usize) -> Pool {
-    Pool::new(&PageableAllocator, &[SizeClass::new("test", bytes, count)]).unwrap()
+    Pool::new(&PageableAllocator::default(), &[SizeClass::new("test", bytes, count)]).unwrap()
 }
 
 fn lease(pool: &Pool, bytes: usize) -> Arc<Lease> {

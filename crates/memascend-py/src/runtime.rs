@@ -67,7 +67,7 @@ impl Runtime {
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
         states_bytes = 0, states_count = 0, chunk_count_max = None, states_count_max = None, resume = false, in_place = false,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
-        checksums = true, allocator = "auto", huge_pages = false, compute_threads = 1,
+        checksums = true, allocator = "auto", huge_pages = true, compute_threads = 1,
         device = None
     ))]
     #[allow(clippy::too_many_arguments)]

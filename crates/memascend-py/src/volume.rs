@@ -121,7 +121,8 @@ impl Volume {
         py.detach(|| {
             let volume = memascend_nvme::Volume::create(&path, direct).map_err(|e| io_error(&e))?;
             let opened = open_engine(volume.file(), options).map_err(|e| io_error(&e))?;
-            let pool = Pool::new(&PageableAllocator, &[class]).map_err(|e| memory_error(&e))?;
+            let pool =
+                Pool::new(&PageableAllocator { huge_pages: true }, &[class]).map_err(|e| memory_error(&e))?;
             if register {
                 opened.engine.register(&pool);
             }
@@ -398,7 +399,8 @@ impl KeptStore {
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let target = unsafe { host::elements_mut(target, bytes) };
             let class = SizeClass::new("reading a kept store", CHUNK, 1);
-            let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| memory_error(&error))?;
+            let pool = Pool::new(&PageableAllocator { huge_pages: true }, &[class])
+                .map_err(|error| memory_error(&error))?;
             for (index, part) in target.chunks_mut(CHUNK).enumerate() {
                 let lease = pool.try_lease(CHUNK).map_err(|error| memory_error(&error))?;
                 let lease = Arc::new(lease.expect("the only buffer is free again"));

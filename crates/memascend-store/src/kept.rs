@@ -126,7 +126,7 @@ mod tests {
     /// A buffer of some pages of which every byte is `value`.
     fn buffer(pages: usize, value: u8) -> LeaseSlice {
         let class = SizeClass::new("test", pages * PAGE_BYTES, 1);
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
         let lease = pool.try_lease(pages * PAGE_BYTES).unwrap().unwrap();
         let buffer = LeaseSlice::new(Arc::new(lease), 0, pages * PAGE_BYTES);
         // SAFETY: the lease is fresh.

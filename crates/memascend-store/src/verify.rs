@@ -51,10 +51,12 @@ impl Store {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Vec<Damage>> {
         let class = SizeClass::new("verify", SUM_BYTES as usize, DEPTH);
-        let pool = Pool::new(&PageableAllocator, &[class]).map_err(|error| IoError::Directory {
-            action: "get memory to verify",
-            path: self.members[0].volume.path().to_owned(),
-            source: std::io::Error::other(error),
+        let pool = Pool::new(&PageableAllocator { huge_pages: true }, &[class]).map_err(|error| {
+            IoError::Directory {
+                action: "get memory to verify",
+                path: self.members[0].volume.path().to_owned(),
+                source: std::io::Error::other(error),
+            }
         })?;
         let total: u64 = all.iter().map(|bytes| bytes.extent().bytes).sum();
         let chunks = all.iter().flat_map(|bytes| {

@@ -16,7 +16,7 @@ const FLIPS: usize = 1_000;
 
 fn buffer(bytes: u64) -> LeaseSlice {
     let class = SizeClass::new("test", bytes as usize, 1);
-    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     LeaseSlice::new(Arc::new(pool.try_lease(bytes as usize).unwrap().unwrap()), 0, bytes as usize)
 }
 

@@ -78,7 +78,7 @@ impl Lab {
             directories: (0..kind.volumes).map(|index| root.join(index.to_string())).collect(),
             disks: (0..kind.volumes as u64).map(disk).collect(),
             power,
-            pool: Pool::new(&PageableAllocator, &[class]).unwrap(),
+            pool: Pool::new(&PageableAllocator::default(), &[class]).unwrap(),
             engines: RefCell::default(),
         }
     }

@@ -185,7 +185,7 @@ impl<'a> Trial<'a> {
             disks: (0..volumes).map(disk).collect(),
             engines: Vec::new(),
             store: None,
-            pool: Pool::new(&PageableAllocator, &[class]).unwrap(),
+            pool: Pool::new(&PageableAllocator::default(), &[class]).unwrap(),
             tensors: BTreeMap::new(),
             made: 0,
             history: Vec::new(),

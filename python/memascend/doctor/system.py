@@ -102,10 +102,10 @@ def _huge_pages() -> Finding:
     except OSError:
         chosen = "not in this kernel"
     if chosen in ("always", "madvise"):
-        return ok("huge pages", f"{chosen}: huge_pages=True uses them")
+        return ok("huge pages", f"{chosen}: buffers have them")
     return note(
         "huge pages",
-        f"{chosen or 'unknown'}: huge_pages=True makes no difference, and locking takes longer",
+        f"{chosen or 'unknown'}: memory is locked more slowly, and the drives of virtual machines can be slower",
         f"echo madvise > {HUGE_PAGES}, as root",
     )
 

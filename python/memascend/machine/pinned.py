@@ -17,7 +17,7 @@ def empty_pinned(
     dtype: torch.dtype | None = None,
     *,
     allocator: str = "auto",
-    huge_pages: bool = False,
+    huge_pages: bool = True,
 ) -> torch.Tensor:
     """Return a CPU tensor of zeros in page-locked memory, rounded up to a page (4096 bytes) and no further.
 
@@ -32,7 +32,7 @@ def empty_pinned(
         allocator: "cuda" (cudaHostAlloc: `is_pinned()` is true and copies to a device are asynchronous), "registered"
             (ordinary memory, registered with CUDA afterwards), "locked" (mlock: not swapped, but unknown to CUDA),
             "pageable", or "auto": "cuda" where CUDA works, else "locked".
-        huge_pages: ask for transparent huge pages ("registered" and "locked").
+        huge_pages: ask for transparent huge pages, from 2 MiB on; CUDA ("cuda") chooses its own.
 
     Raises:
         HostMemoryError: CUDA or the system refused; the message says what to do.

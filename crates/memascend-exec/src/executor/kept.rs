@@ -78,7 +78,7 @@ mod tests {
 
     fn kept(buffers: usize) -> (KeptStates, Pool) {
         let class = SizeClass::new("test", 4 * PAGE_BYTES, buffers).up_to(buffers);
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
         (KeptStates::new(pool.clone(), 4 * PAGE_BYTES), pool)
     }
 

@@ -133,7 +133,7 @@ impl Gradients {
                 let taken = source.len().min(chunk_bytes - inside);
                 let partial = match ranges.partial.take() {
                     Some(partial) => partial,
-                    None => PageableAllocator.allocate(chunk_bytes.min(total))?,
+                    None => PageableAllocator::default().allocate(chunk_bytes.min(total))?,
                 };
                 // SAFETY: the block is ours alone, and `inside + taken` is at most its length.
                 let bytes =

@@ -23,7 +23,7 @@ impl Reference {
     fn new(dtype: Dtype, numel: usize) -> Self {
         let bench = Bench::new(Kind::Threads, 1);
         let classes = [SizeClass::new("test", CHUNK_ELEMENTS * 4, 40)];
-        let pool = Pool::new(&PageableAllocator, &classes).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &classes).unwrap();
         let staging = Staging::new(Arc::clone(&bench.store), pool, CHUNK_ELEMENTS * 4);
         let gradients = Gradients::new(staging, CHUNK_ELEMENTS);
         let id = gradients.create("w.gradient", dtype, numel, Arc::default()).unwrap();

@@ -151,7 +151,7 @@ impl Bench {
 }
 
 pub fn pool(bytes: usize, count: usize) -> Pool {
-    Pool::new(&PageableAllocator, &[SizeClass::new("test", bytes, count)]).unwrap()
+    Pool::new(&PageableAllocator::default(), &[SizeClass::new("test", bytes, count)]).unwrap()
 }
 
 /// Whether the message says which tensor of the unit failed.

@@ -326,7 +326,7 @@ impl Unit {
         let slots = pool(slot_bytes, setup.slots);
         let kept_bytes = chunk_elements * 8;
         let kept = SizeClass::new("test", kept_bytes, setup.kept.buffers).up_to(KEPT_BUFFERS_MAX);
-        let kept = Pool::new(&PageableAllocator, &[kept]).unwrap();
+        let kept = Pool::new(&PageableAllocator::default(), &[kept]).unwrap();
         let chunks = pool(chunk_elements * 4, setup.staging_chunks);
         let staging = Staging::new(Arc::clone(store), chunks.clone(), chunk_elements * 4);
         let gradients = Gradients::new(staging, chunk_elements);

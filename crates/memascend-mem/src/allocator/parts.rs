@@ -41,6 +41,15 @@ impl HostBlock {
         Ok(block)
     }
 
+    /// Asks for huge pages behind a part of a reserved block, before it is committed, if the block may
+    /// have them. The part is never to be given back: the system takes nothing less than a whole huge
+    /// page back, but under pressure.
+    pub fn use_huge_pages(&self, part: Range<usize>) {
+        if self.huge_pages {
+            self.ask_for_huge_pages(part);
+        }
+    }
+
     /// Whether the block was only reserved, so that [`HostBlock::commit`] can be called.
     pub fn is_reserved(&self) -> bool {
         self.backing.is_some()

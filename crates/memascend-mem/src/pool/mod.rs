@@ -119,6 +119,9 @@ impl Pool {
         }
         let block = if state.classes.iter().any(|class| class.elastic) {
             let block = allocator.reserve(offset)?;
+            for class in state.classes.iter().filter(|class| !class.elastic) {
+                block.use_huge_pages(class.start..class.start + class.count_max * class.bytes);
+            }
             block.commit(&state.classes.iter().flat_map(Class::memory).collect::<Vec<_>>())?;
             block
         } else {

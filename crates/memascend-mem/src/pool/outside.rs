@@ -26,7 +26,8 @@ impl OutsideMemory {
         }
         let counted = Counted::new(self, round_up_to_page(bytes.max(1)));
         let class = SizeClass::new("outside of the pools", bytes, 1);
-        let pools = Pool::carve_counted(&PageableAllocator, &[vec![class]], Some(counted))?;
+        let pools =
+            Pool::carve_counted(&PageableAllocator { huge_pages: true }, &[vec![class]], Some(counted))?;
         Ok(pools[0].try_lease(bytes)?.expect("the only buffer is free"))
     }
 

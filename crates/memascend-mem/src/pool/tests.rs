@@ -12,7 +12,7 @@ fn class(bytes: usize, count: usize) -> SizeClass {
 }
 
 fn pool(classes: &[SizeClass]) -> Pool {
-    Pool::new(&PageableAllocator, classes).unwrap()
+    Pool::new(&PageableAllocator::default(), classes).unwrap()
 }
 
 #[test]
@@ -24,7 +24,7 @@ fn reserves_exactly_the_sum_of_its_classes() {
 #[test]
 fn groups_share_one_arena_but_never_each_others_buffers() {
     let groups = [vec![class(4096, 1)], vec![class(8192, 2)]];
-    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    let pools = Pool::carve(&PageableAllocator::default(), &groups).unwrap();
     let held = pools[0].try_lease(4096).unwrap().unwrap();
     assert!(pools[0].try_lease(1).unwrap().is_none(), "the second group's buffers are not ours");
     let other = pools[1].try_lease(1).unwrap().unwrap();
@@ -34,7 +34,7 @@ fn groups_share_one_arena_but_never_each_others_buffers() {
 #[test]
 fn the_joint_peak_is_that_of_one_moment() {
     let groups = [vec![class(4096, 1), class(4096, 1)], vec![class(8192, 2)]];
-    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    let pools = Pool::carve(&PageableAllocator::default(), &groups).unwrap();
     drop(pools[0].try_lease(4000).unwrap().unwrap());
     drop(pools[1].try_lease(8000).unwrap().unwrap());
     let at_peak = |bytes, count, live_bytes_at_peak| ClassAtPeak { bytes, count, live_bytes_at_peak };
@@ -186,7 +186,7 @@ fn a_fence_that_cannot_tell_keeps_its_buffer_and_says_why() {
 #[test]
 fn counters_tell_hits_waits_refusals_and_waste() {
     let groups = [vec![class(8192, 1)], vec![class(4096, 1)]];
-    let pools = Pool::carve(&PageableAllocator, &groups).unwrap();
+    let pools = Pool::carve(&PageableAllocator::default(), &groups).unwrap();
     let first = pools[0].try_lease(5000).unwrap().unwrap();
     let second = pools[1].try_lease(100).unwrap().unwrap();
     assert!(pools[0].try_lease(1).unwrap().is_none());
@@ -420,7 +420,7 @@ fn a_request_that_waits_gets_a_buffer_that_comes_by_growing() {
 #[test]
 fn what_was_not_reserved_is_refused() {
     let pools = [vec![class(4096, 2), class(8192, 1).up_to(3)], vec![class(12_288, 1)]];
-    let pools = Pool::carve(&PageableAllocator, &pools).unwrap();
+    let pools = Pool::carve(&PageableAllocator::default(), &pools).unwrap();
     for (pool, bytes, count, most) in [(0, 4096, 1, 2), (0, 8192, 4, 3), (0, 12_288, 1, 0), (1, 12_288, 2, 1)]
     {
         match pools[pool].resize(bytes, count) {

@@ -337,9 +337,11 @@ fn probe_io_poll(file: &VolumeFile) -> io::Result<()> {
         return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
     }
     let block = memascend_mem::PAGE_BYTES;
-    let pool =
-        Pool::new(&memascend_mem::PageableAllocator, &[memascend_mem::SizeClass::new("probe", block, 1)])
-            .map_err(io::Error::other)?;
+    let pool = Pool::new(
+        &memascend_mem::PageableAllocator::default(),
+        &[memascend_mem::SizeClass::new("probe", block, 1)],
+    )
+    .map_err(io::Error::other)?;
     let lease = pool.try_lease(block).map_err(io::Error::other)?.expect("a fresh pool has a buffer");
     // Declared last, so that the ring is dropped before the buffer.
     let mut ring = IoUring::builder().dontfork().setup_iopoll().build(2)?;

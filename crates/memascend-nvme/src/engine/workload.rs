@@ -204,7 +204,7 @@ mod tests {
         let volume = Volume::create(directory.path(), true).unwrap();
         volume.reserve(8 << 20).unwrap();
         let class = SizeClass::new("test", 65_536, 4);
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
         let engine = open_engine(volume.file(), EngineOptions::default()).unwrap().engine;
         let workload = Workload {
             read_percent: 55,

@@ -196,7 +196,7 @@ impl Trial<'_> {
 
     fn transfer(&self, operation: Operation, extent: Extent, value: u8) {
         let class = SizeClass::new("test", extent.bytes as usize, 1);
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
         let lease = Arc::new(pool.try_lease(extent.bytes as usize).unwrap().unwrap());
         let buffer = LeaseSlice::new(lease, 0, extent.bytes as usize);
         if operation == Operation::Write {

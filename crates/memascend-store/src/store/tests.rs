@@ -12,7 +12,7 @@ use memascend_nvme::{EngineChoice, Operation};
 
 fn buffer(bytes: usize) -> LeaseSlice {
     let class = SizeClass::new("test", bytes, 1);
-    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     LeaseSlice::new(Arc::new(pool.try_lease(bytes).unwrap().unwrap()), 0, bytes)
 }
 
@@ -75,7 +75,7 @@ fn nothing_is_moved_at_once_and_who_waited_finds_the_buffer_free() {
         let store = store(root.path(), volumes);
         let extent = store.allocate("t", 3 << 20).unwrap();
         let class = SizeClass::new("test", 3 << 20, 1);
-        let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
         for bytes in [0, 3 << 20, 4096].repeat(50) {
             let lease = pool.try_lease(3 << 20).unwrap().expect("returned before the end was told");
             let buffer = LeaseSlice::new(Arc::new(lease), 0, bytes);

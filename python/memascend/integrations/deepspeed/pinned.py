@@ -6,11 +6,17 @@ import warnings
 import weakref
 from bisect import bisect_right, insort
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 
 from memascend._memascend import HostBuffer
 from memascend.errors import PinnedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PAGE = 4096
 
 
 class PinnedTensors:
@@ -46,11 +52,11 @@ class PinnedTensors:
             return torch.empty(0, dtype=dtype)
         nbytes = numel * dtype.itemsize
         try:
-            buffer = HostBuffer(nbytes, self._allocator, False)
+            buffer = HostBuffer(nbytes, self._allocator, True)
         except PinnedMemoryError as error:
             self._allocator = "pageable"
             warnings.warn(f"memascend: DeepSpeed's buffers are not page-locked from here on: {error}", stacklevel=3)
-            buffer = HostBuffer(nbytes, self._allocator, False)
+            buffer = HostBuffer(nbytes, self._allocator, True)
         tensor = torch.frombuffer(buffer, dtype=dtype, count=numel)
         start = tensor.data_ptr()
         with self._lock:
@@ -59,6 +65,18 @@ class PinnedTensors:
         # The tensor's storage is the only owner of the buffer.
         weakref.finalize(buffer, self.free, start).atexit = False
         return tensor
+
+    def carve(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Return a tensor for each number of elements and dtype, all in one piece of pinned memory.
+
+        Each begins at a page.
+        """
+        pages = [-(-numel * dtype.itemsize // _PAGE) for numel, dtype in sizes]
+        whole = self.empty(sum(pages) * _PAGE, torch.uint8)
+        pieces = whole.split([count * _PAGE for count in pages])
+        return [
+            piece[: numel * dtype.itemsize].view(dtype) for piece, (numel, dtype) in zip(pieces, sizes, strict=True)
+        ]
 
     def free(self, address: int) -> bool:
         """Forget the pinned memory that begins at `address`; whether there was any."""

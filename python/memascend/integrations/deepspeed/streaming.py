@@ -209,11 +209,17 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
 class _Slot:
     """Buffers for a chunk, and what is under way with them."""
 
-    def __init__(self, weight_dtype: torch.dtype, state_dtypes: Sequence[torch.dtype]) -> None:
-        self.states = [PINNED.empty(CHUNK, dtype) for dtype in state_dtypes]
-        self.gradient = PINNED.empty(CHUNK, torch.float32)
-        self.read_gradient: dict[torch.dtype, torch.Tensor] = {torch.float32: self.gradient}
-        self.weight = PINNED.empty(CHUNK + _ALIGNED_PIECES * _PAGE, weight_dtype)
+    def __init__(
+        self, weight_dtype: torch.dtype, state_dtypes: Sequence[torch.dtype], gradient_dtypes: set[torch.dtype]
+    ) -> None:
+        # In one piece, of which huge pages then hold all but the end.
+        narrow = [dtype for dtype in gradient_dtypes if dtype != torch.float32]
+        sizes = [(CHUNK, dtype) for dtype in (*state_dtypes, torch.float32, *narrow)]
+        parts = PINNED.carve([*sizes, (CHUNK + _ALIGNED_PIECES * _PAGE, weight_dtype)])
+        self.states = [parts.pop(0) for _ in state_dtypes]
+        self.gradient = parts.pop(0)
+        self.weight = parts.pop()
+        self.read_gradient = {torch.float32: self.gradient, **dict(zip(narrow, parts, strict=True))}
         self.reads, self.writes = AioHandle(), AioHandle()
         #: The chunk in hand if its states stay in memory, outside `states`.
         self.kept: Kept | None = None
@@ -248,7 +254,9 @@ class Step:
         self._chunks = list(self._cut())
         if not self.swapper.slots:
             count = slots(map(int, optimizer.fp16_partitioned_groups_flat_numel))
-            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.state_dtypes) for _ in range(count)]
+            found = self.swapper.gradients.values()
+            read = {gradient.dtype for gradient in found if gradient.path is not None}
+            self.swapper.slots = [_Slot(optimizer.dtype, self.swapper.state_dtypes, read) for _ in range(count)]
             self._keep()
         self._read = self._computed = 0
         self.scale: dict[int, Any] = {}

@@ -25,7 +25,7 @@ static FILE: LazyLock<Arc<VolumeFile>> = LazyLock::new(|| {
 
 fn buffer(bytes: usize) -> LeaseSlice {
     let class = SizeClass::new("test", bytes, 1);
-    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     LeaseSlice::new(Arc::new(pool.try_lease(bytes).unwrap().unwrap()), 0, bytes)
 }
 

@@ -36,7 +36,7 @@ fn trace(faults: Faults) -> (Vec<End>, Injected) {
     let engine = SimEngine::new(volume.file(), Arc::clone(&disk));
     let bytes = 3 * PART_BYTES;
     let class = SizeClass::new("test", bytes, 40);
-    let pool = Pool::new(&PageableAllocator, &[class]).unwrap();
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     let (sender, receiver) = mpsc::channel();
     for index in 0..120 {
         let length = [BLOCK_BYTES, bytes, 5 * BLOCK_BYTES][index % 3];
