@@ -390,7 +390,10 @@ def _main(program: str, rank: int, ranks: int, folder: Path, attempt: str, optio
         result = PROGRAMS[program](rank, ranks, folder, **options)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
-    torch.save(result, folder / f"result{attempt}.{rank}")
+    # Whole or not at all: a rank may be killed as it writes.
+    partial = folder / f"partial{attempt}.{rank}"
+    torch.save(result, partial)
+    partial.rename(folder / f"result{attempt}.{rank}")
     # Not by way of atexit: a rank whose peers are gone has nothing to tidy up.
     os._exit(0)
 

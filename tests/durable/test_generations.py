@@ -53,8 +53,14 @@ def wait_for_generation(model: nn.Module, number: int) -> None:
 @pytest.mark.parametrize(
     ("architecture", "by_blocks"),
     [
-        *(pytest.param(name, False, marks=pytest.mark.core if name == "llama" else ()) for name in VARIANTS),
+        pytest.param("llama", False, marks=pytest.mark.core),
+        ("t5_dropout", False),
         ("qwen3", True),
+        *(
+            pytest.param(name, False, marks=pytest.mark.soak)
+            for name in VARIANTS
+            if name not in ("llama", "t5_dropout")
+        ),
         *(pytest.param(name, True, marks=pytest.mark.soak) for name in ("llama", "t5_dropout")),
     ],
 )

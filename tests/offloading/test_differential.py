@@ -18,7 +18,7 @@ from twins import Twins, program_text
 
 #: How many programs each of the parts runs. `make soak` sets another number, of all programs.
 PARTS = 6
-PROGRAMS = int(os.environ.get("MEMASCEND_PROGRAMS", "300")) // PARTS
+PROGRAMS = int(os.environ.get("MEMASCEND_PROGRAMS", "150")) // PARTS
 
 #: The groups that programs are made of, as often as they are wanted.
 SHARES = dict.fromkeys(pieces.GROUPS, 2) | {"train": 4, "forwards": 3, "resuming": 1, "surgery": 1, "conversions": 1}

@@ -261,7 +261,7 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(3)", "raise ValueError('mine')"])
-@pytest.mark.parametrize("keep_store", [None, False])
+@pytest.mark.parametrize("keep_store", [None, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_process_that_ends_without_close(store: Path, ending: str, keep_store: bool | None) -> None:
     # The update of the last step is deferred still; the exit must neither hang, nor crash, nor leave files that hold
     # no step.

@@ -129,7 +129,7 @@ def training(folder: Path, given: list[str]) -> Iterator[tuple[subprocess.Popen[
                 launcher.kill()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_process_ends_all_and_the_run_goes_on(
     victim: int, model_dir: Path, expected: Path, tmp_path: Path
 ) -> None:

@@ -30,7 +30,9 @@ def launch(launcher: str, ranks: int, program: str, folder: Path, *numbers: int)
     return launching.launch(PROGRAM, launcher, ranks, program, folder, *numbers)
 
 
-@pytest.mark.parametrize(("launcher", "ranks", "accumulate"), [("accelerate", 2, 1), ("torchrun", 2, 2)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "accumulate"), [("accelerate", 2, 1), pytest.param("torchrun", 2, 2, marks=pytest.mark.soak)]
+)
 def test_accelerates_loop_over_processes(launcher: str, ranks: int, accumulate: int, tmp_path: Path) -> None:
     results = launch(launcher, ranks, "loop", tmp_path, accumulate)
     expected = launched_programs.loop_in_one_process(ranks, accumulate)
@@ -49,7 +51,9 @@ def test_what_accelerate_refuses_over_processes(tmp_path: Path) -> None:
         assert told["unwrapped"] == "True"
 
 
-@pytest.mark.parametrize(("launcher", "ranks", "accumulate"), [("torchrun", 2, 1), ("accelerate", 2, 2)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "accumulate"), [("torchrun", 2, 1), pytest.param("accelerate", 2, 2, marks=pytest.mark.soak)]
+)
 def test_the_trainer_over_processes(launcher: str, ranks: int, accumulate: int, tmp_path: Path) -> None:
     results = launch(launcher, ranks, "trainer", tmp_path, accumulate)
     expected = launched_programs.trainer_in_one_process(tmp_path / "one", ranks, accumulate)

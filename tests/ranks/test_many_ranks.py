@@ -36,7 +36,12 @@ SEEDS, ALONE = int(os.environ.get("MEMASCEND_SEEDS", "15")), os.environ.get("MEM
 #: Steps before the run in which ranks are lost first, and how often they are, by the number of ranks.
 RUNS = {8: (4, 3), 64: (2, 1), 512: (1, 1)}
 #: How many of the seeds are run with as many ranks.
-COUNTS = [(8, SEEDS), (64, max(SEEDS // 25, 1)), (512, max(SEEDS // 300, 1))]
+#: Ranks and seeds; half a thousand take half a minute for one seed.
+COUNTS = [
+    (8, SEEDS),
+    (64, max(SEEDS // 25, 1)),
+    pytest.param(512, max(SEEDS // 300, 1), marks=pytest.mark.soak),
+]
 UNITS = ("embedding", "layer")
 #: What is in a slot that is being written.
 TORN = "torn"

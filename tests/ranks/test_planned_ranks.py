@@ -36,10 +36,10 @@ CASES = [
     ("llama", 2, 0, 1, "adamw"),
     ("llama", 4, 16 * 2**20, 1, "adamw"),
     ("gpt2", 2, 8 * 2**20, 2, "adamw"),
-    ("gpt2", 4, 0, 1, "adamw"),
+    pytest.param("gpt2", 4, 0, 1, "adamw", marks=pytest.mark.soak),
     ("qwen3_moe", 2, 0, 1, "adamw"),
     ("llama", 2, 0, 1, "apollo"),
-    ("llama", 4, 0, 2, "apollo-mini"),
+    pytest.param("llama", 4, 0, 2, "apollo-mini", marks=pytest.mark.soak),
     ("gpt2", 4, 8 * 2**20, 1, "apollo"),
 ]
 
