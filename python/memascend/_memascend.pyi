@@ -259,6 +259,12 @@ class Capture:
     def wait_copied(self) -> None: ...
 
 @final
+class Applying:
+    def wait(self) -> float | None: ...
+    def copied(self) -> bool: ...
+    def wait_copied(self) -> None: ...
+
+@final
 class GradientRanges:
     def add(self, address: int, numel: int) -> None: ...
     def end(self) -> tuple[float, bool]: ...
@@ -385,6 +391,21 @@ class Runtime:
         write_through: bool,
         beside: bool,
     ) -> Ticket: ...
+    def update_from_device(
+        self,
+        unit: int,
+        tensor: tuple[TensorId, int, int],
+        lease: LeaseBuffer | None,
+        update: Any,
+        gradient: int,
+        gradient_bytes: int,
+        ready: CudaEvent,
+        unread: CudaEvent | None,
+        measured: Any | None,
+        *,
+        write_through: bool,
+        beside: bool,
+    ) -> tuple[Ticket, Applying]: ...
     def let_go_states(self, unit: int, planes: Sequence[tuple[TensorId, int]]) -> Ticket: ...
     def resize(
         self, units: Sequence[tuple[int, int]] = ..., chunk_count: int | None = None, states_count: int | None = None

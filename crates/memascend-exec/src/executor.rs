@@ -1,5 +1,6 @@
 //! Runs jobs: units read into their leases, and updated on the way where a step is due.
 
+mod arriving;
 mod compute;
 mod coordinator;
 mod groups;
@@ -18,6 +19,8 @@ use memascend_mem::{LeaseSlice, Origin, Pool};
 use memascend_nvme::Recorder;
 use memascend_store::{Store, TensorId};
 
+use self::arriving::ArrivedChunk;
+pub use self::arriving::ArrivingUpdate;
 use self::compute::compute;
 use self::coordinator::Coordinator;
 use self::groups::Groups;
@@ -58,6 +61,7 @@ pub struct Executor {
     jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
     compute_threads: usize,
+    chunk_elements: usize,
     busy: Arc<Busy>,
     origin: Origin,
 }
@@ -85,6 +89,7 @@ enum Order {
         /// Other jobs of the unit under way are of other tensors.
         beside: bool,
     },
+    Arrived(ArrivedChunk),
     Part(PartRead),
     /// Each tensor keeps no more in memory than so many bytes.
     LetGo(Vec<(TensorId, u64)>),
@@ -132,7 +137,7 @@ impl Executor {
                 coordinator.run(job);
             }
         }));
-        Self { jobs: Some(jobs), threads, compute_threads, busy, origin: Origin::here() }
+        Self { jobs: Some(jobs), threads, compute_threads, chunk_elements, busy, origin: Origin::here() }
     }
 
     /// How long the kernels have run so far: the mean of the kernel threads.
@@ -167,6 +172,21 @@ impl Executor {
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
         self.send(pending, Order::Fetch { weights: Some(weights), updates, groups: None, beside: true })
+    }
+
+    /// Prepares the update of one tensor, whose gradient is yet to arrive in chunks of
+    /// [`Gradients`](crate::Gradients). The gradient that `update` names counts for nothing. The first
+    /// chunk waits as [`Executor::fetch`] does, with `beside` as [`Executor::update_beside`] does. The
+    /// ticket is ready once all chunks have arrived and are computed.
+    pub fn update_arriving(
+        &self,
+        pending: Arc<Pending>,
+        weights: UnitWeights,
+        update: UpdateTensor,
+        beside: bool,
+    ) -> (Arc<Ticket>, ArrivingUpdate) {
+        let jobs = self.jobs.clone().expect("open until dropped");
+        ArrivingUpdate::new(jobs, pending, weights, update, self.chunk_elements, beside)
     }
 
     /// As [`Executor::fetch`] without a lease, for one tensor, whose weights can be read while the

@@ -79,6 +79,10 @@ pub(crate) enum SourcePlace {
     Packed {
         buffer: LeaseSlice,
     },
+    /// Each chunk goes to the update as it arrives.
+    Arriving {
+        chunk_elements: usize,
+    },
     /// Every segment of the update names its own address.
     Addresses,
 }

@@ -12,9 +12,12 @@ mod staging;
 mod stash;
 mod update;
 
-pub use device::{Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, HostCopy, Restore};
+pub use device::{
+    AppliedGradient, Applying, Capture, DeviceCounters, DeviceEvent, DeviceGradient, DeviceLink, FindFactors,
+    HostCopy, ProjectedNumbers, Restore,
+};
 pub use error::{ExecError, Result};
-pub use executor::{Executor, KeptStates, Ticket, write_part};
+pub use executor::{ArrivingUpdate, Executor, KeptStates, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
 pub use pending::{Pending, Reading, Underway};

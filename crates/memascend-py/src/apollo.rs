@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use memascend_exec::{GradientId, Pending};
+use memascend_exec::{GradientId, Pending, ProjectedNumbers, Staging};
 use memascend_kernels::{
-    ChannelSquares, Projected, Projector, Purpose, channel_factors, factors_of, squares_of,
+    ChannelSquares, Projected, Projector, Purpose, Scratch, channel_factors, factors_of, squares_of,
 };
 use memascend_store::TensorId;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::handles;
 use crate::host::{elements, elements_mut, parse_dtype};
 use crate::parts::Parts;
 
@@ -116,6 +117,7 @@ impl Projection {
 
 /// What the factors of one step depend on, beside the gradient.
 #[pyclass(frozen, module = "memascend._memascend")]
+#[derive(Clone, Copy)]
 pub(crate) struct FactorOptions(memascend_kernels::FactorOptions);
 
 #[pymethods]
@@ -236,30 +238,31 @@ impl ProjectedGradient {
         Self(measured)
     }
 
-    /// `factors` with both moments in a tensor of the store, (2, channels, rank) float32; `written` says
-    /// whether it holds any yet.
+    /// `factors` with both moments in a tensor of the store of `staging`, (2, channels, rank) float32;
+    /// `written` says whether it holds any yet.
     pub(crate) fn stored_factors(
         &self,
-        parts: &Parts,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
         moments: TensorId,
         written: bool,
         threads: usize,
         options: &FactorOptions,
     ) -> memascend_exec::Result<(ChannelFactors, f64)> {
-        self.with_stored(parts, moments, written, |first, second| self.find(options, first, second, threads))
+        let find = |first: &mut [f32], second: &mut [f32]| self.find(options, first, second, threads);
+        self.with_stored((staging, scratch), moments, written, find)
     }
 
     /// Updates moments in a tensor of the store as `stored_factors` does, and writes the channels' squares to `target`.
     pub(crate) fn stored_squares(
         &self,
-        parts: &Parts,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
         moments: TensorId,
         written: bool,
         threads: usize,
         options: &FactorOptions,
         target: usize,
     ) -> memascend_exec::Result<()> {
-        let squares = self.with_stored(parts, moments, written, |first, second| {
+        let squares = self.with_stored((staging, scratch), moments, written, |first, second| {
             squares_of(&options.0, &self.0, first, second, threads)
         })?;
         // SAFETY: the Python layer passes a live CPU tensor of this size, and holds it for the call.
@@ -273,29 +276,62 @@ impl ProjectedGradient {
     /// Reads both moments of the measured channels, has `step` change them, and writes them.
     fn with_stored<T>(
         &self,
-        parts: &Parts,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
         moments: TensorId,
         written: bool,
         step: impl FnOnce(&mut [f32], &mut [f32]) -> T,
     ) -> memascend_exec::Result<T> {
         let count = self.0.values().len();
-        let mut both = parts.gradients.scratch().take(Purpose::Moments, 2 * count);
+        let mut both = scratch.take(Purpose::Moments, 2 * count);
         let bytes = size_of_val(&*both);
         let address = both.as_mut_ptr() as usize;
         if written {
             // SAFETY: these are the bytes of `both`, which nothing else uses meanwhile.
-            parts.staging.read(parts.store.current(moments), unsafe { elements_mut(address, bytes) })?;
+            staging.read(staging.store().current(moments), unsafe { elements_mut(address, bytes) })?;
         } else {
             both.fill(0.0);
         }
         let (first, second) = both.split_at_mut(count);
         let found = step(first, second);
         let pending = Arc::new(Pending::default());
-        let target = parts.store.rewrite(moments)?.target;
+        let target = staging.store().rewrite(moments)?.target;
         // SAFETY: as above; the write copies them.
-        parts.staging.write(target, unsafe { elements(address, bytes) }, &pending)?;
+        staging.write(target, unsafe { elements(address, bytes) }, &pending)?;
         pending.wait()?;
         Ok(found)
+    }
+}
+
+/// How the factors of a matrix's channels come of the numbers that a device has measured of its gradient.
+#[derive(FromPyObject)]
+pub(crate) struct MeasuredArgument<'py> {
+    projection: Bound<'py, Projection>,
+    /// Address of the numbers on the device, float32.
+    address: usize,
+    moments: Bound<'py, handles::TensorId>,
+    written: bool,
+    threads: usize,
+    options: Bound<'py, FactorOptions>,
+}
+
+impl MeasuredArgument<'_> {
+    /// The numbers as a job takes them that finds the factors, and the moments in the store of `parts`.
+    pub(crate) fn numbers(&self, parts: &Parts) -> ProjectedNumbers {
+        let (projection, moments, options) =
+            (self.projection.get().0, self.moments.get().0, *self.options.get());
+        let (written, threads) = (self.written, self.threads);
+        let (staging, scratch) = (Arc::clone(&parts.staging), Arc::clone(parts.gradients.scratch()));
+        let find = move |bytes: &[u8]| {
+            let mut measured = Projected::room(projection, &scratch);
+            let numbers = measured.numbers_mut().iter_mut();
+            numbers.zip(bytes.as_chunks().0).for_each(|(number, bytes)| *number = f32::from_ne_bytes(*bytes));
+            let measured = ProjectedGradient(measured);
+            let (factors, norm) =
+                measured.stored_factors((&staging, &scratch), moments, written, threads, &options)?;
+            Ok((factors.0, norm))
+        };
+        let bytes = Projected::count(&projection) * size_of::<f32>();
+        ProjectedNumbers { address: self.address, bytes, find: Box::new(find) }
     }
 }
 

@@ -46,8 +46,15 @@ pub(crate) struct UpdateArgument<'py> {
 }
 
 impl UpdateArgument<'_> {
-    /// The update as the executor takes it, its gradient still to be filled in.
-    fn tensor(self) -> PyResult<UpdateTensor> {
+    /// The update as the executor takes it, whose gradient is yet to arrive, and with `factors` those of its
+    /// channels too.
+    pub(crate) fn arriving(self, factors: bool) -> PyResult<UpdateTensor> {
+        self.tensor(factors)
+    }
+
+    /// The update as the executor takes it, its gradient still to be filled in; with `factors_follow` those of
+    /// the channels, too.
+    fn tensor(self, factors_follow: bool) -> PyResult<UpdateTensor> {
         let address = |value: usize| Address(value as *mut u8);
         let planes: Vec<UpdatePlane> = self
             .planes
@@ -80,7 +87,7 @@ impl UpdateArgument<'_> {
                     rule.planes().len()
                 )));
             }
-            if segment.factors.is_some() != (rule.algorithm == Algorithm::Apollo) {
+            if (segment.factors.is_some() || factors_follow) != (rule.algorithm == Algorithm::Apollo) {
                 return Err(PyValueError::new_err(
                     "the rule \"apollo\", and no other, takes the factors of a matrix's channels",
                 ));
@@ -119,7 +126,7 @@ impl UpdateArgument<'_> {
 /// The updates as the executor takes them, with their gradients.
 pub(crate) fn update_tensors(parts: &Parts, updates: Vec<UpdateArgument<'_>>) -> PyResult<Vec<UpdateTensor>> {
     let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
-    let mut updates = updates.into_iter().map(UpdateArgument::tensor).collect::<PyResult<Vec<_>>>()?;
+    let mut updates = updates.into_iter().map(|update| update.tensor(false)).collect::<PyResult<Vec<_>>>()?;
     for (update, gradient) in updates.iter_mut().zip(gradients) {
         // Taken after all checks: a gradient that was taken cannot be put back.
         if let Some(id) = gradient {

@@ -157,6 +157,30 @@ impl Capture {
     }
 }
 
+/// A gradient on its way from the device to its update.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Applying(pub(crate) memascend_exec::Applying);
+
+#[pymethods]
+impl Applying {
+    /// Waits until the update has all of the gradient; returns the norm of the step for a rule that takes
+    /// factors, else None. If a copy or a part of the update failed, raises its error.
+    fn wait(&self, py: Python<'_>) -> PyResult<Option<f64>> {
+        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
+    }
+
+    /// Whether the device memory is no longer read: everything was copied, or something failed.
+    fn copied(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Waits until the device memory is no longer read.
+    fn wait_copied(&self, py: Python<'_>) {
+        // `wait` raises the error.
+        let _ = py.detach(|| self.0.wait());
+    }
+}
+
 /// Bytes put aside for a while. Their space is freed when the handle dies and no copy of them is
 /// under way.
 #[pyclass(frozen, module = "memascend._memascend")]

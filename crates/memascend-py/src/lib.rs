@@ -46,7 +46,7 @@ mod _memascend {
     #[pymodule_export]
     use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
     #[pymodule_export]
-    use crate::device::{Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
+    use crate::device::{Applying, Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
     use crate::files::{ExternalFile, FileEngine, FileTransfers};
     #[pymodule_export]

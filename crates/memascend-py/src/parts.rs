@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use memascend_exec::{DeviceLink, Executor, Gradients, KeptStates, Staging};
+use memascend_kernels::Scratch;
 use memascend_mem::{Cudart, HostAllocator, OutsideMemory, Pool, SizeClass};
 use memascend_store::{Store, StoreOptions};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -190,6 +191,11 @@ impl Parts {
         let mut changes: Vec<_> = changes.chain(chunk_count).chain(states_count).collect();
         changes.sort_by_key(|(pool, bytes, count)| *count > pool.count(*bytes));
         changes.into_iter().try_for_each(|(pool, bytes, count)| pool.resize(bytes, count))
+    }
+
+    /// What moments of projected gradients are read, changed and written with.
+    pub(crate) fn projecting(&self) -> (&Staging, &Arc<Scratch>) {
+        (&self.staging, self.gradients.scratch())
     }
 
     /// The link to the device.

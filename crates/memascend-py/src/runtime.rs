@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use memascend_exec::{DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
+use memascend_exec::{AppliedGradient, DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
 use memascend_kernels::Projected;
 use memascend_mem::LockExt;
 use memascend_store::StoreOptions;
@@ -12,10 +12,10 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
+use crate::apollo::{ChannelFactors, FactorOptions, MeasuredArgument, ProjectedGradient, Projection};
 use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
-use crate::device::{self, Capture, CudaEvent, Stash};
+use crate::device::{self, Applying, Capture, CudaEvent, Stash};
 use crate::errors::{exec_error, memory_error, store_error};
 use crate::files::ExternalFile;
 use crate::gradients::{self, GradientRanges};
@@ -349,6 +349,51 @@ impl Runtime {
         }))
     }
 
+    /// As `update_in_place`, with a gradient of `gradient_bytes` bytes at address `gradient` of the device
+    /// that is yet to be computed: it is copied after `ready`, and each chunk is applied when it has
+    /// arrived. It has to live until the `Applying` is `copied`. Without `lease` the weights are read
+    /// into the update slots. Nothing is written to them before `unread`, which a copy of them to the
+    /// device ends with. For a rule that takes factors, `measured` says what they are found from: it
+    /// has the attributes `projection`, `address` (of `Projection.numbers` float32 on the device, which
+    /// live as long as the gradient), `moments`, `written`, `threads` and `options`.
+    #[pyo3(signature = (
+        unit, tensor, lease, update, gradient, gradient_bytes, ready, unread, measured, *, write_through, beside
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn update_from_device(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        tensor: (Bound<'_, TensorId>, usize, usize),
+        lease: Option<&Bound<'_, LeaseBuffer>>,
+        update: UpdateArgument<'_>,
+        gradient: usize,
+        gradient_bytes: usize,
+        ready: &Bound<'_, CudaEvent>,
+        unread: Option<&Bound<'_, CudaEvent>>,
+        measured: Option<MeasuredArgument<'_>>,
+        write_through: bool,
+        beside: bool,
+    ) -> PyResult<(Ticket, Applying)> {
+        let (parts, unit) = (self.parts()?, self.unit(unit));
+        let update = update.arriving(measured.is_some())?;
+        let (tensors, lease) = (unit_tensors(&[tensor]), lease.map(|lease| Arc::clone(&lease.get().lease)));
+        let weights = UnitWeights { tensors, files: Arc::default(), lease, stays: true, write_through };
+        let source = AppliedGradient {
+            address: gradient,
+            bytes: gradient_bytes,
+            ready: ready.get().0.clone(),
+            unread: unread.map(|event| event.get().0.clone()),
+            projected: measured.map(|measured| measured.numbers(&parts)),
+        };
+        let (link, staging) = (parts.link()?, &parts.staging);
+        let (ticket, arriving) = parts.executor.update_arriving(unit, weights, update, beside);
+        // SAFETY: the Python layer passes live, contiguous tensors on the device and holds them until
+        // the gradient is applied.
+        let applying = py.detach(|| unsafe { link.apply(staging, source, arriving) });
+        Ok((Ticket(ticket), Applying(applying.map_err(|error| exec_error(&error))?)))
+    }
+
     /// Ends the stay of a unit's weights in their buffer; those that the drives do not have are written.
     fn let_go(&self, unit: usize, tensors: Vec<(Bound<'_, TensorId>, usize, usize)>) -> PyResult<()> {
         let (parts, unit) = (self.parts()?, self.unit(unit));
@@ -673,7 +718,7 @@ impl Runtime {
     ) -> PyResult<()> {
         let (parts, moments) = (self.parts()?, moments.get().0);
         let (measured, options) = (measured.get(), options.get());
-        py.detach(|| measured.stored_squares(&parts, moments, written, threads, options, target))
+        py.detach(|| measured.stored_squares(parts.projecting(), moments, written, threads, options, target))
             .map_err(|error| exec_error(&error))
     }
 
@@ -690,7 +735,7 @@ impl Runtime {
     ) -> PyResult<(ChannelFactors, f64)> {
         let (parts, moments) = (self.parts()?, moments.get().0);
         let (measured, options) = (measured.get(), options.get());
-        py.detach(|| measured.stored_factors(&parts, moments, written, threads, options))
+        py.detach(|| measured.stored_factors(parts.projecting(), moments, written, threads, options))
             .map_err(|error| exec_error(&error))
     }
 

@@ -240,7 +240,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.host_memory is not None:
         # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
         automatic = settings.host_memory == AUTO
-        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory))
+        on_device = settings.device is not None
+        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), on_device=on_device)
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
     from memascend.ranks.membership import Membership
     from memascend.residency.host import Streamer
-    from memascend.residency.updates import Segment
+    from memascend.residency.updates import Measured, Segment
 
 
 class Session(Protocol):
@@ -49,7 +49,7 @@ class Optimizer(Protocol):
     def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
 
-    def early_segment(self, parameter: nn.Parameter, addresses: tuple[int, int], /) -> Segment | None:
+    def early_segment(self, parameter: nn.Parameter, addresses: tuple[int, int] | None, /) -> Segment | None:
         """Return the parameter's next update, of weights and a gradient at `addresses`; None if it is to wait.
 
         See `memascend.optim.early.EarlySteps`.
@@ -57,6 +57,9 @@ class Optimizer(Protocol):
 
     def prepare_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Complete the update, which is about to be started."""
+
+    def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int, /) -> Measured | None:
+        """Return what completes the update once a device has measured the gradient."""
 
     def took_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Note that the update was taken."""

@@ -100,7 +100,7 @@ def savings(
     """
     now = traffic(model, units, plan, config, work, device_plan).written.total()
     told: dict[str, int] = {"": now}
-    with_update = with_update and device_plan is None and work.ranks == 1
+    with_update = with_update and work.ranks == 1
     for change, changed_plan, changed_work in _changes(units, plan, work, with_update):
         written = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
         # A part of a change that saves as much by itself makes the whole of it superfluous.
@@ -122,19 +122,19 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
     if work.optimizer == "adamw":
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
-        least = smallest_plan(units, update="backward").total
-        early = make_plan(units, max(plan.budget, least), update="backward")
+        least = smallest_plan(units, update="backward", on_device=plan.on_device).total
+        early = make_plan(units, max(plan.budget, least), update="backward", on_device=plan.on_device)
         yield "--update backward (without clipping)", early, work
     seldom = replace(work, period=_PERIOD)
     may_be_seldom = 0 < work.period < _PERIOD
     if may_be_seldom:
         yield f"--durability every:{_PERIOD}", plan, seldom
-    most = make_plan(units, _NO_LIMIT, update=plan.update).total
+    most = make_plan(units, _NO_LIMIT, update=plan.update, on_device=plan.on_device).total
     for budget in (2 * plan.total, most):
         if plan.total < budget <= most:
             # Whole MiB, so that the text is a size that --host-memory takes.
             mib = math.ceil(budget / _MIB)
-            larger = make_plan(units, mib * _MIB, update=plan.update)
+            larger = make_plan(units, mib * _MIB, update=plan.update, on_device=plan.on_device)
             yield f"--host-memory {mib}MiB", larger, work
             if may_be_seldom:
                 yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger, seldom

@@ -104,14 +104,12 @@ def forecast(
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
-    if gpu is not None and update != "forward":
-        raise DataError(f"--update {update} is of a run on the CPU: leave it out with --gpu")
     if ranks > 1:
         _check_over_ranks(gradients, update)
     model = empty_model(config, _directory(path), getattr(torch, dtype))
     units = divided(model, gpu is not None, gradients, ranks)
-    smallest = smallest_plan(units, update=update)
-    plan = smallest if budget is None else make_plan(units, budget, update=update)
+    smallest = smallest_plan(units, update=update, on_device=gpu is not None)
+    plan = smallest if budget is None else make_plan(units, budget, update=update, on_device=gpu is not None)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Work(

@@ -27,7 +27,7 @@ from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, fa
 from memascend.residency.states import kept_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Rule
     from memascend.layout.units import StoreTensor, Unit
@@ -235,10 +235,16 @@ def traffic(
     """
     moved = Traffic()
     forward, backward = uses(model, units)
-    wanted = [[number for number, _ in groupby([*forward, *backward])]] * work.grad_accum
+    order = [number for number, _ in groupby([*forward, *backward])]
+    wanted, passing, late = [order] * work.grad_accum, frozenset[int](), list[int]()
     if device_plan is not None:
-        wanted = Replay(units, device_plan.units, DEVICE_AHEAD if work.ranks == 1 else 0).step(wanted)
+        on_device = Replay(units, device_plan.units, DEVICE_AHEAD if work.ranks == 1 else 0)
+        wanted = on_device.step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
+        if _early(plan, work):
+            late = _embeddings(model, units)
+            changing = {n for n, unit in enumerate(units) if any(map(updates_early, unit.tensors)) and n not in late}
+            wanted[0], passing = _with_updates(changing, order, len(forward), on_device.fetches)
     if work.ranks > 1:
         moved.gathered = sum(units[number].stored_nbytes for number, _ in groupby(chain(*wanted)))
     streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
@@ -247,8 +253,8 @@ def traffic(
     # The backward pass updates weights where they are, so that the next pass finds some of them.
     replay = Replay(units, plan.units, taken=staying, stale=not _early(plan, work))
     for _ in range(2):
-        found = replay.step(fetched)
-    for number in chain(*found):
+        found = replay.step(fetched, passing)
+    for number in [*chain(*found), *replay.missing(late)]:
         moved.read["weights"] += units[number].stored_nbytes
     for number in streamed:
         moved.read["weights"] += _read_by_blocks(model, units[number], work)
@@ -271,6 +277,36 @@ def traffic(
     moved.read["projections"] = spilled.projections
     moved.written["projections"] = spilled.projections * work.grad_accum
     return moved
+
+
+def _with_updates(
+    changing: Set[int], order: Sequence[int], turn: int, uploads: Sequence[tuple[int, int]]
+) -> tuple[list[int], frozenset[int]]:
+    """Return what host memory is needed for in a pass whose backward pass updates weights, on a device.
+
+    `order` are the uses there, of which the backward pass begins with that before number `turn`; `uploads` are the
+    number of a use and the unit that was copied for it. Beside those, each unit of `changing` is needed for its update,
+    which reads what it does not find without a buffer: the numbers of those uses come second.
+    """
+    copied, needed, passing = set(uploads), [], set()
+    for number, unit in enumerate(order):
+        if (number, unit) not in copied:
+            if number < turn - 1 or unit not in changing:
+                continue
+            passing.add(len(needed))
+        needed.append(unit)
+    return needed, frozenset(passing)
+
+
+def _embeddings(model: nn.Module, units: Sequence[Unit]) -> list[int]:
+    """Return the units whose gradient comes last, with that of an embedding, and which the backward pass updates."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return [
+        number
+        for number, unit in enumerate(units)
+        if any(updates_early(place.tensor) and place.parameter in parameters for place in unit.places)
+    ]
 
 
 def _early(plan: Plan, work: Work) -> bool:
@@ -398,27 +434,41 @@ class Replay:
         self._order: UseOrder[int] = UseOrder()
         self._resident: set[int] = set()
         self._in_use: int | None = None
-        self._fetched: list[int] = []
+        #: Of the last pass: the number of a use, and the unit that was fetched for it.
+        self.fetches: list[tuple[int, int]] = []
 
-    def step(self, passes: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses."""
+    def step(self, passes: Sequence[Sequence[int]], passing: Collection[int] = ()) -> list[list[int]]:
+        """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses.
+
+        Those whose numbers are in `passing` find a unit or read it, and need no buffer for it.
+        """
         if self._stale:
             self._resident.clear()
-        return [self._fetched_by(uses) for uses in passes]
+        return [self._fetched_by(uses, passing) for uses in passes]
 
-    def _fetched_by(self, uses: Sequence[int]) -> list[int]:
-        self._fetched = []
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Return those units that are not in memory now."""
+        return [number for number in numbers if number not in self._resident]
+
+    def _fetched_by(self, uses: Sequence[int], passing: Collection[int]) -> list[int]:
+        self.fetches = []
         self._order.begin_known(uses)
-        for number in uses:
+        for use, number in enumerate(uses):
             self._order.record(number)
             if number not in self._resident:
                 self._in_use = None
-                self._fetch(number, sooner_than=-1)
+                if use in passing:
+                    self.fetches.append((use, number))
+                else:
+                    self._fetch(number, use, sooner_than=-1)
             self._in_use = number
-            self._order.prefetch(self._ahead, self._resident.__contains__, self._fetch)
-        return self._fetched
+            for ahead, upcoming in self._order.upcoming(self._ahead):
+                there = upcoming in self._resident or ahead in passing
+                if not there and not self._fetch(upcoming, ahead, sooner_than=ahead):
+                    break
+        return [number for _, number in self.fetches]
 
-    def _fetch(self, number: int, sooner_than: int) -> bool:
+    def _fetch(self, number: int, use: int, sooner_than: int) -> bool:
         size = self._size[number]
         rivals = [other for other in sorted(self._resident) if self._size[other] == size]
         if len(rivals) >= self._buffers[size]:
@@ -428,5 +478,5 @@ class Replay:
                 return False
             self._resident.discard(victim)
         self._resident.add(number)
-        self._fetched.append(number)
+        self.fetches.append((use, number))
         return True

@@ -104,7 +104,7 @@ def from_pretrained(
             load_generation_config(model, directory)
             sources = Sources(model, files)
             units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
-            plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+            plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
             materialise(model, units)
             session = Session(
                 model,

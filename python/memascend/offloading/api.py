@@ -266,7 +266,7 @@ def offload(
         if ranks is not None:
             over_ranks.compare_layout(ranks, units)
             divide(units, ranks.rank, ranks.size)
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
         session = Session(
             model,
             units,

@@ -82,11 +82,6 @@ class Computing:
             )
         if update not in UPDATES:
             raise ValueError(f"update={update!r} is none of {', '.join(map(repr, UPDATES))}")
-        if opened is not None and update != "forward":
-            raise ValueError(
-                f"update={update!r} is of a model that computes on the CPU: a device's gradients are put aside, and "
-                "applied on the way into the next forward pass; leave it out"
-            )
         if opened is None and device_memory is not None:
             raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
         return Computing(

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from memascend._memascend import Ticket
     from memascend.common.timeline import Timeline
     from memascend.durable.generations import Generations
-    from memascend.layout.units import Place
+    from memascend.durable.protocols import Optimizer
+    from memascend.layout.units import Place, StoreTensor
     from memascend.residency.host import Streamer
+    from memascend.residency.updates import Segment
 
 
 #: Counts the references to a storage, by its address. A PyTorch without it tells nothing, and updates wait for `step`.
@@ -61,32 +63,41 @@ class EarlyUpdates:
 
         Afterwards `parameter.grad` is a marker, as after `step`.
         """
-        tensor, parameter = place.tensor, place.parameter
-        if place.awaits_step or not updates_early(tensor) or not self._streamer.can_update_early(tensor):
-            return False
-        if place.saved_names or self._is_viewed(place):
-            return False
-        optimizer = None if place.owner is None else place.owner()
-        if optimizer is None or not self._generations.allows_early(optimizer):
+        optimizer, tensor = self._optimizer_of(place), place.tensor
+        if optimizer is None or self._is_viewed(place):
             return False
         # As it would have been put aside.
         gradient = gradient.to(tensor.gradient_dtype).to(tensor.dtype).contiguous()
         addresses = self._streamer.weight_address(tensor), gradient.data_ptr()
-        segment = optimizer.early_segment(parameter, addresses)
+        segment = optimizer.early_segment(place.parameter, addresses)
         if segment is None:
             return False
         self._generations.settle(optimizer)
         self._release(gradient.nbytes)
-        update = Update(tensor, [segment], captured=False, write_through=self._writes_through())
         with uninterrupted():
-            optimizer.prepare_early(parameter, segment)
-            self._in_flight.append((self._streamer.update_early(update), gradient))
-            optimizer.took_early(parameter, segment)
-            place.early, place.filled = True, None
-            place.captured += 1
-            place.marker = make_marker(place)
-            parameter.grad = place.marker
+            optimizer.prepare_early(place.parameter, segment)
+            self._in_flight.append((self._streamer.update_early(self._update(tensor, segment)), gradient))
+            self._note_taken(place, optimizer, segment)
         return True
+
+    def _optimizer_of(self, place: Place) -> Optimizer | None:
+        """Return the optimizer that may update a parameter now; None if the update waits for `step`."""
+        tensor = place.tensor
+        if place.awaits_step or not updates_early(tensor) or not self._streamer.can_update_early(tensor):
+            return None
+        optimizer = None if place.owner is None or place.saved_names else place.owner()
+        return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None
+
+    def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
+        return Update(tensor, [segment], captured=False, write_through=self._writes_through())
+
+    def _note_taken(self, place: Place, optimizer: Optimizer, segment: Segment) -> None:
+        """Note that the update of a parameter was started."""
+        optimizer.took_early(place.parameter, segment)
+        place.early, place.filled = True, None
+        place.captured += 1
+        place.marker = make_marker(place)
+        place.parameter.grad = place.marker
 
     def _is_viewed(self, place: Place) -> bool:
         """Whether anything may still read the weight where it is: a part of the graph that gives it no gradient."""
@@ -112,6 +123,13 @@ class EarlyUpdates:
                     ticket.wait()
             finally:
                 self._in_flight.popleft()
+
+    def finish(self, place: Place) -> float | None:
+        """Have `optimizer.step()` follow the update of a parameter, as `confirm` then says.
+
+        Returns the norm of the step, where the update was to find it. Raises the error of an update that failed.
+        """
+        return None
 
     def confirm(self, places: list[Place]) -> None:
         """Note that `optimizer.step()` has followed the updates of `places`."""

@@ -290,6 +290,13 @@ class GradientCapture:
             self._leaving_bytes += numbers.nbytes
         self._release(self.in_flight_bytes)
 
+    def hold(self, copy: LeavingCopy, ready: CudaEvent, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Have `tensors` live until a copy of them, which waits for `ready`, has read them."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._leaving.append((copy, ready, nbytes, tensors))
+        self._leaving_bytes += nbytes
+        self._release(self.in_flight_bytes)
+
     def wait_copied(self) -> None:
         """Wait until no gradient is on its way from the device."""
         self._release(-1)

@@ -29,6 +29,7 @@ from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.automatic import Watch, growing_alone
 from memascend.offloading.downloads import DownloadedGradients
 from memascend.offloading.early import EarlyUpdates
+from memascend.offloading.early_device import EarlyUpdatesOnDevice
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
@@ -154,13 +155,15 @@ class Session:
         if self.plan.update == "backward":
             in_flight = self.plan.applied.total
             through = partial(self._writes_through, early=True)
-            early = EarlyUpdates(self.streamer, self.generations, self.timeline, in_flight, through)
+            early = self._make_early(in_flight, through)
         capturing = (self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early)
         try:
             self.gradients = self._make_gradients(capturing, options.get("allocator", "auto"))
         except BaseException:
             self.runtime.close(keep=resume)
             raise
+        if isinstance(early, EarlyUpdatesOnDevice):
+            early.hold = self.gradients.hold
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
@@ -188,7 +191,8 @@ class Session:
                 if plan.total <= plan.smallest_bytes:
                     raise
                 most = None if plan.most is None else plan.most.budget
-                smaller = make_plan(self.units, max(plan.smallest_bytes, plan.total // 2), most, plan.update)
+                half = max(plan.smallest_bytes, plan.total // 2)
+                smaller = make_plan(self.units, half, most, plan.update, plan.on_device)
                 _log.info("%s: trying %s", error, format_size(smaller.total))
                 plan = smaller
         if plan is not wanted:
@@ -233,6 +237,12 @@ class Session:
             return GradientCapture(*capturing)
         joined = self.membership.ranks, self.units, *capturing
         return JoinedGradients(*joined) if self.device is None else DownloadedGradients(*joined, allocator=allocator)
+
+    def _make_early(self, in_flight_bytes: int, writes_through: Callable[[], bool]) -> EarlyUpdates:
+        if self.device is None:
+            return EarlyUpdates(self.streamer, self.generations, self.timeline, in_flight_bytes, writes_through)
+        assert isinstance(self.streamer, DeviceStreamer), "the model computes on the device"
+        return EarlyUpdatesOnDevice(self.streamer, self.generations, self.timeline, self.device, writes_through)
 
     def _writes_through(self, early: bool = False) -> bool:
         """Whether updates, in the backward pass if `early`, write at once what stays in memory.

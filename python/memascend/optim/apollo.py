@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memascend.durable.protocols import Session
     from memascend.optim.homes import Home
     from memascend.optim.room import Room
-    from memascend.residency.updates import Segment
+    from memascend.residency.updates import Measured, Segment
 
 
 #: Options on which the factors of channels depend, beside those of the step's constants.
@@ -169,6 +169,11 @@ class Apollo(OffloadedOptimizer):
         if group is None or group["rank"] is None:
             return None
         return projected.projection_of(group, self._homes.of(parameter))
+
+    def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int) -> Measured | None:
+        """Return what an update that `early_segment` gave finds its factors from; see `OffloadedOptimizer`."""
+        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        return projected.measured(group, self._homes.of(parameter), projection, address)
 
     def _step(self) -> None:
         self._check_failed()

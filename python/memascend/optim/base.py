@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place
     from memascend.offloading.native import StorePaths
     from memascend.optim.homes import Home
-    from memascend.residency.updates import Segment
+    from memascend.residency.updates import Measured, Segment
 
 #: Seeds of stochastic rounding are below this: they are the upper half of a 64-bit seed.
 _SEEDS = 1 << 32
@@ -294,8 +294,11 @@ class OffloadedOptimizer(Optimizer):
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
         return None
 
-    def early_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int]) -> Segment | None:
-        """Return the parameter's next update, of weights and a gradient at `addresses`; None if it waits for `step`."""
+    def early_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int] | None) -> Segment | None:
+        """Return the parameter's next update, of weights and a gradient at `addresses`; None if it waits for `step`.
+
+        Without addresses, the update is given weights and gradient piece by piece.
+        """
         if self._closed or self.nonfinite != "propagate":
             return None
         return self._early_steps.segment(self._algorithms, parameter, addresses)
@@ -303,6 +306,13 @@ class OffloadedOptimizer(Optimizer):
     def prepare_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
         """Complete an update that `early_segment` gave, which is about to be started."""
         self._early_steps.prepare(self._algorithms, parameter, segment)
+
+    def measured_early(self, parameter: torch.nn.Parameter, projection: Projection, address: int) -> Measured | None:
+        """Return what an update that `early_segment` gave finds its factors from, instead of `prepare_early`.
+
+        A device measures the gradient as `projection_of` says; the numbers are at `address` there.
+        """
+        return None
 
     def took_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
         """Note that the backward pass has started the update that `early_segment` gave."""

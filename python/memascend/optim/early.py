@@ -44,8 +44,10 @@ class EarlySteps:
         """Begin anew: states were loaded, or groups have changed. The next step is not ahead."""
         self._groups.clear()
 
-    def segment(self, algorithm: Algorithm, parameter: nn.Parameter, addresses: tuple[int, int]) -> Segment | None:
-        """Return the next update of a parameter, of weights and a gradient at `addresses`.
+    def segment(
+        self, algorithm: Algorithm, parameter: nn.Parameter, addresses: tuple[int, int] | None
+    ) -> Segment | None:
+        """Return the next update of a parameter, of weights and a gradient at `addresses`; None: they come in pieces.
 
         None where the update has to wait for `step`: in the parameter's first step, which makes room for its states,
         and in the first one of the program, which shows what the program does with gradients.
@@ -91,6 +93,11 @@ class EarlySteps:
                 "then (update='backward'): change them after step() and before the next backward(), or offload with "
                 "update='forward'. memascend.resume goes on from the last durable step"
             )
+        early = home.session.gradients.early
+        assert early is not None, "the session has updated the parameter early"
+        norm = early.finish(home.place)
+        if norm is not None:
+            self._homes.optimizer.state[home.parameter]["norm"] = norm
         return home
 
     def confirmed(self, homes: list[OnModel]) -> list[Session]:

@@ -15,6 +15,7 @@ from memascend.offloading.places import ranks_of
 from memascend.optim import joined_factors
 from memascend.optim.homes import OnModel
 from memascend.optim.step import FACTORS_AT_ONCE
+from memascend.residency.updates import Measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -124,6 +125,16 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
         segment.factors, norm = measured.factors((first, second), threads, options)
         _keep(home, moments)
     home.homes.optimizer.state[parameter]["norm"] = norm
+
+
+def measured(group: dict[str, Any], home: Home, projection: Projection, address: int) -> Measured | None:
+    """Return what to find the factors from of a parameter's next step; None where `ask` has not made its moments."""
+    assert isinstance(home, OnModel), "other parameters are not updated early"
+    moments = home.place.moments
+    if moments is None or moments.numel != torch.Size(moments_shape(home, projection.rank)).numel():
+        return None
+    options = FactorOptions(**_factor_options(group, home, 1.0))
+    return Measured(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
 
 
 def find_joined_factors(work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:

@@ -113,6 +113,8 @@ class Plan:
     overlap_bytes: int = 0
     #: When large tensors are updated: one of `UPDATES`.
     update: str = "forward"
+    #: Whether gradients are made on a device.
+    on_device: bool = False
     #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
     most: Plan | None = None
 
@@ -159,21 +161,24 @@ def table_of(lines: Sequence[Line]) -> str:
     return "\n".join([*rows, f"  {'total':<{width}} {'':>5}   {'':>10}   {total:>10}"])
 
 
-def make_plan(units: Sequence[Unit], budget: int, most: int | None = None, update: str = "forward") -> Plan:
+def make_plan(
+    units: Sequence[Unit], budget: int, most: int | None = None, update: str = "forward", on_device: bool = False
+) -> Plan:
     """Size the pool for `units`: first what is needed, then where a spare byte saves most.
 
-    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`.
+    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`; `on_device` says
+    that a device makes the gradients.
 
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
     if most is None:
-        return _plan(units, budget, update)
+        return _plan(units, budget, update, on_device)
     if most < budget:
         raise BudgetError(
             f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
         )
-    plan = _plan(units, budget, update, elastic=True)
-    plan.most = _plan(units, most, update, elastic=True, chunk_elements=plan.chunk_elements)
+    plan = _plan(units, budget, update, on_device, elastic=True)
+    plan.most = _plan(units, most, update, on_device, elastic=True, chunk_elements=plan.chunk_elements)
     return plan
 
 
@@ -190,17 +195,23 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
             "was opened with",
             plan.smallest_bytes,
         )
-    changed = _plan(units, budget, plan.update, elastic=True, chunk_elements=plan.chunk_elements)
+    changed = _plan(units, budget, plan.update, plan.on_device, elastic=True, chunk_elements=plan.chunk_elements)
     changed.most = plan.most
     return changed
 
 
 def _plan(
-    units: Sequence[Unit], budget: int, update: str, *, elastic: bool = False, chunk_elements: int | None = None
+    units: Sequence[Unit],
+    budget: int,
+    update: str,
+    on_device: bool,
+    *,
+    elastic: bool = False,
+    chunk_elements: int | None = None,
 ) -> Plan:
     """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks of `chunk_elements`."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    plan = Plan(budget, update=update)
+    plan = Plan(budget, update=update, on_device=on_device)
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
@@ -214,7 +225,7 @@ def _plan(
     ]
     _add_bookkeeping(plan, units)
     early = [tensor for tensor in tensors if updates_early(tensor)] if update == "backward" else []
-    if early:
+    if early and not on_device:  # from where a gradient passes through staging, chunk by chunk
         nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
         plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
         plan.applied.note = "beside the arena: autograd's, until their update"
@@ -247,6 +258,9 @@ def _plan(
     # read, so it comes second.
     waiting = [tensor for tensor in tensors if tensor.trained and not tensor.packed and tensor not in early]
     wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in waiting)
+    if on_device and early:
+        # With room for the gradients of one unit, the device is free of them while their updates run.
+        wanted += max(sum(-(-t.numel // plan.chunk_elements) for t in u.tensors if t in early) for u in units)
     plan.kept.count = min(wanted, spare // plan.kept.nbytes)
     spare -= plan.kept.total
     for kind in classes:
@@ -380,12 +394,14 @@ def _weights_of(members: Sequence[Unit]) -> str:
     return f"weights of {members[0].name} and {len(members) - 1} {'like it' if alike else 'others'}"
 
 
-def smallest_plan(units: Sequence[Unit], most: int | None = None, update: str = "forward") -> Plan:
-    """Return the plan with the least budget that works; `most` and `update` as in `make_plan`."""
+def smallest_plan(
+    units: Sequence[Unit], most: int | None = None, update: str = "forward", on_device: bool = False
+) -> Plan:
+    """Return the plan with the least budget that works; the other arguments are those of `make_plan`."""
     try:
-        return make_plan(units, 1, most, update)
+        return make_plan(units, 1, most, update, on_device)
     except BudgetError as error:
-        return make_plan(units, error.smallest_bytes, most, update)
+        return make_plan(units, error.smallest_bytes, most, update, on_device)
 
 
 def make_states_plan(unit: Unit, budget: int | None) -> Plan:

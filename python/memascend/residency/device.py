@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from memascend._memascend import PAGE_BYTES
+from memascend.common.graphs import in_backward
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import round_up
+from memascend.plan.host import updates_early
 from memascend.residency.cuda import DevicePool
 from memascend.residency.host import NoBufferError, Streamer
 from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farthest, smallest_holding
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend._memascend import CudaEvent, LeaseBuffer, Runtime
+    from memascend._memascend import Applying, CudaEvent, LeaseBuffer, Runtime
     from memascend.common.timeline import Timeline
-    from memascend.layout.units import Unit
+    from memascend.layout.units import StoreTensor, Unit
     from memascend.machine.cuda import ComputeDevice
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Plan
     from memascend.residency.cuda import Buffer
     from memascend.residency.host import Residency
+    from memascend.residency.updates import Measured, Update
 
 
 class _Upload(NamedTuple):
@@ -77,6 +80,8 @@ class DeviceStreamer(Streamer):
         self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         #: Whether units are wanted in host memory only.
         self._to_host = False
+        #: Units with weights that the backward pass may update, in host memory.
+        self._changing = {unit for unit in units if any(map(updates_early, unit.tensors))}
 
     def _begin_pool(self, plan: DevicePlan) -> None:
         """Go by the buffers of a plan, which are yet to be reserved."""
@@ -152,10 +157,17 @@ class DeviceStreamer(Streamer):
     def _bring(self, unit: Unit) -> torch.Tensor:
         if self._to_host:
             return super()._bring(unit)
+        if not in_backward():  # which goes on to use what the device has
+            self._refuse_early_use(unit)
         if unit not in self._on_device:
             self._hosted(unit)
             self._upload(unit, self._buffer(unit))
         return self._use(unit)
+
+    def _hosted(self, unit: Unit) -> torch.Tensor:
+        # Neither a read from the store nor a copy to the device may meet what the backward pass has begun to write.
+        self._settle_early(self.residencies[unit])
+        return super()._hosted(unit)
 
     def _use(self, unit: Unit) -> torch.Tensor:
         """Begin a use of a unit that is on the device, or on its way there, and return its bytes."""
@@ -254,6 +266,10 @@ class DeviceStreamer(Streamer):
             if not residency.ticket.is_ready():
                 return False
             self._settle(residency)
+        if residency.early:
+            if unit in self.early_units or not all(ticket.is_ready() for ticket in residency.early):
+                return False
+            self._settle_early(residency)
         buffer = self._spare_buffer(unit, number)
         if buffer is None:
             return False
@@ -268,8 +284,13 @@ class DeviceStreamer(Streamer):
 
     def _next_fetch(self, unit: Unit) -> int:
         use = self._order.next_use(unit)
+        if unit not in self._on_device:
+            return use
+        if self._updates_early and unit in self._changing and self._order.kind is True:
+            # The backward pass updates it here, once its gradients have come: unless it lies here then, it is read.
+            return 0 if use == NEVER and unit is self._order.latest else use
         # A unit on the device is needed in host memory only after the device has evicted the unit.
-        return use if unit not in self._on_device else use + NEVER
+        return use + NEVER
 
     def _drop(self, residency: Residency) -> None:
         super()._drop(residency)
@@ -308,6 +329,56 @@ class DeviceStreamer(Streamer):
             return False
         self._fetch(unit, lease)
         return True
+
+    # ---- updates in the backward pass -------------------------------------------------------------------
+
+    def can_update_early(self, tensor: StoreTensor) -> bool:
+        """Whether `update_from_device` can update a tensor: host memory has its weights as the store has, or not."""
+        residency = self.residencies[tensor.unit]
+        if residency.lease is None:
+            return not residency.users
+        return super().can_update_early(tensor)
+
+    def update_from_device(
+        self, update: Update, gradient: int, ready: CudaEvent, measured: Measured | None
+    ) -> Applying:
+        """Start an update with a gradient that is at an address of the device from `ready` on.
+
+        Weights change in host memory if they are there, and on the store otherwise. `measured` is what the factors of
+        channels are found from, for an update that takes any. The device goes on computing with the weights that it
+        has; `confirm_early` has to follow before the unit is used in another pass.
+        """
+        tensor, unit = update.tensor, update.tensor.unit
+        residency = self.residencies[unit]
+        assert tensor.id is not None, "as can_update_early says"
+        if residency.ticket is not None:
+            self._settle(residency)
+        upload = None if residency.lease is None else self._uploads.get(unit)
+        ticket, applying = self.runtime.update_from_device(
+            unit.index,
+            (tensor.id, tensor.offset, tensor.nbytes),
+            residency.lease,
+            update,
+            gradient,
+            tensor.numel * tensor.dtype.itemsize,
+            ready,
+            None if upload is None else upload.arrived,
+            measured,
+            write_through=unit not in self._staying,
+            # The first update waits for what the last step has left to be written.
+            beside=unit in self.early_units,
+        )
+        update.started()
+        residency.early.append(ticket)
+        self.early_units.add(unit)
+        return applying
+
+    def confirm_early(self) -> None:
+        """Note that `optimizer.step()` has followed updates: the device's copies of their units are out of date."""
+        ahead = set(self.early_units)
+        super().confirm_early()
+        for unit in ahead - self.early_units:
+            self._forget_copy(unit)
 
     def let_go(self, unit: Unit) -> None:
         """Drop a unit that is about to change, from the device too."""

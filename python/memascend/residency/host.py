@@ -147,7 +147,7 @@ class Streamer:
         """
         self.check_between_passes("host")
         for residency in self.residencies.values():
-            if residency.lease is not None or residency.ticket is not None:
+            if residency.lease is not None or residency.ticket is not None or residency.early:
                 self.discard(residency.unit)
         self.follow(plan)
 

@@ -71,6 +71,16 @@ class UseOrder(Generic[Unit]):
         if use != NEVER:
             self._position = use + 1
 
+    @property
+    def latest(self) -> Unit | None:
+        """The unit that was used last."""
+        return self._used[-1] if self._used else None
+
+    @property
+    def kind(self) -> Hashable:
+        """The kind of the present pass; None for one whose uses are known."""
+        return self._kind
+
     def next_use(self, unit: Unit) -> int:
         """Return the number of the next use that is expected of `unit`, or NEVER."""
         uses = self._next_uses.get(unit)

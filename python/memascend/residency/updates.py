@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memascend.layout.units import DTYPE_NAMES, StorePlane
 
 if TYPE_CHECKING:
-    from memascend._memascend import ChannelFactors, Rule, StepScalars
+    from memascend._memascend import ChannelFactors, FactorOptions, Projection, Rule, StepScalars, TensorId
     from memascend.layout.units import StoreTensor
 
 
@@ -29,6 +29,20 @@ class Segment:
     factors: ChannelFactors | None = None
     #: Which element of the parameter `start` is, for the random numbers of stochastic rounding.
     first_element: int = 0
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the native side finds the factors of a matrix's channels from, once a device has measured its gradient."""
+
+    projection: Projection
+    #: Where the device has the numbers: float32, (projection.numbers,).
+    address: int
+    #: Both moments in the store, and whether they were written.
+    moments: TensorId
+    written: bool
+    threads: int
+    options: FactorOptions
 
 
 @dataclass(slots=True)

@@ -158,7 +158,7 @@ def resume(
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)
         units = _divide(model, record, computing, ranks)
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
         session = Session(
             model,
             units,

@@ -166,6 +166,11 @@ impl Copies {
         self.download.wait(&event.event).map_err(device_error)
     }
 
+    /// Has the calling thread, which is one of this module, wait for `event`.
+    pub(super) fn wait_for(&self, event: &DeviceEvent) -> Result<()> {
+        wait(&event.event, &self.counters.waits_worker)
+    }
+
     /// Waits until all that was put into a stream is done.
     pub(super) fn drain(&self, stream: &CudaStream) -> Result<()> {
         wait(&stream.record().map_err(device_error)?, &self.counters.waits_worker)

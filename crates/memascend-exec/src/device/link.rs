@@ -7,8 +7,8 @@ use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
 
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent, HostCopy};
-use super::{Capture, Outcome, Restore, capture, restore};
-use crate::{DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
+use super::{AppliedGradient, Applying, Capture, Outcome, Restore, applying, capture, restore};
+use crate::{ArrivingUpdate, DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
 
 /// One CUDA device: a stream for weights to the device, one for activations back to it, and one for
 /// everything that leaves it. Threads wait for staging buffers and the SSD, in the order of the
@@ -178,6 +178,26 @@ impl DeviceLink {
         let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         captures.send(capture::job(Arc::clone(copies), Arc::clone(gradients), id, source, promise));
         Ok(Capture(outcome))
+    }
+
+    /// Hands a gradient in device memory to its update, chunk by chunk as it arrives in `staging`, in the
+    /// order of the captures. `update` is of the executor whose chunks are those of `staging`.
+    ///
+    /// # Safety
+    /// The addresses in `source` are those of device memory of as many bytes, the gradient of `update` and
+    /// the numbers. Both live and are not written from [`AppliedGradient::ready`] until
+    /// [`Applying::is_done`].
+    pub unsafe fn apply(
+        &self,
+        staging: &Arc<Staging>,
+        source: AppliedGradient,
+        update: ArrivingUpdate,
+    ) -> Result<Applying> {
+        let (outcome, promise) = Outcome::new(&self.counters);
+        let open = self.lock();
+        let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
+        captures.send(applying::job(Arc::clone(copies), Arc::clone(staging), source, update, promise));
+        Ok(Applying(outcome))
     }
 
     /// Puts `bytes` bytes at device address `source` aside, after `ready`, as [`Stash::new`] does

@@ -179,7 +179,11 @@ fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) 
             gradient.0.wrapping_add((start - segment.start) * element).cast_const()
         }
         (_, SourcePlace::Packed { buffer }, _) => buffer.narrow(start * element, bytes).address().as_ptr(),
-        (_, SourcePlace::Chunks { chunk_elements, .. }, Some(Chunk::Host(lease))) => {
+        (
+            _,
+            SourcePlace::Chunks { chunk_elements, .. } | SourcePlace::Arriving { chunk_elements },
+            Some(Chunk::Host(lease)),
+        ) => {
             let offset = start % chunk_elements * element;
             LeaseSlice::new(Arc::clone(lease), offset, bytes).address().as_ptr()
         }

@@ -1,5 +1,6 @@
 //! Starts jobs in order, piece by piece, as update slots come free.
 
+use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -9,6 +10,7 @@ use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Rewrite, Store, TensorId};
 
+use super::arriving::{ArrivedChunk, Begun};
 use super::groups::Groups;
 use super::kept::KeptStates;
 use super::piece::{Areas, Places, PlaneArea, Reads, SlotAreas, SlotLayout, Targets, Work};
@@ -62,6 +64,7 @@ impl Coordinator {
             Order::LetGo(tensors) => pending.wait_started_reads().map(|()| {
                 tensors.into_iter().for_each(|(tensor, from)| self.let_go(&pending, &ticket, tensor, from));
             }),
+            Order::Arrived(chunk) => self.start_arrived(&pending, &ticket, chunk),
             Order::Part(part) => pending.wait().map(|()| part.start(&self.store, &ticket)),
             Order::Fetch { weights, updates, mut groups, beside } => {
                 let idle = match (beside, updates.is_empty()) {
@@ -116,27 +119,69 @@ impl Coordinator {
         mut tensor: UpdateTensor,
         groups: &mut Option<Groups>,
     ) -> Result<()> {
-        let places = self.places(job.weights, &tensor).inspect_err(|error| {
-            // Other tensors of the unit may be updated already: record the error, so that no later
-            // job reads the unit.
-            job.pending.begin().end(Err(error.clone()));
-        })?;
+        let begun = self.begin_tensor(job, &tensor)?;
         // Each chunk of the gradient goes with its last piece, and returns to the pool as soon as
         // it is consumed.
         let mut gradient_chunks = match &mut tensor.gradient.place {
             SourcePlace::Chunks { chunks, .. } => std::mem::take(chunks),
-            SourcePlace::Packed { .. } | SourcePlace::Addresses => Vec::new(),
+            SourcePlace::Packed { .. } | SourcePlace::Addresses | SourcePlace::Arriving { .. } => Vec::new(),
         };
-        let tensor = Arc::new(tensor);
+        let all = 0..tensor.numel;
+        self.start_pieces(job, &Arc::new(tensor), &begun, all, &mut gradient_chunks, groups)
+    }
+
+    /// Starts the update of the elements whose gradient has arrived in a chunk.
+    fn start_arrived(&self, pending: &Arc<Pending>, ticket: &Ticket, arrived: ArrivedChunk) -> Result<()> {
+        let ArrivedChunk { arriving, index, chunk } = arrived;
+        let (tensor, first) = (&arriving.tensor, index * self.chunk_elements);
+        let job = Started { pending, weights: Some(&arriving.weights), ticket };
+        let begun = if let Some(begun) = arriving.begun.get() {
+            pending.check()?;
+            begun
+        } else {
+            if arriving.beside {
+                pending.check()?
+            } else {
+                pending.wait_started_reads()?
+            }
+            let begun = self.begin_tensor(&job, tensor)?;
+            arriving.begun.get_or_init(|| begun)
+        };
+        let elements = first..tensor.numel.min(first + self.chunk_elements);
+        self.start_pieces(&job, tensor, begun, elements, &mut [Chunk::Host(chunk)], &mut None)
+    }
+
+    /// Has the store say where a tensor that is about to be updated goes.
+    fn begin_tensor(&self, job: &Started<'_>, tensor: &UpdateTensor) -> Result<Begun> {
+        let places = self.places(job.weights, tensor).inspect_err(|error| {
+            // Other tensors of the unit may be updated already: record the error, so that no later
+            // job reads the unit.
+            job.pending.begin().end(Err(error.clone()));
+        })?;
         let in_slot = places.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
-        let layout = SlotLayout::new(&tensor, self.slot_bytes, self.chunk_elements, in_slot);
-        for first in (0..tensor.numel).step_by(layout.elements) {
-            let numel = layout.elements.min(tensor.numel - first);
-            let gradient_chunk = gradient_chunks.get_mut(first / self.chunk_elements).map(|chunk| {
+        let layout = SlotLayout::new(tensor, self.slot_bytes, self.chunk_elements, in_slot);
+        Ok(Begun { places, layout })
+    }
+
+    /// Starts the pieces of some elements of a tensor, from the start of a chunk on. `gradient_chunks`
+    /// are those of their gradient, if it lies in chunks.
+    fn start_pieces(
+        &self,
+        job: &Started<'_>,
+        tensor: &Arc<UpdateTensor>,
+        begun: &Begun,
+        elements: Range<usize>,
+        gradient_chunks: &mut [Chunk],
+        groups: &mut Option<Groups>,
+    ) -> Result<()> {
+        let Begun { places, layout } = begun;
+        for first in elements.clone().step_by(layout.elements) {
+            let numel = layout.elements.min(elements.end - first);
+            let chunk = (first - elements.start) / self.chunk_elements;
+            let gradient_chunk = gradient_chunks.get_mut(chunk).map(|chunk| {
                 let last = (first + layout.elements).is_multiple_of(self.chunk_elements);
                 if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
             });
-            let (tensor, places, layout) = (&tensor, &places, &layout);
             let groups = groups.as_mut().map_or_else(Vec::new, |groups| groups.begin(first, numel));
             self.start_piece(NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, groups })?;
         }

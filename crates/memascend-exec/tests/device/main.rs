@@ -2,6 +2,7 @@
 //! host memory, whatever runs when; memory is given back when no copy uses it; and no thread waits
 //! for what fails.
 
+mod applying;
 mod buffers;
 mod copies;
 #[path = "../../../memascend-mem/tests/fake/mod.rs"]

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use memascend_exec::{
-    Address, Executor, GradientDtypes, GradientId, GradientSource, Gradients, KeptStates, Pending, Segment,
-    Staging, Ticket, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor,
+    Address, AppliedGradient, Applying, DeviceEvent, DeviceLink, Executor, GradientDtypes, GradientId,
+    GradientSource, Gradients, KeptStates, Pending, Segment, Staging, Ticket, UnitTensor, UnitWeights,
+    UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{
     Algorithm, Dtype, GRADIENT_BLOCK, HostTensor, Plane, Rule, StepScalars, round_bf16, step_host,
@@ -277,6 +278,14 @@ impl Beside {
     }
 }
 
+/// Gradients of a device on their way to their updates.
+#[derive(Default)]
+pub struct Applied {
+    pub applying: Vec<Applying>,
+    pub tickets: Vec<Arc<Ticket>>,
+    pub gradients: Vec<Vec<u8>>,
+}
+
 struct Tensor {
     gradient: GradientId,
     planes: Vec<(Plane, TensorId)>,
@@ -472,6 +481,48 @@ impl Unit {
             });
         }
         Beside { tickets, _gradients: gradients }
+    }
+
+    /// Has a device apply the gradients of a step tensor by tensor, the last first: in a buffer in which the
+    /// weights stay, or on the store without one. `computed` gives the event after which the device has a
+    /// gradient.
+    pub fn apply(
+        &self,
+        (link, staging): (&DeviceLink, &Arc<Staging>),
+        lease: Option<&Arc<Lease>>,
+        step: u64,
+        computed: impl Fn(&[u8]) -> DeviceEvent,
+    ) -> Applied {
+        let executor = self.executor.as_ref().expect("not dropped by the test");
+        let mut applied = Applied::default();
+        for index in (0..self.tensors.len()).rev() {
+            let offset = self.model.offsets[index];
+            let part = *self.weights.iter().find(|part| part.offset == offset).expect("a part of its own");
+            let weights = UnitWeights {
+                tensors: vec![part],
+                files: Arc::default(),
+                lease: lease.cloned(),
+                stays: true,
+                write_through: true,
+            };
+            let update = self.update(index, step, GradientSource::addresses(), None);
+            let (pending, beside) = (Arc::clone(&self.pending), !applied.tickets.is_empty());
+            let (ticket, arriving) = executor.update_arriving(pending, weights, update, beside);
+            let gradient = self.model.gradient(index, step);
+            let (address, bytes) = (gradient.as_ptr().addr(), gradient.len());
+            let source = AppliedGradient {
+                address,
+                bytes,
+                ready: computed(&gradient),
+                unread: Some(computed(&[])),
+                projected: None,
+            };
+            // SAFETY: the gradient lives as long as what is returned, and nothing writes to it.
+            applied.applying.push(unsafe { link.apply(staging, source, arriving) }.unwrap());
+            applied.tickets.push(ticket);
+            applied.gradients.push(gradient);
+        }
+        applied
     }
 
     /// A buffer for the unit: the same one each time, if its weights stay in memory.

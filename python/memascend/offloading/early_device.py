@@ -1,0 +1,98 @@
+"""Updates in the backward pass of a device: a gradient is applied chunk by chunk as it arrives in host memory.
+
+The device computes on meanwhile, with the weights that it has: its copies are those of before the step, which confirms
+the updates and gives the copies up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend.common.interrupts import uninterrupted
+from memascend.offloading.early import EarlyUpdates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from memascend._memascend import Applying, CudaEvent
+    from memascend.common.timeline import Timeline
+    from memascend.durable.generations import Generations
+    from memascend.layout.units import Place
+    from memascend.machine.cuda import ComputeDevice
+    from memascend.offloading.gradients import LeavingCopy
+    from memascend.residency.device import DeviceStreamer
+
+
+class EarlyUpdatesOnDevice(EarlyUpdates):
+    """Takes the updates of the backward passes of a session whose gradients are made on a device."""
+
+    _streamer: DeviceStreamer
+
+    def __init__(
+        self,
+        streamer: DeviceStreamer,
+        generations: Generations,
+        timeline: Timeline,
+        device: ComputeDevice,
+        writes_through: Callable[[], bool],
+    ) -> None:
+        """Update weights in host memory, or on the store where `streamer` has given their buffer up.
+
+        `writes_through` is as in `EarlyUpdates`. `hold` has to be set.
+        """
+        super().__init__(streamer, generations, timeline, 0, writes_through)
+        self._device = device
+        #: Called with a copy under way from the device, the event that it waits for, and the tensors that have to live
+        #: until its end. See `memascend.offloading.gradients.GradientCapture.hold`.
+        self.hold: Callable[[LeavingCopy, CudaEvent, tuple[torch.Tensor, ...]], None]
+        #: Updates that `step` has not followed yet.
+        self._applying: dict[Place, Applying] = {}
+
+    def take(self, place: Place, gradient: torch.Tensor) -> bool:
+        """Start the update of a parameter whose gradient the device is to make, if it need not wait for `step`.
+
+        Afterwards `parameter.grad` is a marker, as after `step`.
+        """
+        optimizer = self._optimizer_of(place)
+        segment = None if optimizer is None else optimizer.early_segment(place.parameter, None)
+        if optimizer is None or segment is None:
+            return False
+        held: tuple[torch.Tensor, ...] = (gradient.contiguous(),)
+        measured = None
+        projection = optimizer.projection_of(place.parameter)
+        if projection is not None:
+            numbers = self._device.projection(held[0], projection)
+            if numbers is None:  # Nothing projects it before it is whole in host memory.
+                return False
+            held = (*held, numbers)
+            measured = optimizer.measured_early(place.parameter, projection, numbers.data_ptr())
+            if measured is None:
+                return False
+        ready = self._device.record()
+        self._generations.settle(optimizer)
+        with uninterrupted():
+            applying = self._streamer.update_from_device(
+                self._update(place.tensor, segment), held[0].data_ptr(), ready, measured
+            )
+            if place.moments is not None:
+                place.moments.written = True
+            self._applying[place] = applying
+            self._note_taken(place, optimizer, segment)
+        self.hold(applying, ready, held)
+        return True
+
+    def finish(self, place: Place) -> float | None:
+        """Wait until an update has all of its gradient, so that later fetches follow it; as `EarlyUpdates.finish`."""
+        applying = self._applying.get(place)
+        if applying is None:
+            return None
+        with self._timeline.waiting("d2h"):
+            return applying.wait()
+
+    def confirm(self, places: list[Place]) -> None:
+        """Note that `optimizer.step()` has followed the updates of `places`."""
+        for place in places:
+            del self._applying[place]
+        super().confirm(places)
