@@ -45,6 +45,8 @@ def settle(state):
 
 def _wait(state):
     for residency in state.streamer.residencies.values():
+        for ticket in residency.early:
+            ticket.wait()
         if residency.ticket is not None:
             residency.ticket.wait()
     for unit in state.units:

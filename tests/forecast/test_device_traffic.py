@@ -38,9 +38,14 @@ SEQUENCES, LENGTH = 1, 64
 
 
 @pytest.mark.parametrize(
-    ("spare", "accumulate", "activations"),
-    [(0, 1, "ssd"), (4 << 20, 2, "recompute")],
-    ids=["least", "some, accumulating"],
+    ("spare", "accumulate", "activations", "update"),
+    [
+        (0, 1, "ssd", "forward"),
+        (4 << 20, 2, "recompute", "forward"),
+        (0, 1, "ssd", "backward"),
+        (64 << 20, 1, "recompute", "backward"),
+    ],
+    ids=["least", "some, accumulating", "least, in the backward pass", "ample, in the backward pass"],
 )
 def test_copies_and_traffic_are_those_of_a_real_run(
     tmp_path: Path,
@@ -48,6 +53,7 @@ def test_copies_and_traffic_are_those_of_a_real_run(
     spare: int,
     accumulate: int,
     activations: str,
+    update: str,
 ) -> None:
     model, tokens = build(SMALL), SEQUENCES * LENGTH
     known: dict[str, Any] = {"tokens": tokens, "config": SMALL, "activations": activations}
@@ -59,6 +65,7 @@ def test_copies_and_traffic_are_those_of_a_real_run(
         host_memory=host_memory,
         batch_tokens=tokens,
         activations=activations,
+        update=update,
     )
     optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
     state = memascend.offload_of(model)
@@ -68,6 +75,8 @@ def test_copies_and_traffic_are_those_of_a_real_run(
         return stats | state.runtime.device.stats()
 
     step()  # which carries no updates
+    if update == "backward":
+        step()  # which updates what the first step has left, and gradients that it makes
     before, after = step(), step()
     gpu = Gpu(device_memory * 16 // 15 + 1, {name: Rate(1.0, "given") for name in NAMES}, activations)
     found = forecast(
@@ -77,6 +86,7 @@ def test_copies_and_traffic_are_those_of_a_real_run(
         grad_accum=accumulate,
         budget=host_memory,
         gpu=gpu,
+        update=update,
     )
     assert found["gpu"]["device_memory"]["total_bytes"] == state.device_plan.total
     assert found["host_memory"]["total_bytes"] == state.plan.total

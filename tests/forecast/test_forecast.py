@@ -389,6 +389,22 @@ def test_inputs_of_layers_go_where_they_are_sent(tmp_path):
             assert found["ssd_traffic"]["planned"][direction]["activations_bytes"] == spilled
 
 
+def test_updates_in_the_backward_pass_of_a_gpu_put_no_gradients_aside(tmp_path, capfd):
+    folder = saved(SMALL, tmp_path)
+    (forward, _), (backward, _) = (on_gpu(folder, update=update) for update in ("forward", "backward"))
+    written = [found["ssd_traffic"]["planned"]["written"]["gradients_bytes"] for found in (forward, backward)]
+    assert written[0] > written[1] == 0
+    # Not even in memory.
+    assert backward["host_memory"]["total_bytes"] == forward["host_memory"]["total_bytes"]
+    read = [found["ssd_traffic"]["planned"]["read"]["weights_bytes"] for found in (forward, backward)]
+    weights = forward["ssd_space"]["weights_bytes"]
+    # The device has all weights from the forward pass on, so that most of them are read for their updates alone.
+    assert weights / 2 < read[1] - read[0] < weights
+    words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--update", "backward", *GIVEN]
+    assert main.main(words) == 0
+    assert "gradients being applied" not in capfd.readouterr().out
+
+
 def test_bytes_in_host_memory_by_hand(tmp_path):
     found, amounts = on_gpu(saved(SMALL, tmp_path), dtype="float32", memory=64 << 30, budget=2**31)
     moved, weights = found["ssd_traffic"]["planned"], found["ssd_space"]["weights_bytes"]

@@ -288,7 +288,8 @@ def _with_updates(
     number of a use and the unit that was copied for it. Beside those, each unit of `changing` is needed for its update,
     which reads what it does not find without a buffer: the numbers of those uses come second.
     """
-    copied, needed, passing = set(uploads), [], set()
+    needed: list[int] = []
+    copied, passing = set(uploads), set[int]()
     for number, unit in enumerate(order):
         if (number, unit) not in copied:
             if number < turn - 1 or unit not in changing:

@@ -209,13 +209,13 @@ def offload(
             finite. Gradients of bfloat16 weights are so anyway; float16 weights are refused.
         update: when weights are updated, of which the bits are the same either way. "forward": on the way into the next
             forward pass. "backward": in the backward pass, as soon as a gradient is made, which spares the SSD the
-            gradients (4 of 30 bytes a parameter) and holds two of them in memory instead. It is for programs in which
+            gradients (4 of 30 bytes a parameter) and holds two of them in memory instead; those of a device are applied
+            piece by piece as they arrive in host memory. It is for programs in which
             `optimizer.step()` follows each backward pass and nothing asks for gradients in between: from the second
             step on, no clipping, scaler, accumulation or other use of a gradient may begin, nor may options of the
             optimizer change between `backward()` and `step()`; what does is refused with an error that says so. A
             gradient that the program has clipped, read or added to in the first step waits for `step()` as with
-            "forward", and so do small tensors and vocabularies that are read by blocks. On the CPU, with
-            nonfinite="propagate".
+            "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate".
         durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
             stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
             "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
