@@ -256,18 +256,20 @@ def test_spans_are_in_a_trace_of_the_device() -> None:
 # ---- training -----------------------------------------------------------------------------------------------
 
 
-def train_on_cuda(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Train with accumulation and clipping; kernels that sum in a fixed order alone."""
+def train_on_cuda(model: nn.Module, plain: bool = False) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Train with accumulation and clipping, without both if `plain`; kernels that sum in a fixed order alone."""
+    micro_batches = 1 if plain else 2
     optimizer, losses = memascend.AdamW(model.parameters(), lr=3e-3), []
     torch.manual_seed(7)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for step in range(4):
-            for micro in range(2):
+            for micro in range(micro_batches):
                 inputs = {name: ids.cuda() for name, ids in tiny.batch("llama", 2 * step + micro).items()}
-                loss = model(**inputs).loss / 2
+                loss = model(**inputs).loss / micro_batches
                 loss.backward()
                 losses.append(loss.detach().cpu())
-            optimizer.clip_grad_norm_(1.0)
+            if not plain:
+                optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
     return losses, {name: weight.cpu() for name, weight in memascend.parameters_of(model)}
@@ -291,6 +293,21 @@ def test_training_is_that_of_a_model_on_the_device(
     assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
     tiny.assert_same_weights(trained, weights)
     assert memascend.stats(model)["host_allocator"] == "cuda"
+    memascend.close(model)
+
+
+@pytest.mark.parametrize("device_memory", ["some", "512MiB"])
+def test_weights_are_updated_in_the_backward_pass(store: Path, device_memory: str) -> None:
+    expected, weights = train_on_cuda(tiny.build("llama").cuda(), plain=True)
+    model = tiny.build("llama")
+    bytes_there = 2 * tiny.smallest_device_budget(model) + (64 << 20) if device_memory == "some" else device_memory
+    memascend.offload(
+        model, store=store, host_memory="20MiB", device="cuda", device_memory=bytes_there, update="backward"
+    )
+    losses, trained = train_on_cuda(model, plain=True)
+    assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+    tiny.assert_same_weights(trained, weights)
+    assert memascend.offload_of(model).plan.applied.count == 0
     memascend.close(model)
 
 
