@@ -10,6 +10,7 @@ __all__ = [
     "GRADIENT_BLOCK",
     "PAGE_BYTES",
     "STAGING_RESERVE",
+    "Applying",
     "Capture",
     "ChannelFactors",
     "Commit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,33 @@ def test_what_uses_weights_and_gradients_in_other_ways_has_them(
         weights = train(model, use)
     assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
     assert bool(taken) == (use != "own gradients")
+
+
+def test_a_unit_that_comes_back_within_the_pass_has_its_updates(
+    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake
+) -> None:
+    """The device has given the unit up, and host memory too, while its weights are being updated on the store."""
+    use = "two optimizers"
+    least = smallest_plan(partition(made(use), fused_loss=None), update="backward", on_device=True).total
+    model = on_device(made(use), update="backward", host_memory=least)
+    streamer, came = memascend.offload_of(model).streamer, []
+    unit = next(unit for unit in streamer.residencies if unit.name == "layers.1")
+
+    def bring(_: nn.Parameter) -> None:
+        if streamer.residencies[unit].early:
+            came.append(streamer.residencies[unit].lease is None)
+            threading.Timer(0.2, fake.set, ("busy", 0)).start()
+            streamer._forget_copy(unit)
+            streamer.storage(unit)
+        fake.set("busy", 0)
+
+    # The gradient does not arrive before the unit is asked for.
+    model.layers[1].weight.register_hook(lambda _: fake.set("busy", 1))
+    model.layers[1].weight.register_post_accumulate_grad_hook(bring)
+    with Accesses(fake):
+        weights = train(model, use)
+    assert any(came)
+    assert all(torch.equal(one, other) for one, other in zip(weights, train(made(use), use), strict=True))
 
 
 @pytest.mark.parametrize(("accumulate", "clipped"), [(2, False), (1, True)])
