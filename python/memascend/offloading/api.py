@@ -10,6 +10,7 @@ from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
 from memascend.errors import MemascendError
 from memascend.layout.division import divide
+from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
@@ -141,6 +142,7 @@ def _check_parameters(model: nn.Module, device: torch.device) -> None:
                 f"parameter {name} has strides {parameter.stride()}, which memascend does not keep: use "
                 "model.to(memory_format=torch.contiguous_format), or parameter.data = parameter.data.contiguous()"
             )
+    check_shared_memory(model)
 
 
 def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
@@ -239,7 +241,7 @@ def offload(
         PinnedMemoryError: the system pins less memory than the smallest plan takes.
         StoreError: a volume cannot be used, is in use, or lacks space.
         RankError: the ranks do different things, or one of them does not answer.
-        ValueError: a dtype or device that cannot be trained.
+        ValueError: a dtype or device that cannot be trained, or trained parameters that share memory but are not tied.
     """
     _check_not_offloaded(model)
     ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
