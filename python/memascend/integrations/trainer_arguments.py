@@ -16,7 +16,9 @@ from torch import nn
 import memascend
 from memascend.errors import MemascendError
 from memascend.formats.hub import download
+from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
+from memascend.offloading.api import offload_of
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 
 if TYPE_CHECKING:
@@ -99,6 +101,11 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     in_memory = model if isinstance(model, nn.Module) else None
     if memascend.can_resume(paths):
         resumed = memascend.resume(paths, model=in_memory, **options)
+        try:
+            _check_weights_of_run(args, model, resumed.model)
+        except ValueError:
+            offload_of(resumed.model).close(failed=True)
+            raise
         return resumed.model, resumed.optimizers
     options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
     if in_memory is not None:
@@ -170,6 +177,50 @@ def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
     elif optimizer_class is Lion:
         options |= {"betas": (args.adam_beta1, args.adam_beta2)}
     return optimizer_class, options | _optim_args(args.optim_args)
+
+
+def check_optimizer_of_run(args: Any, optimizer: OffloadedOptimizer) -> None:
+    """Raise ValueError where the arguments name another optimizer, or other states, than a run that is gone on with.
+
+    Learning rate, betas and the like are those of the run, as in a checkpoint of PyTorch's optimizers.
+    """
+    named, _ = optimizer_of(args)
+    name = str(getattr(args.optim, "value", args.optim))
+    own: dict[str, Any] = {"states": "float32", "master": True} | OPTIMIZERS[name][1] | _optim_args(args.optim_args)
+    own["states"] = str(own["states"]).removeprefix("torch.")
+    differing = [
+        f"{option}={wanted} (the run: {group[option]})"
+        for group in optimizer.param_groups[:1]
+        for option, wanted in own.items()
+        if group.get(option, wanted) != wanted
+    ]
+    if type(optimizer) is not named:
+        differing.insert(0, f"optim={name!r} (the run: {type(optimizer).__name__})")
+    if differing:
+        raise ValueError(
+            f"the run in the store was begun with another optimizer than the arguments name: {', '.join(differing)}. "
+            "Give the run's, or close the model, delete the store and begin anew"
+        )
+
+
+def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
+    """Raise ValueError where a model is given by name in another dtype than its run has; say what else is the run's."""
+    session = offload_of(resumed)
+    dtypes = {place.dtype for place in session.places}
+    wanted = parse_dtype(_dtype_of(args))
+    if not isinstance(model, nn.Module) and wanted not in dtypes:
+        stored = str(next(iter(dtypes))).removeprefix("torch.")
+        raise ValueError(
+            f"the run in the store has weights in {stored}, the arguments say {str(wanted).removeprefix('torch.')}: "
+            f"give weights_dtype={stored!r}, or delete the store and begin anew"
+        )
+    fused_loss: bool | str = "auto" if args.fused_loss else False
+    for name, given, recorded in (
+        ("gradients", args.gradients, session.gradients_in),
+        ("fused_loss", fused_loss, session.fused_loss),
+    ):
+        if given != recorded and not (session.membership and name == "fused_loss"):  # which ranks go without
+            _log.warning("the run in the store goes on with its own %s=%r, not with %r", name, recorded, given)
 
 
 def _optim_args(given: str | None) -> dict[str, Any]:
