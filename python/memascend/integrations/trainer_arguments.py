@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
+#: Values in `model_init_kwargs` that ask for nothing, by name. TRL's own scripts always give the first three.
+_PLAIN_INIT: dict[str, tuple[Any, ...]] = {
+    "revision": (None, "main"),
+    "trust_remote_code": (None, False),
+    "attn_implementation": (None,),
+    "device_map": (None,),
+    "quantization_config": (None,),
+    "use_cache": (None, False),
+}
 _EIGHT_BIT = {"states": "8bit"}
 #: The values of `TrainingArguments.optim` that there is an optimizer for.
 OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
@@ -117,10 +126,11 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
 def _dtype_of(args: Any) -> Any:
     """Return the dtype that a model which is given by name is opened in. Raises ValueError for TRL's other options."""
     given = dict(getattr(args, "model_init_kwargs", None) or {})
-    dtype = given.pop("dtype", args.weights_dtype)
-    if given:
+    dtype = given.pop("dtype", None) or args.weights_dtype
+    refused = [f"{name}={value!r}" for name, value in given.items() if value not in _PLAIN_INIT.get(name, ())]
+    if refused:
         raise ValueError(
-            f"model_init_kwargs has {', '.join(given)}, and only dtype is taken for a model that is opened on SSD: "
+            f"model_init_kwargs has {', '.join(refused)}, and only dtype is taken for a model that is opened on SSD: "
             "open it with memascend.from_pretrained, change it, and give the model"
         )
     return dtype
@@ -286,7 +296,9 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
     if args.world_size > 1:
         yield from _refusals_over_processes(args)
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+    # Of a frozen model adapters are to be trained, which transformers saves.
+    stored = any(place.parameter.requires_grad for place in session.places) and not session.trained_outside()
+    if saves and not args.save_only_model and session.generations.period == 0 and stored:
         yield (
             "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
             "give save_strategy='no' or save_only_model=True"

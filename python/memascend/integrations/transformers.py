@@ -89,6 +89,11 @@ class TrainerMixin(CheckpointsMixin):
         optimizers: list[Any] = []
         with ExitStack() as on_failure:
             if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
+                if bound.arguments.get("quantization_config") is not None:
+                    raise ValueError(
+                        "quantization_config is for models that transformers loads, and this one is opened on SSD in "
+                        f"{args.weights_dtype}: leave it out"
+                    )
                 if model is None:
                     raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
                 model, optimizers = open_model(model, args)

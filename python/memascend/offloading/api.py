@@ -8,7 +8,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, closed_error
 from memascend.layout.division import divide
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
@@ -44,7 +44,7 @@ def offload_of(model: nn.Module) -> Session:
     if session is None:
         raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
     if session.runtime.closed:
-        raise MemascendError("the model was closed")
+        raise closed_error(session.runtime, "the model was closed")
     return session
 
 
@@ -58,8 +58,9 @@ def sessions_of(model: nn.Module) -> list[Session]:
     own = find_offload(model)
     if own is not None:
         sessions[own] = None
-    if any(session.runtime.closed for session in sessions):
-        raise MemascendError("the model was closed")
+    closed = next((session for session in sessions if session.runtime.closed), None)
+    if closed is not None:
+        raise closed_error(closed.runtime, "the model was closed")
     return list(sessions)
 
 
