@@ -53,7 +53,11 @@ impl<N: Names> DirectoryNotes<'_, N> {
                 note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
                 Ok(FoundNote { note: Some(note), damaged: false })
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(FoundNote::default()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                // A killed process may have removed the note without waiting for the medium, and the
+                // caller is about to overwrite the data.
+                self.flush_names().map(|()| FoundNote::default())
+            }
             Err(source) => Err(file_error("read", &self.note_path(), source)),
         }
     }
