@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import memascend
 from memascend.integrations.transformers import MemascendArguments, Trainer
+from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,6 +68,16 @@ def make(
     else:
         args = TrainingArguments(str(folder), **arguments)
     return cls(model, args, train_dataset=data(), eval_dataset=data(4), callbacks=list(callbacks))
+
+
+def interrupted(trainer: Any) -> None:
+    """Train until the interruption, and leave the store as a crash would."""
+    try:
+        trainer.train()
+    except Interrupted:
+        offload_of(trainer.model).close(failed=True)
+    else:
+        raise AssertionError("the run was not interrupted")
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:

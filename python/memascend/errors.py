@@ -1,6 +1,7 @@
 """The exceptions of memascend: all but Abandoned derive from MemascendError, most also from the builtin they refine."""
 
 from os import PathLike, fspath
+from typing import Any
 
 
 class MemascendError(RuntimeError):
@@ -89,6 +90,19 @@ class Abandoned(KeyboardInterrupt):
         """Store the number of the signal, for the exit code."""
         super().__init__(signal_number)
         self.signal_number = signal_number
+
+
+#: What a forked child is told that uses what its parent has.
+FORKED = (
+    "this process was forked from the one that offloaded the model, which alone has its memory, its threads and its "
+    "store: read what a DataLoader's worker or another child needs before the fork (weight.detach().clone()), use "
+    "num_workers=0, or have the child open a model of its own"
+)
+
+
+def closed_error(runtime: Any, message: str) -> MemascendError:
+    """Return the error of using what was closed, which says `message`, or that the process is a forked child."""
+    return MemascendError(FORKED if runtime.forked else message)
 
 
 def first_line(error: BaseException) -> str:

@@ -16,14 +16,13 @@ import pytest
 import torch
 import trainer_runs
 from bits import differing
-from trainer_runs import InterruptAt, Interrupted, build, logged, make, weights
+from trainer_runs import InterruptAt, build, interrupted, logged, make, weights
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as PlainTrainer
 
 import memascend
 from memascend.integrations.named_checkpoints import MANIFEST
 from memascend.integrations.transformers import MemascendArguments, Trainer, TrainerMixin
-from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,13 +52,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "bfloat16 states": {"optim_args": "states=bfloat16, master=False, seed=3"},
     "on a plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_on_start": True},
 }
-
-
-def interrupted(trainer: Any) -> None:
-    """Train until the interruption, and leave the store as a crash would."""
-    with pytest.raises(Interrupted):
-        trainer.train()
-    offload_of(trainer.model).close(failed=True)
 
 
 @pytest.fixture

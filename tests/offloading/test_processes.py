@@ -147,6 +147,65 @@ def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..
     tiny.assert_same(tiny.train(model, "llama"), tiny.train(tiny.build("llama"), "llama"))
 
 
+def _use_in_child(model: nn.Module, use: Callable[[nn.Module], Any]) -> str:
+    """Fork, use the model in the child, and return what that raised there."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            use(model)
+            told = "nothing was raised"
+        except memascend.MemascendError as error:
+            told = str(error)
+        except BaseException as error:
+            told = repr(error)
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    assert _wait(child, seconds=30) == 0, "the child hung or crashed"
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda model: model(**tiny.batch("llama", 0)),
+    "a layer": lambda model: model.model.layers[0](torch.zeros(1, 4, tiny.WIDE, dtype=torch.bfloat16)),
+    "weight": lambda model: model.lm_head.weight[0].sum(),
+    "data": lambda model: model.model.norm.weight.data.zero_(),
+    "state_dict": lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+    "parameters_of": lambda model: list(memascend.parameters_of(model)),
+    "stats": memascend.stats,
+    "flush": memascend.flush,
+    "save_pretrained": lambda model: memascend.save_pretrained(model, "never written"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This process.*:DeprecationWarning")
+@pytest.mark.parametrize("durability", ["none", "step"])
+def test_a_forked_child_that_uses_the_model_gets_an_error(offloaded: Callable[..., nn.Module], durability: str) -> None:
+    """Buffers, threads and files are the parent's: the child would crash, wait for ever, or write to the store."""
+    model = offloaded(tiny.build("llama"), durability=durability)
+    trace = tiny.train(model, "llama")
+    for name, use in USES.items():
+        assert "was forked from the one that offloaded the model" in _use_in_child(model, use), name
+    assert _use_in_child(model, memascend.close) == "nothing was raised"
+    tiny.assert_same_weights(dict(memascend.parameters_of(model)), trace.weights)
+    tiny.step(model, memascend.AdamW(model.parameters()), "llama", 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This process.*:DeprecationWarning")
+def test_a_worker_that_reads_a_weight_ends_its_loader(offloaded: Callable[..., nn.Module]) -> None:
+    model = offloaded(tiny.build("llama"))
+
+    class Reading(Batches):
+        def __getitem__(self, index: int) -> Any:
+            return model.lm_head.weight[index].sum()
+
+    loader = DataLoader(Reading(), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(memascend.MemascendError, match="read what a DataLoader's worker"):
+        list(loader)
+
+
 def _wait(child: int, seconds: float) -> int | None:
     import time
 

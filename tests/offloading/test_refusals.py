@@ -143,3 +143,48 @@ def test_a_parameter_that_is_not_contiguous_is_refused(tmp_path: Path) -> None:
 def test_a_lazy_parameter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight has no shape yet: run one forward pass"):
         memascend.offload(nn.LazyLinear(3), store=tmp_path, host_memory="1GiB")
+
+
+def _shared_data(model: Net) -> None:
+    model.layers[0][0].weight.data = model.layers[1][0].weight.data
+
+
+def _views_of_one_buffer(model: Net) -> None:
+    flat = torch.randn(2 * model.head.bias.numel())
+    model.flat = nn.Parameter(flat)
+    model.head.bias.data = flat[3 : 3 + model.head.bias.numel()]
+
+
+def _a_buffer(model: Net) -> None:
+    model.register_buffer("copied", model.head.bias.detach().view(1, -1))
+
+
+@pytest.mark.parametrize("share", [_shared_data, _views_of_one_buffer, _a_buffer])
+def test_memory_that_parameters_share_is_refused(tmp_path: Path, share: Callable[[Net], None]) -> None:
+    """A step of one changes the other in memory; on the store each would have bytes of its own."""
+    model = Net()
+    share(model)
+    with pytest.raises(ValueError, match=r"share memory without being one parameter.*module\.weight = other\.weight"):
+        memascend.offload(model, store=tmp_path / "store", host_memory="64MiB")
+    assert not (tmp_path / "store").exists()
+
+
+def test_memory_that_is_not_shared_is_taken(
+    offloaded: Callable[..., nn.Module],
+) -> None:
+    """Parts of one buffer that do not overlap, and frozen weights, whose values do not change."""
+    model, twin = Net(), Net()
+    for one in (model, twin):
+        torch.manual_seed(0)
+        count = one.head.bias.numel()
+        flat = torch.randn(2 * count)
+        one.head.bias.data = flat[:count]
+        one.rest = nn.Parameter(flat[count:])
+        one.layers[0][0].weight.requires_grad_(False)
+        one.layers[1][0].weight.requires_grad_(False)
+        one.layers[0][0].weight.data = one.layers[1][0].weight.data
+    twin.load_state_dict(model.state_dict())
+    offloaded(model)
+    for one in (model, twin):
+        step(one, memascend.AdamW([p for p in one.parameters() if p.requires_grad]))
+    assert_same(model, twin)

@@ -74,6 +74,15 @@ pub enum IoError {
         /// Process id of the holder as written in the lock file, or `unknown`.
         owner: String,
     },
+    /// The directory of a volume in use, or the file in it, is not at its path any more.
+    #[error(
+        "the store in {path} was removed, moved or replaced while this run uses it: no step can become durable there any \
+         more. End the run, put the store back, and resume it from its last durable step"
+    )]
+    Replaced {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The directory could not be prepared.
     #[error("cannot {action} {path}: {source}{}", in_parentheses(directory_hint(source)))]
     Directory {
@@ -145,6 +154,7 @@ impl IoError {
             Self::Device(error) => error.errno(),
             Self::NoSpace { .. } => Some(libc::ENOSPC),
             Self::InUse { .. } => Some(libc::EBUSY),
+            Self::Replaced { .. } => Some(libc::ESTALE),
             Self::Kept { .. } => Some(libc::EEXIST),
             Self::NotKept { .. } => Some(libc::ENOENT),
             Self::Closed => None,
@@ -159,6 +169,7 @@ impl IoError {
             | Self::Flush { path, .. }
             | Self::Directory { path, .. }
             | Self::InUse { path, .. }
+            | Self::Replaced { path }
             | Self::Kept { path, .. }
             | Self::NotKept { path }
             | Self::NoSpace { path, .. } => Some(path),

@@ -54,6 +54,15 @@ pub(crate) fn device_error(error: &MemError) -> PyErr {
     raise("DeviceError", (error.to_string(),))
 }
 
+/// Raises `memascend.errors.MemascendError` for a handle that a forked child has of its parent's.
+pub(crate) fn forked_error() -> PyErr {
+    let forked = Python::attach(|py| py.import("memascend.errors")?.getattr("FORKED")?.extract::<String>());
+    match forked {
+        Ok(message) => raise("MemascendError", (message,)),
+        Err(error) => error,
+    }
+}
+
 /// Raises the Python exception of an executor error.
 pub(crate) fn exec_error(error: &ExecError) -> PyErr {
     match error {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use memascend_exec::{AppliedGradient, DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
 use memascend_kernels::Projected;
-use memascend_mem::LockExt;
+use memascend_mem::{LockExt, Origin};
 use memascend_store::StoreOptions;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -16,7 +16,7 @@ use crate::apollo::{ChannelFactors, FactorOptions, MeasuredArgument, ProjectedGr
 use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
 use crate::device::{self, Applying, Capture, CudaEvent, Stash};
-use crate::errors::{exec_error, memory_error, store_error};
+use crate::errors::{exec_error, forked_error, memory_error, store_error};
 use crate::files::ExternalFile;
 use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
@@ -34,10 +34,15 @@ pub(crate) struct Runtime {
     /// For each unit, the parts that every fetch reads from files outside the store.
     files: Mutex<HashMap<usize, Arc<[FilePart]>>>,
     notices: Mutex<Vec<String>>,
+    /// The process that opened it.
+    origin: Origin,
 }
 
 impl Runtime {
     pub(crate) fn parts(&self) -> PyResult<Arc<Parts>> {
+        if self.forked() {
+            return Err(forked_error());
+        }
         let parts = self.parts.locked();
         parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
     }
@@ -126,6 +131,7 @@ impl Runtime {
             pending: Mutex::default(),
             files: Mutex::default(),
             notices: Mutex::new(notices),
+            origin: Origin::here(),
         })
     }
 
@@ -879,6 +885,9 @@ impl Runtime {
     /// Waits for everything under way and closes the files. With `keep` the committed generations
     /// stay, otherwise the files are removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
+        if self.forked() {
+            return Ok(()); // Threads, buffers and files are the parent's.
+        }
         let parts = self.parts.locked().take();
         let Some(parts) = parts else { return Ok(()) };
         py.detach(|| {
@@ -894,9 +903,15 @@ impl Runtime {
         Ok(())
     }
 
-    /// Whether `close` was called.
+    /// Whether it cannot be used any more: `close` was called, or this process is a forked child.
     #[getter]
     fn closed(&self) -> bool {
-        self.parts.locked().is_none()
+        self.forked() || self.parts.locked().is_none()
+    }
+
+    /// Whether this process was forked from the one that opened it, which alone can use it.
+    #[getter]
+    fn forked(&self) -> bool {
+        !self.origin.is_here()
     }
 }

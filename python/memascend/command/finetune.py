@@ -44,7 +44,7 @@ from memascend.forecast.traffic import Work, divided, projection_bytes
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
-from memascend.formats.transformers_models import empty_model
+from memascend.formats.weights import empty_model_of
 from memascend.integrations.trainer_position import Position
 from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
@@ -216,7 +216,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     Returns that memory, and what a step moves to and from the SSD, for the metrics. Raises DataError.
     """
     dtype = DTYPES[settings.dtype]
-    model = empty_model(config, settings.model_dir, dtype)
+    model = empty_model_of(config, settings.model_dir, dtype)
     trained = 0  # bytes of adapters with their gradients and states, which are in memory
     if settings.lora_rank:
         trained = adapters.memory_bytes(model, settings.lora_rank)
@@ -366,7 +366,7 @@ def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanu
 
     A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
     """
-    units = partition(empty_model(config, settings.model_dir, DTYPES[settings.dtype]))
+    units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
     if not any(unit.is_table for unit in units):
         with suppress(CheckpointError):
             return _load_into_store(settings, interrupts, cleanup, frozen="files")

@@ -57,7 +57,6 @@ class Generations:
         self.period = parse_durability(durability)
         self._source = source
         self._entries: list[_OptimizerEntry] = []
-        self._tracked: dict[str, Any] = {}
         #: States of a resumed run whose objects have not been given to `track` yet.
         self.waiting: dict[str, Any] = {}
         #: The record of a resumed run, until its first step.
@@ -92,6 +91,10 @@ class Generations:
         session = self._session_reference()
         assert session is not None, "the session outlives its generations"
         return session
+
+    @property
+    def _tracked(self) -> dict[str, Any]:
+        return self._session.tracked
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -34,6 +34,10 @@ class Session(Protocol):
         """Return the model, or None once it is gone."""
 
     @property
+    def tracked(self) -> dict[str, Any]:
+        """The objects whose states belong to every generation, by name. They live as long as the model does."""
+
+    @property
     def places(self) -> Iterator[Place]:
         """The places of all parameters."""
 

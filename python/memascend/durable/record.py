@@ -14,6 +14,7 @@ import torch
 
 from memascend.durable import exact_json
 from memascend.errors import CheckpointError
+from memascend.layout.ties import untied_names
 from memascend.layout.units import as_held
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def source_of(
             None if generation_config is None else json.loads(generation_config.to_json_string(use_diff=False))
         ),
         "conversions": conversions,
+        "untied": untied_names(model),
         "implementations": {
             key: implementation
             for key in ("_attn_implementation", "_experts_implementation")

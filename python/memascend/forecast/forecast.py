@@ -26,7 +26,7 @@ from memascend.forecast.text import as_text
 from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
-from memascend.formats.transformers_models import empty_model
+from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
@@ -106,7 +106,7 @@ def forecast(
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
     if ranks > 1:
         _check_over_ranks(gradients, update)
-    model = empty_model(config, _directory(path), getattr(torch, dtype))
+    model = empty_model_of(config, _directory(path), getattr(torch, dtype))
     units = divided(model, gpu is not None, gradients, ranks)
     smallest = smallest_plan(units, update=update, on_device=gpu is not None)
     plan = smallest if budget is None else make_plan(units, budget, update=update, on_device=gpu is not None)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.common.timeline import Timeline
 from memascend.forecast.traffic import divided
-from memascend.formats.transformers_models import empty_model
+from memascend.formats.weights import empty_model_of
 from memascend.layout.tables import Blocks
 from memascend.offloading.activations import InputStash, Recomputation, StashedInput
 from memascend.vocabulary.gradient import TableGradient
@@ -76,7 +76,7 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
 
 
 def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
-    model = empty_model(config, directory, dtype)
+    model = empty_model_of(config, directory, dtype)
     units = divided(model, ranks=work.ranks)
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1

@@ -43,6 +43,8 @@ def from_pretrained(
     host_memory: str | int,
     host_memory_max: str | int | None = None,
     dtype: str | torch.dtype = "bfloat16",
+    subfolder: str = "",
+    variant: str | None = None,
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     frozen: str | None = None,
@@ -62,7 +64,10 @@ def from_pretrained(
 
     Args:
         path: directory with config.json and safetensors weights. Over ranks each one reads its share of them.
-        dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read.
+        dtype: "bfloat16", "float16" or "float32"; the weights are converted while they are read. "auto" is that of the
+            configuration, or else of the weights.
+        subfolder: the folder in `path` that holds the model.
+        variant: which of several kinds of weights ("fp16": model.fp16.safetensors), as transformers takes it.
         frozen: freeze all parameters, for adapters that are added later (PEFT): "store" copies them to the store like
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
@@ -91,7 +96,7 @@ def from_pretrained(
         )
         fused_loss = False
     return_large_blocks_to_system()
-    directory = Path(path)
+    directory = Path(path) / subfolder
     with over_ranks.telling(ranks):
         computing = Computing.of(
             device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
@@ -99,8 +104,8 @@ def from_pretrained(
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)
         config = load_any_config(directory)
-        with closing(WeightFiles(directory)) as files:
-            model = empty_model(config, directory, parse_dtype(dtype))
+        with closing(WeightFiles(directory, variant)) as files:
+            model = empty_model(config, directory, _dtype_of(dtype, config, files))
             load_generation_config(model, directory)
             sources = Sources(model, files)
             units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
@@ -121,6 +126,13 @@ def from_pretrained(
             )
             _fill(session, sources, progress)
     return model
+
+
+def _dtype_of(dtype: str | torch.dtype, config: Any, files: WeightFiles) -> torch.dtype:
+    """Return the dtype that weights are trained in; "auto" is what transformers would load them in."""
+    if dtype != "auto":
+        return parse_dtype(dtype)
+    return parse_dtype(getattr(config, "dtype", None) or files.first_dtype() or torch.float32)
 
 
 def _check_frozen(frozen: str | None, durability: str, keep_store: bool | None) -> None:

@@ -197,6 +197,7 @@ def model_of_record(source: dict[str, Any]) -> nn.Module:
     if source["conversions"] is not None:
         conversions = get_model_conversion_mapping(model)
         model._weight_conversions = [conversions[index] for index in source["conversions"]]
+    untie(model, source.get("untied", ()))
     return model
 
 
@@ -269,6 +270,17 @@ def revert_conversions(model: nn.Module, tensors: dict[str, torch.Tensor]) -> di
 def saves_adapters(model: nn.Module) -> bool:
     """Whether the model's own `save_pretrained` saves its adapters: PEFT's models, and transformers' with adapters."""
     return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def untie(model: Any, names: Iterable[str]) -> None:
+    """Give the named parameters of an empty model values of their own, though the configuration ties them."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = getattr(module, attribute)
+        setattr(module, attribute, nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad))
+        tied.pop(name, None)
 
 
 def tied_names(model: nn.Module) -> set[str]:

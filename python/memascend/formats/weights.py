@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections import Counter
@@ -15,8 +16,9 @@ from torch import nn
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
-from memascend.formats.safetensors import SafetensorsReader
-from memascend.formats.transformers_models import Conversion, Mapping
+from memascend.formats.safetensors import PIECE_BYTES, SafetensorsReader
+from memascend.formats.transformers_models import Conversion, Mapping, empty_model, untie
+from memascend.layout.ties import ties_of
 
 if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
@@ -25,13 +27,14 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 #: Elements of each tensor that a fingerprint of weights has.
 _BEGINNING = 1024
+_log = logging.getLogger("memascend")
 
 
 class WeightFiles:
     """The open safetensors files of a directory, all headers checked."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the files.
+    def __init__(self, directory: Path, variant: str | None = None) -> None:
+        """Open the files of a `variant` ("fp16" reads model.fp16.safetensors), or those that have none.
 
         Raises CheckpointError where one is missing or damaged.
         """
@@ -40,9 +43,9 @@ class WeightFiles:
         #: Name of a tensor -> the file that holds it.
         self.where: dict[str, SafetensorsReader] = {}
         try:
-            for name in _file_names(directory):
+            for name in _file_names(directory, variant):
                 if not (directory / name).is_file():
-                    raise CheckpointError(f"{directory / name} is missing, but {INDEX_NAME} names it")
+                    raise CheckpointError(f"{directory / name} is missing, but its index names it")
                 reader = SafetensorsReader(directory / name)
                 self.readers.append(reader)
                 self.where |= dict.fromkeys(reader.entries, reader)
@@ -61,10 +64,27 @@ class WeightFiles:
             digest.update(beginning.view(torch.uint8).numpy().data)
         return digest.digest()
 
+    def first_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the first floating-point tensor, as transformers takes it for dtype="auto"."""
+        entries = sorted(self.readers[0].entries.items(), key=lambda item: item[0])
+        return next((entry.dtype for _, entry in entries if entry.dtype.is_floating_point), None)
+
     def close(self) -> None:
         """Close the files."""
         for reader in self.readers:
             reader.close()
+
+
+def empty_model_of(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Return the empty model of a configuration, whose parameters are tied as the weights in `directory` are.
+
+    Without weights there, as the configuration says.
+    """
+    model = empty_model(config, directory, dtype)
+    if ties_of(model) and directory.is_dir() and any(directory.glob("*.safetensors")):
+        with closing(WeightFiles(directory)) as files:
+            Sources(model, files)
+    return model
 
 
 def weights_dtype(directory: Path) -> torch.dtype | None:
@@ -79,22 +99,43 @@ def weights_dtype(directory: Path) -> torch.dtype | None:
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=None)
 
 
-def _file_names(directory: Path) -> list[str]:
-    """Return the names of the weight files in a directory."""
-    index = directory / INDEX_NAME
-    if index.is_file():
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-            if not names or any(Path(name).name != name for name in names):
-                raise KeyError
-        except (KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{index} is not a safetensors index") from None
-        return names
-    if (directory / WEIGHTS_NAME).is_file():
-        return [WEIGHTS_NAME]
+def _file_names(directory: Path, variant: str | None) -> list[str]:
+    """Return the names of the weight files in a directory, chosen as transformers' `from_pretrained` does.
+
+    The configuration may name a file (`transformers_weights`). Else a whole file precedes an index, which transformers
+    leaves behind when it saves a sharded model again in one file.
+    """
+    config_file = directory / "config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    named = config.get("transformers_weights") if isinstance(config, dict) else None
+    if named is not None:
+        if not isinstance(named, str) or Path(named).name != named:
+            raise CheckpointError(f"{config_file}: transformers_weights ({named!r}) is no file of the directory")
+        return _indexed(directory / named) if named.endswith(".index.json") else [named]
+    whole, index = (_of_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
+    if (directory / whole).is_file():
+        return [whole]
+    if (directory / index).is_file():
+        return _indexed(directory / index)
     other = next(iter(sorted(directory.glob("*.bin")) + sorted(directory.glob("*.gguf"))), None)
     hint = f"; {other.name} is of another format: save it again with save_pretrained" if other else ""
-    raise CheckpointError(f"{directory} has no {WEIGHTS_NAME} and no {INDEX_NAME}{hint}")
+    raise CheckpointError(f"{directory} has no {whole} and no {index}{hint}")
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    stem, _, extension = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{extension}"
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files that an index names."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise KeyError
+    except (KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index} is not a safetensors index") from None
+    return names
 
 
 class Sources:
@@ -112,6 +153,7 @@ class Sources:
         self._expected = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         mapping = Mapping(model, self._expected, sorted(files.where, key=_natural_key))
         self._plain, self._conversions = mapping.plain, mapping.conversions
+        self._untie()
         #: Indices of transformers' conversions that the checkpoint needed.
         self.conversions = mapping.used
         #: Parameters that a conversion made beyond the one that was read.
@@ -123,6 +165,40 @@ class Sources:
         #: them.
         self._aliases = {aliases[0]: aliases for aliases in names.values()}
         self._check()
+
+    def _untie(self) -> None:
+        """Untie what the configuration ties and the files hold with different values, as transformers does."""
+        keys = dict(self._plain)
+        for target, source in ties_of(self.model).items():
+            if source not in keys and target in keys:
+                keys[source] = keys[target]
+            elif source in keys and target in keys and not self._are_equal(target, keys[source], keys[target]):
+                _log.warning(
+                    "%s: the configuration ties %s to %s, but the files hold both, with different values: they are "
+                    "not tied (tie_word_embeddings=false in config.json would say so)",
+                    self.files.directory,
+                    target,
+                    source,
+                )
+                untie(self.model, [target])
+        self._expected |= dict(self.model.named_parameters(remove_duplicate=False))
+
+    def _are_equal(self, name: str, first: str, second: str) -> bool:
+        """Whether two tensors of the files have the same values, in the dtype of the parameter `name`."""
+        keys = (first, second)
+        shapes = {self.files.where[key].entries[key].shape for key in keys}
+        if first == second or len(shapes) > 1:
+            return first == second
+        numel = math.prod(shapes.pop())
+        step = PIECE_BYTES // self._expected[name].dtype.itemsize
+        pieces = torch.empty(2, min(step, numel), dtype=self._expected[name].dtype)
+        for begin in range(0, numel, step):
+            parts = pieces[:, : min(step, numel - begin)]
+            for key, part in zip(keys, parts, strict=True):
+                self.files.where[key].read_into(key, part, begin)
+            if not torch.equal(*parts):
+                return False
+        return True
 
     def _check(self) -> None:
         targets = set(self._plain)

@@ -16,7 +16,9 @@ from torch import nn
 import memascend
 from memascend.errors import MemascendError
 from memascend.formats.hub import download
+from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
+from memascend.offloading.api import offload_of
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 
 if TYPE_CHECKING:
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
+#: Values in `model_init_kwargs` that ask for nothing, by name. TRL's own scripts always give the first three.
+_PLAIN_INIT: dict[str, tuple[Any, ...]] = {
+    "revision": (None, "main"),
+    "trust_remote_code": (None, False),
+    "attn_implementation": (None,),
+    "device_map": (None,),
+    "quantization_config": (None,),
+    "use_cache": (None, False),
+}
 _EIGHT_BIT = {"states": "8bit"}
 #: The values of `TrainingArguments.optim` that there is an optimizer for.
 OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
@@ -99,6 +110,11 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     in_memory = model if isinstance(model, nn.Module) else None
     if memascend.can_resume(paths):
         resumed = memascend.resume(paths, model=in_memory, **options)
+        try:
+            _check_weights_of_run(args, model, resumed.model)
+        except ValueError:
+            offload_of(resumed.model).close(failed=True)
+            raise
         return resumed.model, resumed.optimizers
     options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
     if in_memory is not None:
@@ -110,10 +126,11 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
 def _dtype_of(args: Any) -> Any:
     """Return the dtype that a model which is given by name is opened in. Raises ValueError for TRL's other options."""
     given = dict(getattr(args, "model_init_kwargs", None) or {})
-    dtype = given.pop("dtype", args.weights_dtype)
-    if given:
+    dtype = given.pop("dtype", None) or args.weights_dtype
+    refused = [f"{name}={value!r}" for name, value in given.items() if value not in _PLAIN_INIT.get(name, ())]
+    if refused:
         raise ValueError(
-            f"model_init_kwargs has {', '.join(given)}, and only dtype is taken for a model that is opened on SSD: "
+            f"model_init_kwargs has {', '.join(refused)}, and only dtype is taken for a model that is opened on SSD: "
             "open it with memascend.from_pretrained, change it, and give the model"
         )
     return dtype
@@ -170,6 +187,50 @@ def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
     elif optimizer_class is Lion:
         options |= {"betas": (args.adam_beta1, args.adam_beta2)}
     return optimizer_class, options | _optim_args(args.optim_args)
+
+
+def check_optimizer_of_run(args: Any, optimizer: OffloadedOptimizer) -> None:
+    """Raise ValueError where the arguments name another optimizer, or other states, than a run that is gone on with.
+
+    Learning rate, betas and the like are those of the run, as in a checkpoint of PyTorch's optimizers.
+    """
+    named, _ = optimizer_of(args)
+    name = str(getattr(args.optim, "value", args.optim))
+    own: dict[str, Any] = {"states": "float32", "master": True} | OPTIMIZERS[name][1] | _optim_args(args.optim_args)
+    own["states"] = str(own["states"]).removeprefix("torch.")
+    differing = [
+        f"{option}={wanted} (the run: {group[option]})"
+        for group in optimizer.param_groups[:1]
+        for option, wanted in own.items()
+        if group.get(option, wanted) != wanted
+    ]
+    if type(optimizer) is not named:
+        differing.insert(0, f"optim={name!r} (the run: {type(optimizer).__name__})")
+    if differing:
+        raise ValueError(
+            f"the run in the store was begun with another optimizer than the arguments name: {', '.join(differing)}. "
+            "Give the run's, or close the model, delete the store and begin anew"
+        )
+
+
+def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
+    """Raise ValueError where a model is given by name in another dtype than its run has; say what else is the run's."""
+    session = offload_of(resumed)
+    dtypes = {place.dtype for place in session.places}
+    wanted = parse_dtype(_dtype_of(args))
+    if not isinstance(model, nn.Module) and wanted not in dtypes:
+        stored = str(next(iter(dtypes))).removeprefix("torch.")
+        raise ValueError(
+            f"the run in the store has weights in {stored}, the arguments say {str(wanted).removeprefix('torch.')}: "
+            f"give weights_dtype={stored!r}, or delete the store and begin anew"
+        )
+    fused_loss: bool | str = "auto" if args.fused_loss else False
+    for name, given, recorded in (
+        ("gradients", args.gradients, session.gradients_in),
+        ("fused_loss", fused_loss, session.fused_loss),
+    ):
+        if given != recorded and not (session.membership and name == "fused_loss"):  # which ranks go without
+            _log.warning("the run in the store goes on with its own %s=%r, not with %r", name, recorded, given)
 
 
 def _optim_args(given: str | None) -> dict[str, Any]:
@@ -235,7 +296,9 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
     if args.world_size > 1:
         yield from _refusals_over_processes(args)
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if saves and not args.save_only_model and session.generations.period == 0 and not session.trained_outside():
+    # Of a frozen model adapters are to be trained, which transformers saves.
+    stored = any(place.parameter.requires_grad for place in session.places) and not session.trained_outside()
+    if saves and not args.save_only_model and session.generations.period == 0 and stored:
         yield (
             "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
             "give save_strategy='no' or save_only_model=True"

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import memascend
 from memascend.errors import CheckpointError, MemascendError
 from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names, read_name, write_names
+from memascend.integrations.trainer_uploads import stores_left_out
 from memascend.offloading.api import find_offload
 from memascend.offloading.together import raising_on_all, told_by_first
 from memascend.optim import OffloadedOptimizer
@@ -127,11 +128,11 @@ class CheckpointsMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer."""
         ranks, first = self._ranks, self._ranks is None or self._ranks.rank == 0
-        if _internal_call and not self.args.save_only_model and self._stored is not None:
-            assert output_dir is not None
+        of_checkpoint = _internal_call and output_dir is not None  # without one, `push_to_hub` wants the model
+        if of_checkpoint and not self.args.save_only_model and self._stored is not None:
             with raising_on_all(ranks, "write a checkpoint", Exception):
                 if first:
-                    self._write_names(Path(output_dir), self._stored)
+                    self._write_names(Path(str(output_dir)), self._stored)
             return
         if ranks is not None:
             self._check_saves_itself()
@@ -144,6 +145,15 @@ class CheckpointsMixin:
             else:
                 # Sends its shares to the first.
                 self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+
+    def push_to_hub(self, *others: Any, **named: Any) -> Any:
+        """Upload as `transformers.Trainer.push_to_hub` does, but no store that lies in the output directory."""
+        with stores_left_out():
+            return super().push_to_hub(*others, **named)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, *others: Any) -> None:
+        with stores_left_out():
+            super()._push_from_checkpoint(*others)  # type: ignore[misc]
 
     def _check_saves_itself(self) -> None:
         """Raise MemascendError for a model whose weights transformers' Trainer would read as a dictionary."""

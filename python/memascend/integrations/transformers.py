@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from memascend.integrations.trainer_arguments import (
     OffloadArguments,
     apollo_groups_with_decay,
     check,
+    check_optimizer_of_run,
     open_model,
     optimizer_of,
 )
@@ -78,6 +80,8 @@ class TrainerMixin(CheckpointsMixin):
         model, args, own_optimizers = (bound.arguments.get(name) for name in ("model", "args", "optimizers"))
         #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
         self._run_found = False
+        #: Whether that run's weights have replaced those of the model that was given.
+        self._weights_replaced = False
         #: Whether `train` goes on with a run in the store.
         self._resuming = False
         #: The losses of all ranks' batches, of the last pass over ranks.
@@ -85,18 +89,32 @@ class TrainerMixin(CheckpointsMixin):
         optimizers: list[Any] = []
         with ExitStack() as on_failure:
             if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
+                if bound.arguments.get("quantization_config") is not None:
+                    raise ValueError(
+                        "quantization_config is for models that transformers loads, and this one is opened on SSD in "
+                        f"{args.weights_dtype}: leave it out"
+                    )
                 if model is None:
                     raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
                 model, optimizers = open_model(model, args)
+                self._weights_replaced = bool(optimizers)
                 bound.arguments["model"] = model
                 # A run that was taken up stays; a store that was made for this goes.
                 on_failure.callback(offload_of(model).close, failed=bool(optimizers))
+            elif isinstance(model, str | os.PathLike) and args is not None:
+                raise ValueError(
+                    f"the model is given by its directory, {model}, and {type(args).__name__} does not say where it "
+                    "goes: give MemascendArguments(output_dir=..., host_memory='4GiB'), or a model that is opened"
+                )
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is not None:
                 if args is not None:
                     check(args, session, own_optimizers)
                 self._run_found = Position.NAME in session.generations.waiting
                 optimizers = optimizers or list(session.generations.optimizers)
+                is_named = (own_optimizers or (None,))[0] is None
+                if self._run_found and args is not None and is_named and len(optimizers) == 1:
+                    check_optimizer_of_run(args, optimizers[0])
             super().__init__(*bound.args[1:], **bound.kwargs)
             if session is not None and args is None:
                 check(self.args, session, own_optimizers)
@@ -215,7 +233,7 @@ class TrainerMixin(CheckpointsMixin):
                 yield None
                 return
             self._go_back(None)
-        self._run_found, self._resuming = False, True
+        self._run_found, self._weights_replaced, self._resuming = False, False, True
         try:
             with tempfile.TemporaryDirectory() as folder:
                 recorded = offload_of(self.model).generations.waiting[Position.NAME]
@@ -245,6 +263,20 @@ class TrainerMixin(CheckpointsMixin):
     def _maybe_log_save_evaluate(self, *others: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*others, **named)  # type: ignore[misc]
         self._position.finish()
+
+    def evaluation_loop(self, *others: Any, **named: Any) -> Any:
+        """Evaluate or predict as `transformers.Trainer.evaluation_loop` does.
+
+        Raises ValueError where the weights are those of a run in the store, and not of the model that was given.
+        """
+        if self._weights_replaced and self._stored is not None:
+            where = ", ".join(map(str, self._stored.opened_with["store"]))
+            raise ValueError(
+                f"{where} holds a run after step {self._stored.generations.steps}, and its weights would be evaluated "
+                "instead of those of the model that was given. For the run's: give memascend.resume(store, "
+                "host_memory=...).model as the model; for the model's: give another output_dir, or store="
+            )
+        return super().evaluation_loop(*others, **named)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any, **named: Any) -> torch.Tensor:
         """Take a step as `transformers.Trainer.training_step` does."""

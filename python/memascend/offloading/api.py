@@ -8,8 +8,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, closed_error
 from memascend.layout.division import divide
+from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
@@ -43,7 +44,7 @@ def offload_of(model: nn.Module) -> Session:
     if session is None:
         raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
     if session.runtime.closed:
-        raise MemascendError("the model was closed")
+        raise closed_error(session.runtime, "the model was closed")
     return session
 
 
@@ -57,8 +58,9 @@ def sessions_of(model: nn.Module) -> list[Session]:
     own = find_offload(model)
     if own is not None:
         sessions[own] = None
-    if any(session.runtime.closed for session in sessions):
-        raise MemascendError("the model was closed")
+    closed = next((session for session in sessions if session.runtime.closed), None)
+    if closed is not None:
+        raise closed_error(closed.runtime, "the model was closed")
     return list(sessions)
 
 
@@ -141,6 +143,7 @@ def _check_parameters(model: nn.Module, device: torch.device) -> None:
                 f"parameter {name} has strides {parameter.stride()}, which memascend does not keep: use "
                 "model.to(memory_format=torch.contiguous_format), or parameter.data = parameter.data.contiguous()"
             )
+    check_shared_memory(model)
 
 
 def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
@@ -239,7 +242,7 @@ def offload(
         PinnedMemoryError: the system pins less memory than the smallest plan takes.
         StoreError: a volume cannot be used, is in use, or lacks space.
         RankError: the ranks do different things, or one of them does not answer.
-        ValueError: a dtype or device that cannot be trained.
+        ValueError: a dtype or device that cannot be trained, or trained parameters that share memory but are not tied.
     """
     _check_not_offloaded(model)
     ranks, paths = Ranks.of(process_group), paths_of(store, process_group)

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memascend.common.graphs import outside_of_graphs
-from memascend.errors import MemascendError
+from memascend.errors import FORKED, MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation, refuse_overwritten
@@ -110,8 +110,11 @@ class _WatchedParameters(dict):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy would share the original's forward, and train no parameters of its own.
         raise MemascendError(
-            "a module of an offloaded model cannot be copied, as PEFT's modules_to_save wants it to be: its parameters "
-            "are on SSD. Copy it, or add the adapters, before memascend.offload"
+            "a module of an offloaded model cannot be copied: its parameters are on SSD. For an average of the weights "
+            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload, and update the copy "
+            "from memascend.parameters_of(model), which reads one unit at a time, or average what "
+            "memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
+            "modules_to_save) add them before memascend.offload"
         )
 
 
@@ -126,6 +129,8 @@ class Hooks:
         """Become the session's attachment; `attach` installs the hooks."""
         self.session = session
         session.attach(self)
+        #: See `Session.tracked`. Here, since such an object may refer to the model, which the session must not.
+        self.tracked: dict[str, Any] = {}
         #: The model once the hooks are in it.
         self._model: nn.Module | None = None
         #: (module, attribute, what its `__dict__` held before, or None), in the order of
@@ -285,6 +290,11 @@ class Hooks:
 
     # ---- forwards ---------------------------------------------------------------------------------------
 
+    def _check_process(self) -> None:
+        """Raise MemascendError in a forked child, where what stayed in memory is absent."""
+        if self.session.runtime.forked:
+            raise MemascendError(FORKED)
+
     def _streamed(self, module: nn.Module, needed: list[Unit], recompute: bool, original: Callable) -> Callable:
         """Wrap a module's forward: fetch the units that it needs, let them go after, recompute if wanted."""
         session = self.session
@@ -292,6 +302,7 @@ class Hooks:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self._check_process()
             wanted = recompute and (
                 session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )
@@ -370,6 +381,7 @@ class Hooks:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self._check_process()
             grad = torch.is_grad_enabled()
             check_transforms("the model")
             streamer.refuse_early()

@@ -21,7 +21,15 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import Timeline
 from memascend.durable.generations import Generations
-from memascend.errors import DeviceError, HostMemoryError, MemascendError, PinnedMemoryError, StoreError, first_line
+from memascend.errors import (
+    DeviceError,
+    HostMemoryError,
+    MemascendError,
+    PinnedMemoryError,
+    StoreError,
+    closed_error,
+    first_line,
+)
 from memascend.layout.units import round_up
 from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
@@ -68,6 +76,8 @@ def stale(subject: str) -> str:
 
 class Attachment(Protocol):
     """What ties a session to its model."""
+
+    tracked: dict[str, Any]
 
     def detach(self) -> None:
         """Take every hook out of the model, and have its forward refuse to run."""
@@ -267,6 +277,12 @@ class Session:
     def attachment(self) -> Attachment | None:
         """What ties the session to its model, or None."""
         return self._attachment()
+
+    @property
+    def tracked(self) -> dict[str, Any]:
+        """The objects whose states belong to every generation, by name (`memascend.track`); none without a model."""
+        attachment = self.attachment
+        return {} if attachment is None else attachment.tracked
 
     def attach(self, attachment: Attachment) -> None:
         """Tie the session to its model.
@@ -613,7 +629,7 @@ class Session:
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them."""
         if self.attachment is None:
-            raise MemascendError("the model was closed")
+            raise closed_error(self.runtime, "the model was closed")
         return self.attachment.saving_names()
 
     def _note_writes(self, unit: Unit) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, closed_error
 from memascend.layout.units import as_held
 from memascend.offloading.buffers import version_of
 from memascend.offloading.places import place_of
@@ -229,7 +229,8 @@ def locate(tensor: torch.Tensor) -> tuple[Session, Place, Source | None]:
     else:
         source, located = None, place_of(tensor)
     if located is None or located[0].runtime.closed:
-        raise MemascendError("the model of this parameter was closed: its weights are no longer on the store")
+        message = "the model of this parameter was closed: its weights are no longer on the store"
+        raise MemascendError(message) if located is None else closed_error(located[0].runtime, message)
     return *located, source
 
 

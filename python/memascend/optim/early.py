@@ -57,10 +57,12 @@ class EarlySteps:
         if group is None or not isinstance(home, OnModel) or not (home.is_owner and home.has_stepped):
             return None
         rule = algorithm.rule(group, parameter)
+        if home.was_reset(rule):
+            return None
         fresh = home.fresh_planes(rule)
         if home.last_rule != rule or any(fresh) or missing_planes(home.place.tensor, rule):
             return None
-        scalars = self._constants(algorithm, group, home, home.state["step"] + 1)
+        scalars = self._constants(algorithm, group, home, home.next_step)
         return Segment(home.place.start, home.place.numel, rule, scalars, fresh, addresses)
 
     def prepare(self, algorithm: Algorithm, parameter: nn.Parameter, segment: Segment) -> None:
@@ -85,7 +87,7 @@ class EarlySteps:
         if home.parameter.grad is not home.place.marker:
             raise MemascendError(early_gradient(home.name))
         rule = algorithm.rule(group, home.parameter)
-        constants = self._constants(algorithm, group, home, home.state["step"])
+        constants = self._constants(algorithm, group, home, home.next_step - 1)
         same = rule == home.last_rule and (constants, algorithm.factor_options(group)) == taken
         if not same or nonfinite != "propagate":
             raise MemascendError(

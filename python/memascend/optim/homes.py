@@ -17,6 +17,7 @@ from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in
 from memascend.optim.room import allocate_states, free_unused_states, make_room, missing_planes
 from memascend.optim.schedule import Operands
 from memascend.optim.states import load_states, read_states
+from memascend.optim.stored_state import NUMBERS, StoredState
 from memascend.residency.updates import Segment
 
 if TYPE_CHECKING:
@@ -135,9 +136,33 @@ class Home(ABC):
         return "step" in self.state
 
     @property
+    def next_step(self) -> int:
+        """The number of the parameter's next step, the first being 1."""
+        return int(self.state.get("step", 0)) + 1
+
+    @property
     def last_rule(self) -> Rule | None:
         """The rule of the last step taken on the parameter."""
         return self.homes.rules.get(self.parameter)
+
+    def was_reset(self, rule: Rule) -> bool:
+        """Whether the program has given up states that are on a store: it removed, replaced or cleared their entry.
+
+        Raises MemascendError for an entry that was assigned with states of `rule`, which the store's would not be.
+        """
+        if self.location is None:
+            return False
+        _, place = self.location
+        state, last_rule = self.state, self.last_rule
+        made = bool(place.made) or place.moments is not None
+        # What was in memory before it was offloaded has its states there until they are taken in.
+        if (made or last_rule is None) and any(plane.name in state for plane in rule.planes):
+            raise MemascendError(
+                f"Optimizer.state of {self.name} was assigned, but its states are on the store, and those would be "
+                "used: give them by load_state_dict()"
+            )
+        ours = not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
+        return made and last_rule is not None and not ours
 
     def check_rule(self, rule: Rule) -> None:
         """Raise MemascendError if a step by `rule` would lose states that the steps before have made."""
@@ -165,13 +190,26 @@ class Home(ABC):
         in_memory = load_states(self.parameter, rule, saved, self.location)
         self.mark_made(rule)
         self.homes.rules[self.parameter] = rule
-        self.homes.optimizer.state[self.parameter] = {"step": step} | in_memory
+        self.note_step(step, in_memory)
+
+    def note_step(self, step: int, in_memory: dict[str, Any] | None = None) -> None:
+        """Set the parameter's entry in `Optimizer.state`: a number of steps, and states if those are in memory."""
+        numbers = {name: value for name, value in self.state.items() if name in NUMBERS} | {"step": step}
+        stored = self.location is not None
+        self.homes.optimizer.state[self.parameter] = (
+            StoredState(self.name, numbers) if stored else numbers | (in_memory or {})
+        )
 
     def count(self, rule: Rule) -> None:
         """Note that a step by `rule` was taken; its updates can no longer be refused."""
-        step = self.state.get("step", 0) + 1
+        step = self.next_step
         self.homes.rules[self.parameter] = rule
-        self.homes.optimizer.state[self.parameter]["step"] = step
+        state = self.homes.optimizer.state[self.parameter]
+        ours = not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
+        if ours or self.location is None:
+            state["step"] = step
+        else:
+            self.note_step(step)
         self.mark_made(rule)
 
     def mark_made(self, rule: Rule) -> None:
@@ -185,7 +223,7 @@ class Home(ABC):
 
         `scalars(step, begins)` returns the constants of step number `step`, where `begins` says that a state is new.
         """
-        step = self.state.get("step", 0) + 1
+        step = self.next_step
         fresh = self.fresh_planes(rule)
         return self.add_update(rule, scalars(step, step == 1 or any(fresh)), fresh, schedule)
 
@@ -270,6 +308,10 @@ class Home(ABC):
     @abstractmethod
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update by `rule` to `schedule`, and return it."""
+
+
+def _has_tensors(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for name, value in state.items() if name not in NUMBERS)
 
 
 class OnModel(Home):
@@ -379,7 +421,7 @@ class OnModel(Home):
                 f"{self.name} was offloaded while its states were on the optimizer's own store: make a new optimizer "
                 "and load the state_dict that this one gave before"
             )
-        if any(isinstance(value, torch.Tensor) for value in state.values()):
+        if _has_tensors(state):
             self.session.refuse_ranks("an optimizer with states from before memascend.offload", "make it after that")
         if last_rule is None or not any(plane.name in state for plane in last_rule.planes):
             return

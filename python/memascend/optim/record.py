@@ -50,9 +50,9 @@ def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, 
             if rule is None or "step" not in state:
                 continue
             if place is None:
-                empty[name] = [state["step"], rule.arguments]
+                empty[name] = [int(state["step"]), rule.arguments]
             elif place.owner is not None and place.owner() is optimizer:
-                states[name] = [state["step"], rule.arguments, [plane.name for plane in place.made]]
+                states[name] = [int(state["step"]), rule.arguments, [plane.name for plane in place.made]]
         options = {name: value for name, value in group.items() if name != "params"}
         groups.append(exact_json.encode(options, "a group's options") | {"params": names})
     return {
@@ -87,7 +87,7 @@ def take_up(optimizer: Optimizer, homes: Homes, described: dict[str, Any]) -> No
             homes.rules[parameter] = place.rule = rule
             place.owner = weakref.ref(optimizer)
             place.made = {plane for plane in rule.planes if plane.name in made}
-            optimizer.state[parameter] = {"step": step}
+            home.note_step(step)
 
 
 def _take_up_empty(optimizer: Optimizer, home: Home, step: int, arguments: list[Any]) -> None:

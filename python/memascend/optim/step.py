@@ -65,6 +65,8 @@ class Step:
         self._parts: list[Part] = []
         #: The arguments of `Algorithm.find_joined_factors`.
         self._joined: list[tuple[dict[str, Any], Home, Segment, float]] = []
+        #: Parameters whose states the program has given up since their last step, and the rules that they begin with.
+        self._reset: list[tuple[Home, Rule]] = []
         #: What the backward pass has updated.
         self._ahead: list[OnModel] = []
         for group, parameter in with_gradient:
@@ -74,6 +76,8 @@ class Step:
                 continue
             home.take_gradient()
             rule = algorithm.rule(group, parameter)
+            if home.was_reset(rule):
+                self._reset.append((home, rule))
             home.check_rule(rule)
             self._parts.append(Part(group, home, rule))
         early.check_complete(self._ahead)
@@ -103,6 +107,9 @@ class Step:
         for session in {part.home.session for part in self._parts}:
             if session is not None:
                 session.generations.settle(self._homes.optimizer)
+        for home, rule in self._reset:
+            home.restart(rule)
+            self._homes.rules.pop(home.parameter, None)
         room = Room()
         for part in self._parts:
             part.home.prepare_step(part.rule, room)

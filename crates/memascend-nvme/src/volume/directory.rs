@@ -1,22 +1,26 @@
 //! A directory as a volume: made, locked, and its file opened.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use memascend_mem::Origin;
 
 use crate::error::file_error;
-use crate::volume::lock::DirectoryLock;
+use crate::volume::folder::{Folder, Names};
+use crate::volume::lock::{DirectoryLock, lock};
+use crate::volume::notes::DirectoryNotes;
 use crate::{BLOCK_BYTES, Geometry, IoError, Result, Volume};
 
 /// A directory that this process alone uses. Dropping the value removes the lock file, and the
 /// directory too if this process made the directory and nothing else lies in it.
 #[derive(Debug)]
 pub(super) struct HeldDirectory {
-    /// Absolute: the process may change its working directory before the volume is closed.
-    path: PathBuf,
+    /// Opened by an absolute path: the process may change its working directory before the volume
+    /// is closed.
+    folder: Folder,
     /// Whether the directory did not exist before.
     made: bool,
     lock: Option<DirectoryLock>,
@@ -36,42 +40,53 @@ impl HeldDirectory {
     /// Locks the directory `given`, which is made first if it is missing and `create` is set.
     pub(super) fn take(given: &Path, create: bool) -> Result<Self> {
         let failed = |action| move |source| IoError::Directory { action, path: given.to_owned(), source };
-        let path = std::path::absolute(given).map_err(failed("find"))?;
-        let mut held = Self { path, made: false, lock: None, origin: Origin::here() };
-        let directory = &held.path;
+        let directory = std::path::absolute(given).map_err(failed("find"))?;
+        let mut made = false;
         if create && !directory.exists() {
             // Only the last part of the path: a missing parent is a typing error or a drive that is
             // not mounted.
-            std::fs::DirBuilder::new().mode(0o700).create(directory).map_err(failed("create"))?;
-            held.made = true;
+            std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(failed("create"))?;
+            made = true;
             // A crash must not lose the directory's name with what is committed in the directory. A
             // failure is ignored: a user may have the right to write to the parent and not the
             // right to read the parent.
-            let directory = &held.path;
             let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
         }
-        if !create && !held.path.join(Volume::FILE_NAME).exists() {
+        if !create && !directory.join(Volume::FILE_NAME).exists() {
             return Err(IoError::NotKept { path: given.to_owned() });
         }
-        held.lock = Some(DirectoryLock::take(&held.path)?);
+        let folder = Folder::open(&directory).map_err(failed("open"))?;
+        let mut held = Self { folder, made, lock: None, origin: Origin::here() };
+        held.lock = Some(DirectoryLock::take(&held.folder)?);
         Ok(held)
     }
 
     /// The absolute path.
     pub(super) fn path(&self) -> &Path {
-        &self.path
+        self.folder.path()
+    }
+
+    /// The note in the directory.
+    pub(super) fn notes(&self) -> DirectoryNotes<'_, Folder> {
+        DirectoryNotes { names: &self.folder, path: self.folder.path() }
+    }
+
+    /// Whether the directory is still at its path, and `file` the volume's file in it.
+    pub(super) fn is_in_place(&self, file: &File) -> bool {
+        let named = file.metadata().is_ok_and(|metadata| self.folder.leads_to(Volume::FILE_NAME, &metadata));
+        named && self.folder.is_in_place()
+    }
+
+    /// Removes the volume's file and the room for the next note.
+    pub(super) fn remove_files(&self) {
+        let _ = self.folder.remove(Volume::FILE_NAME);
+        self.notes().remove_spare();
     }
 
     /// Opens the volume's file, with O_DIRECT if `direct` is set and the filesystem allows that.
     pub(super) fn open_file(&self, direct: bool, create: bool) -> Result<OpenedFile> {
-        let path = self.path.join(Volume::FILE_NAME);
-        let open = |flags: i32| {
-            let mut options = OpenOptions::new();
-            // A link to another file in this place is not followed: writing would destroy that
-            // file.
-            let flags = flags | libc::O_NOFOLLOW;
-            options.read(true).write(true).create(create).mode(0o600).custom_flags(flags).open(&path)
-        };
+        let path = self.path().join(Volume::FILE_NAME);
+        let open = |flags: i32| self.open_locked(flags | if create { libc::O_CREAT } else { 0 });
         let action = if create { "create" } else { "open" };
         if direct {
             match open(libc::O_DIRECT) {
@@ -84,11 +99,34 @@ impl HeldDirectory {
                     }
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-                Err(source) => return Err(file_error(action, &path, source)),
+                Err(source) => return Err(self.not_opened(action, &path, source)),
             }
         }
-        let file = open(0).map_err(|source| file_error(action, &path, source))?;
+        let file = open(0).map_err(|source| self.not_opened(action, &path, source))?;
         Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false })
+    }
+}
+
+impl HeldDirectory {
+    /// Opens the volume's file and locks it, so that the directory has one owner also where another
+    /// program has removed the lock file.
+    fn open_locked(&self, flags: i32) -> io::Result<File> {
+        loop {
+            // A link to another file in this place is not followed: writing would destroy that file.
+            let file = self.folder.open_file(Volume::FILE_NAME, libc::O_RDWR | flags)?;
+            lock(&file)?;
+            // The last owner may have removed the file between opening and locking.
+            if self.folder.leads_to(Volume::FILE_NAME, &file.metadata()?) {
+                return Ok(file);
+            }
+        }
+    }
+
+    fn not_opened(&self, action: &'static str, path: &Path, source: io::Error) -> IoError {
+        if source.raw_os_error() == Some(libc::EWOULDBLOCK) {
+            return IoError::InUse { path: self.path().to_owned(), owner: "unknown".to_owned() };
+        }
+        file_error(action, path, source)
     }
 }
 
@@ -99,10 +137,10 @@ impl Drop for HeldDirectory {
             return;
         }
         if let Some(lock) = &self.lock {
-            lock.remove_file();
+            lock.remove_file(&self.folder);
         }
-        if self.made {
-            let _ = std::fs::remove_dir(&self.path);
+        if self.made && self.folder.is_in_place() {
+            let _ = std::fs::remove_dir(self.folder.path());
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod directory;
 pub(crate) mod file;
+mod folder;
 pub(crate) mod geometry;
 mod lock;
 pub(crate) mod notes;
@@ -311,6 +312,14 @@ impl Volume {
         self.clear_note()
     }
 
+    /// Checks that what is committed here will be found here.
+    fn check_in_place(&self, directory: &HeldDirectory) -> Result<()> {
+        if directory.is_in_place(&self.file.file) {
+            return Ok(());
+        }
+        Err(IoError::Replaced { path: directory.path().to_owned() })
+    }
+
     /// The error that refuses to overwrite the kept store on this volume.
     pub fn kept_error(&self) -> IoError {
         let remedy = match &self.place {
@@ -328,7 +337,7 @@ impl NoteKeeper for Volume {
     fn find_note(&self) -> Result<FoundNote> {
         match &self.place {
             Place::Device(device) => Ok(device.find_note()?),
-            Place::Directory(directory) => notes::find(directory.path()),
+            Place::Directory(directory) => directory.notes().find(),
         }
     }
 
@@ -342,14 +351,20 @@ impl NoteKeeper for Volume {
     fn write_note(&self, note: &[u8]) -> Result<()> {
         match &self.place {
             Place::Device(device) => Ok(device.write_note(note)?),
-            Place::Directory(directory) => notes::write(directory.path(), note),
+            Place::Directory(directory) => {
+                self.check_in_place(directory)?;
+                directory.notes().write(note)
+            }
         }
     }
 
     fn clear_note(&self) -> Result<()> {
         match &self.place {
             Place::Device(device) => Ok(device.clear_note()?),
-            Place::Directory(directory) => notes::clear(directory.path()),
+            Place::Directory(directory) => {
+                self.check_in_place(directory)?;
+                directory.notes().clear()
+            }
         }
     }
 }
@@ -363,8 +378,10 @@ impl Drop for Volume {
         if let Place::Directory(directory) = &self.place
             && !self.keep.load(Ordering::Acquire)
         {
-            let _ = std::fs::remove_file(&self.file.path);
-            notes::remove_spare(directory.path());
+            // What lies at the path of a directory that was moved or removed may be another run's.
+            if directory.is_in_place(&self.file.file) {
+                directory.remove_files();
+            }
         }
     }
 }

@@ -103,3 +103,85 @@ fn what_was_kept_is_opened_again_and_not_overwritten() {
         std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
 }
+
+/// A cleaner of temporary files may remove the lock file of a store in use.
+#[test]
+fn a_directory_without_its_lock_file_is_in_use_still() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    let first = Volume::create(&directory, true).unwrap();
+    first.keep(b"note").unwrap();
+    std::fs::remove_file(directory.join("memascend.lock")).unwrap();
+    for open in [Volume::create, Volume::open] {
+        let error = open(&directory, true).unwrap_err();
+        assert!(matches!(error, IoError::InUse { .. }), "{error}");
+    }
+    first.keep(b"another").unwrap();
+    drop(first);
+    assert_eq!(Volume::open(&directory, true).unwrap().read_note().unwrap().unwrap(), b"another");
+}
+
+#[test]
+fn nothing_is_committed_or_removed_where_another_store_lies() {
+    for moved in [true, false] {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("volume");
+        let first = Volume::create(&directory, true).unwrap();
+        first.keep(b"first").unwrap();
+        if moved {
+            std::fs::rename(&directory, root.path().join("moved")).unwrap();
+        } else {
+            std::fs::remove_dir_all(&directory).unwrap();
+        }
+        let error = first.keep(b"later").unwrap_err();
+        assert!(matches!(error, IoError::Replaced { .. }), "{error}");
+        let second = Volume::create(&directory, true).unwrap();
+        second.keep(b"second").unwrap();
+        let error = first.forget().unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ESTALE), "{error}");
+        drop(first);
+        drop(second);
+        assert_eq!(Volume::open(&directory, true).unwrap().read_note().unwrap().unwrap(), b"second");
+        if moved {
+            let back = Volume::open(&root.path().join("moved"), true).unwrap();
+            assert_eq!(back.read_note().unwrap().unwrap(), b"first");
+        }
+    }
+}
+
+#[test]
+fn a_volume_whose_file_was_replaced_commits_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    let volume = Volume::create(&directory, true).unwrap();
+    volume.keep(b"note").unwrap();
+    let file = directory.join(Volume::FILE_NAME);
+    std::fs::remove_file(&file).unwrap();
+    assert!(matches!(volume.keep(b"later").unwrap_err(), IoError::Replaced { .. }));
+    std::fs::write(&file, "another program's").unwrap();
+    assert!(matches!(volume.keep(b"later").unwrap_err(), IoError::Replaced { .. }));
+    volume.leave_in_place(false);
+    drop(volume);
+    assert_eq!(std::fs::read(&file).unwrap(), b"another program's");
+}
+
+/// A pipe in the place of the note's files does not have a run wait for ever.
+#[test]
+fn pipes_in_the_place_of_its_files_are_not_waited_for() {
+    use std::os::unix::ffi::OsStrExt;
+    let root = tempfile::tempdir().unwrap();
+    let pipe = |name: &str| {
+        let path = std::ffi::CString::new(root.path().join(name).as_os_str().as_bytes()).unwrap();
+        // SAFETY: a C string that lives through the call.
+        assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    };
+    pipe("memascend.json.new");
+    let volume = Volume::create(root.path(), true).unwrap();
+    volume.keep(b"a note").unwrap();
+    assert_eq!(volume.read_note().unwrap(), Some(b"a note".to_vec()));
+    drop(volume);
+    std::fs::remove_file(root.path().join(Volume::NOTE_NAME)).unwrap();
+    pipe(Volume::NOTE_NAME);
+    let error = Volume::create(root.path(), true).unwrap_err();
+    assert!(error.to_string().contains("not a regular file"), "{error}");
+}
