@@ -33,13 +33,13 @@ check: lint ## check formatting, lints and types, and run the tests that find mo
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
 # Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of
-# PyTorch and every architecture of transformers.
+# PyTorch and every architecture of transformers. Programs that tests launch are processes of Python's own.
 SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
 SOAK_PROGRAMS ?= 10000
 soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
-	export MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
@@ -63,8 +63,9 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 		-- -max_total_time=$(FUZZ_SECONDS) -dict=manifest.dict || exit 1; done
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
-# are processors: tests wait for a drive much of their time.
-PYTEST := cd tests && $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
+# are processors: tests wait for a drive much of their time. PyTorch's threads would do little but wait for each other: a
+# test of threads sets their number.
+PYTEST := cd tests && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
 AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
 	$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    import multiprocessing.context
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
@@ -249,24 +248,6 @@ def refuse_io_uring() -> None:
 
 # ---- processes ----------------------------------------------------------------------------------------------
 
-#: What takes seconds to import is imported once, in a process that the others are forked from.
-_PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "safetensors.torch",
-    "transformers",
-    "transformers.generation",
-    "transformers.conversion_mapping",
-    "transformers.core_model_loading",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.t5.modeling_t5",
-    *(
-        f"transformers.models.{name}.modeling_{name}"
-        for name in ("gemma", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-    ),
-]
-
 
 @dataclass
 class Ended:
@@ -284,10 +265,9 @@ class Child:
     """
 
     def __init__(self, room: Path, target: Callable[..., Any], *arguments: Any) -> None:
-        import multiprocessing
+        import forked  # not at the top: this file also runs as a program, alone
 
-        context: multiprocessing.context.ForkServerContext = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forked.context()
         made = [tempfile.mkstemp(prefix=name, dir=room) for name in (".stdout-", ".stderr-")]
         for handle, _ in made:
             os.close(handle)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
+import forked
 import torch
 
 if TYPE_CHECKING:
@@ -20,28 +20,34 @@ LAUNCHERS = {
 }
 
 
-def command_of(launcher: str, ranks: int, words: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that launches `words` on as many processes, and its environment."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+def command_of(
+    launcher: str, ranks: int, words: Sequence[str], folder: Path, python: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command with which `python` launches `words` on as many processes, and its environment."""
+    environment = forked.variables() | {
         "OMP_NUM_THREADS": "1",
+        "PYTHON_EXEC": python,
         "HF_HOME": str(folder / "home"),
         "MASTER_PORT": str(29600 + os.getpid() % 2000),
     }
     launched = [word.format(ranks=ranks) for word in LAUNCHERS[launcher]]
     if launcher == "accelerate":
         launched += ["--main_process_port", environment["MASTER_PORT"], "--mixed_precision", "no"]
-    return [sys.executable, "-P", "-m", *launched, *words], environment
+    return [python, "-P", "-m", *launched, *words], environment
 
 
-def run_launched(launcher: str, ranks: int, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Launch `words`, and wait for the end."""
-    command, environment = command_of(launcher, ranks, words, folder)
+def run_launched(
+    launcher: str, ranks: int, words: Sequence[str], folder: Path, python: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Launch `words` with this `python`, without one with processes that are forked, and wait for the end."""
+    command, environment = command_of(launcher, ranks, words, folder, python or forked.python())
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def launch(program: Path, launcher: str, ranks: int, name: str, folder: Path, *numbers: int) -> list[Any]:
+def launch(
+    program: Path, launcher: str, ranks: int, name: str, folder: Path, *numbers: int, python: str = ""
+) -> list[Any]:
     """Launch one of a file's programs, and return what it returns on each rank."""
-    done = run_launched(launcher, ranks, [str(program), name, str(folder), *map(str, numbers)], folder)
+    done = run_launched(launcher, ranks, [str(program), name, str(folder), *map(str, numbers)], folder, python)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{name}.{rank}") for rank in range(ranks)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import forked
 import torch
 import torch.distributed as dist
 from rank_losing import give_up, go_astray, resume, resume_with_tables, train_or_resume, train_until_lost
@@ -371,10 +371,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 # ---- running them -------------------------------------------------------------------------------------------
 
-_context = multiprocessing.get_context("forkserver")
-# What every rank would import by itself otherwise, for seconds.
-_context.set_forkserver_preload(["rank_programs", "torch._dynamo", "torch.distributed._local_tensor"])
-
 
 def _main(program: str, rank: int, ranks: int, folder: Path, attempt: str, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
@@ -401,7 +397,7 @@ def _main(program: str, rank: int, ranks: int, folder: Path, attempt: str, optio
 def start(program: str, ranks: int, folder: Path, attempt: str = "", **options: Any) -> list[Any]:
     """Start a program on every rank, and return the processes."""
     processes = [
-        _context.Process(target=_main, args=(program, rank, ranks, folder, attempt, options), daemon=True)
+        forked.context().Process(target=_main, args=(program, rank, ranks, folder, attempt, options), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:

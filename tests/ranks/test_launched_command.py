@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bits
+import forked
 import launching
 import needs
 import pytest
@@ -84,12 +85,12 @@ def lines_of(text: str, begin: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(begin)]
 
 
-def finetune(folder: Path, given: list[str]) -> subprocess.CompletedProcess[str]:
-    return launching.run_launched("torchrun", 2, ["-m", "memascend", *given], folder)
+def finetune(folder: Path, given: list[str], python: str = "") -> subprocess.CompletedProcess[str]:
+    return launching.run_launched("torchrun", 2, ["-m", "memascend", *given], folder, python)
 
 
 def test_two_processes_write_what_one_does(model_dir: Path, expected: Path, tmp_path: Path) -> None:
-    done = finetune(tmp_path, words(model_dir, tmp_path))
+    done = finetune(tmp_path, words(model_dir, tmp_path), sys.executable)
     assert done.returncode == 0, done.stderr[-5000:]
     assert_same(tmp_path / "out", expected)
     (told,) = lines_of(done.stdout, "wrote ")
@@ -108,22 +109,32 @@ def test_two_processes_write_what_one_does(model_dir: Path, expected: Path, tmp_
     assert f"{STEPS + 2} of {STEPS + 2} steps" in again.stdout
 
 
+def ranks_with(home: str) -> list[Any]:
+    """Return the processes of a launched run that has this HF_HOME, by rank."""
+    found: dict[int, Any] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get("HF_HOME") == home and "RANK" in variables:
+                found[int(variables["RANK"])] = process
+    return [found[rank] for rank in sorted(found)]
+
+
 @contextlib.contextmanager
 def training(folder: Path, given: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
     """Launch a run, and yield the launcher and its processes, by rank, in the midst of the training."""
     metrics = folder / "metrics.jsonl"
-    command, environment = launching.command_of("torchrun", 2, ["-m", "memascend", *given], folder)
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as launcher:
+    words = ["-m", "memascend", *given]
+    (_, *command), environment = launching.command_of("torchrun", 2, words, folder, forked.python())
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with forked.Program(command, env=environment, **pipes) as launcher:
         try:
             end = time.monotonic() + 120
             while not metrics.exists() or metrics.read_text().count('"record": "step"') < 2:
                 assert launcher.poll() is None, launcher.communicate()[1][-5000:]
                 assert time.monotonic() < end, "the run did not begin"
                 time.sleep(0.01)
-            children = psutil.Process(launcher.pid).children()
-            yield launcher, sorted(children, key=lambda child: int(child.environ()["RANK"]))
+            yield launcher, ranks_with(environment["HF_HOME"])
         finally:
             if launcher.poll() is None:
                 launcher.kill()
@@ -135,7 +146,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on(
 ) -> None:
     given = words(model_dir, tmp_path, "--metrics", str(tmp_path / "metrics.jsonl"))
     with training(tmp_path, given) as (launcher, processes):
-        processes[victim].kill()
+        forked.kill(processes[victim])
         _, err = launcher.communicate(timeout=120)
     assert launcher.returncode != 0 and not (tmp_path / "out").exists()
     (told,) = lines_of(err, "memascend: error: ")
@@ -206,16 +217,15 @@ def test_processes_with_other_data_do_not_train(model_dir: Path, tmp_path: Path)
     other.write_text((model_dir.parent / "text.txt").read_text()[::-1])
     processes = []
     for rank, data in enumerate((model_dir.parent / "text.txt", other)):
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        environment = forked.variables() | {
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": "2",
             "RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(29500 + os.getpid() % 2000),
         }
-        command = [sys.executable, "-P", "-m", "memascend", *words(model_dir, tmp_path, data=data)]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        command = ["-P", "-m", "memascend", *words(model_dir, tmp_path, data=data)]
+        processes.append(forked.Program(command, env=environment, stderr=subprocess.PIPE))
     told = "".join(process.communicate(timeout=120)[1] for process in processes)
     assert [process.returncode for process in processes] == [main.BAD_INPUT] * 2, told[-5000:]
     assert told.count("process 1 has other data or options than process 0: give all of them the same files") == 1

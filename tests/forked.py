@@ -1,0 +1,110 @@
+"""Processes that find imported what takes seconds to import: each is forked from one that has imported it."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import multiprocessing
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import forked_program
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.context import ForkServerContext
+
+
+def variables() -> dict[str, str]:
+    """Return the environment in which a program finds what is found here."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@cache
+def context() -> ForkServerContext:
+    """Return how this process starts others that run a function of a module."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["forked_imports"])
+    # The server looks for modules where any program does, and leaves out without a word what it does not find.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", variables()["PYTHONPATH"])
+        forkserver.ensure_running()
+    return found
+
+
+@cache
+def python() -> str:
+    """Return a program that takes the place of `python`: see forked_program.py, which also says what differs.
+
+    All processes of a test run share one server. With MEMASCEND_FRESH in the environment it is Python itself.
+    """
+    if os.environ.get("MEMASCEND_FRESH"):
+        return sys.executable
+    name = f"memascend-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    room = Path(tempfile.gettempdir()) / name
+    room.mkdir(mode=0o700, exist_ok=True)
+    address, program = room / "socket", room / "python"
+    with (room / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stay = socket.socket(socket.AF_UNIX)
+        try:
+            stay.connect(str(address))
+        except OSError:
+            _start(room, address, program)
+            stay.connect(str(address))
+    stay.send(forked_program.STAY)
+    atexit.register(stay.close)
+    return str(program)
+
+
+class Program(subprocess.Popen[str]):
+    """A program in a process of its own, whose streams are text."""
+
+    def __init__(self, words: Sequence[object], **options: Any) -> None:
+        super().__init__([python(), *map(str, words)], text=True, **options)
+
+    def kill(self) -> None:
+        """Kill the program: it has ended once `wait` returns."""
+        kill(self)
+
+
+def kill(process: Any) -> None:
+    """Kill a program that `python` runs, by an object that sends signals to its process."""
+    process.send_signal(signal.SIGKILL if os.environ.get("MEMASCEND_FRESH") else forked_program.KILL)
+
+
+def run(words: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program, as subprocess.run does with text."""
+    return subprocess.run([python(), *map(str, words)], capture_output=True, text=True, **options)
+
+
+def _start(room: Path, address: Path, program: Path) -> None:
+    address.unlink(missing_ok=True)
+    words = [sys.executable, "-IS", forked_program.__file__, str(address)]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o700)
+    environment = variables() | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(room / "home"),
+        "OMP_NUM_THREADS": "1",  # no thread must run where others are forked
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # and no CUDA context
+    }
+    with (room / "told").open("w") as told:
+        subprocess.run(
+            [sys.executable, "-P", forked_program.__file__, str(address)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=told,
+            check=True,
+        )
