@@ -127,6 +127,12 @@ def pytest_configure() -> None:
     needs.required()
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of all collections: there are a million objects, and tests ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip or fail tests that need root or a GPU where there is none."""
     if item.get_closest_marker("root") and os.geteuid() != 0:

@@ -74,13 +74,14 @@ class Program(subprocess.Popen[str]):
         super().__init__([python(), *map(str, words)], text=True, **options)
 
     def kill(self) -> None:
-        """Kill the program: it has ended once `wait` returns."""
+        """Kill the program: it has ended when this returns."""
         kill(self)
 
 
 def kill(process: Any) -> None:
-    """Kill a program that `python` runs, by an object that sends signals to its process."""
+    """Kill a program that `python` runs, given its subprocess.Popen or psutil.Process, and wait for its end."""
     process.send_signal(signal.SIGKILL if os.environ.get("MEMASCEND_FRESH") else forked_program.KILL)
+    process.wait()
 
 
 def run(words: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -156,7 +156,7 @@ def begin(words: list[str], directory: str, environment: dict[str, str]) -> NoRe
     import atexit
     import threading
 
-    code = 1
+    code, error = 1, None
     try:
         prepare(words, directory, environment)
         code = 0
@@ -165,11 +165,15 @@ def begin(words: list[str], directory: str, environment: dict[str, str]) -> NoRe
             code = asked.code or 0
         else:
             print(asked.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
-        code = -signal.SIGINT
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as caught:
+        error = caught
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if error is not None:
+        # Handlers at the end of a program look there.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
+        sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,7 +1,4 @@
-"""Real faults for tests: loop devices, small filesystems, a refused io_uring, processes that may hang or be killed.
-
-Run as a program, `python lab.py COMMAND...` executes COMMAND under a seccomp filter that refuses io_uring.
-"""
+"""Real faults for tests: loop devices, small filesystems, a refused io_uring, processes that may hang or be killed."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ LEAST_BYTES = {"ext4": 32 * MIB, "xfs": 304 * MIB, "btrfs": 128 * MIB}
 
 def unavailable(why: str, need: str = "root") -> NoReturn:
     """Skip the test, or fail it if its need is required."""
-    import needs  # not at the top: this file also runs as a program, alone
+    import needs  # not at the top: programs of tests import this file, and need nothing of pytest
 
     needs.unmet(need, why)
 
@@ -212,13 +209,8 @@ def must(command: list[str]) -> None:
 # ---- io_uring -----------------------------------------------------------------------------------------------
 
 
-def seccomp_without_io_uring(argv: list[str]) -> list[str]:
-    """The command `argv`, for which io_uring is refused with EPERM, as under Docker's profile."""
-    return [sys.executable, "-I", os.path.abspath(__file__), *argv]
-
-
 def refuse_io_uring() -> None:
-    """Refuse io_uring_setup, _enter and _register to this process and its children, from now on."""
+    """Refuse io_uring_setup, _enter and _register with EPERM to this process and its children, as Docker does."""
     # The three numbers are 425 to 427 on every architecture that came with or after x86-64.
     load, at_least, more_than, give = 0x20, 0x35, 0x25, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -265,7 +257,7 @@ class Child:
     """
 
     def __init__(self, room: Path, target: Callable[..., Any], *arguments: Any) -> None:
-        import forked  # not at the top: this file also runs as a program, alone
+        import forked  # not at the top: programs of tests import this file, and need nothing of pytest
 
         context = forked.context()
         made = [tempfile.mkstemp(prefix=name, dir=room) for name in (".stdout-", ".stderr-")]
@@ -347,8 +339,3 @@ def _script(_pipe: Any, source: str, words: list[str], environment: dict[str, st
             os.environ[name] = value
     sys.argv = ["-c", *words]
     exec(compile(source, "<script>", "exec"), {"__name__": "__main__"})
-
-
-if __name__ == "__main__":
-    refuse_io_uring()
-    os.execvp(sys.argv[1], sys.argv[1:])

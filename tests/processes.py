@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import forked
+
 
 def open_files(store: Path) -> list[str]:
     found = []
@@ -42,9 +44,8 @@ def native_threads_end() -> bool:
 
 def run_file(file: str | Path, *arguments: object, **variables: str) -> str:
     """Run a file of the tests as a program that finds the modules found here, and return what it writes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
     command = [sys.executable, str(file), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=forked.variables() | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

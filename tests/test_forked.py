@@ -40,6 +40,10 @@ PROGRAMS = {
     "exit code": ["-c", "raise SystemExit(7)"],
     "told": ["-c", "raise SystemExit('told')"],
     "killed": ["-c", "import os; print('gone'); os.kill(os.getpid(), 9)"],
+    "failed": [
+        "-c",
+        "import atexit, sys; atexit.register(lambda: print(repr(getattr(sys, 'last_exc', sys.last_value)))); 1 / 0",
+    ],
     "interrupted": ["-c", "import signal; signal.raise_signal(signal.SIGINT)"],
     "at the end": [
         "-c",
@@ -82,7 +86,7 @@ def test_signals_reach_it(how: str) -> None:
             assert program.wait(60) == 5
         elif how == "killed":
             program.kill()
-            assert program.wait(60) == -signal.SIGKILL
+            assert program.returncode == -signal.SIGKILL
         else:
             os.kill(program.pid, signal.SIGKILL)
             assert program.stdout.read() == ""

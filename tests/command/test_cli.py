@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import tiny
 import torch
@@ -364,14 +365,8 @@ def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
 def start_process(room, **changed):
     """A long run of the command in its own process."""
     words = command(room, **{"metrics": room / "metrics.jsonl", "steps": 100_000} | changed)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "memascend", *words],
-        cwd=room,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return forked.Program(["-P", "-m", "memascend", *words], cwd=room, **pipes)
 
 
 def wait_for_records(room, process, count, name="metrics.jsonl"):

@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
+import forked
 import pytest
 import tiny
 from transformers import AutoModelForCausalLM
@@ -27,14 +27,13 @@ def interrupted(cache: Path, model_dir: Path, *more: str) -> subprocess.Complete
     """Run the demo until it has taken two steps, then send SIGINT, as Ctrl-C does."""
     shutil.copytree(model_dir, cache / "memascend" / "random-llama-100M")
     words = ["demo", "--random", "--steps", "100000", "--seq-len", "32", "--dtype", "float32", *more]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "memascend", *words],
+    process = forked.Program(
+        ["-P", "-m", "memascend", *words],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)},
         cwd=cache,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     try:
         deadline = time.monotonic() + 240

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
+import forked
 import pytest
 
 from memascend.common.outputs import KEPT, beside, workspace
@@ -26,10 +26,8 @@ with workspace(Path(sys.argv[1])) as work:
 """
 
 
-def start(out: Path) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", LIVES, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def start(out: Path) -> tuple[forked.Program, str]:
+    process = forked.Program(["-P", "-c", LIVES, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 

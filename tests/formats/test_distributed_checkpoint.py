@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import pytest
 import tiny
 import torch
@@ -244,11 +245,10 @@ def test_to_fsdp_and_back(offloaded: Callable[..., nn.Module], tmp_path: Path) -
     before = step()
     memascend.save_distributed(model, optimizer, tmp_path / "ours")
     with contextlib.ExitStack() as after:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         ranks = []
         for rank in range(2):
-            words = [sys.executable, "-c", ON_A_RANK, str(rank), str(tmp_path)]
-            ranks.append(after.enter_context(subprocess.Popen(words, **pipes)))
+            ranks.append(after.enter_context(forked.Program(["-c", ON_A_RANK, rank, tmp_path], **pipes)))
             after.callback(ranks[-1].kill)
         assert [rank.stdout.readline() for rank in ranks] == ["saved\n", "saved\n"]
     assert len(list((tmp_path / "theirs").glob("*.distcp"))) == 2

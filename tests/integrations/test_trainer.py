@@ -6,11 +6,11 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import huggingface_hub
 import pytest
 import torch
@@ -278,11 +278,10 @@ def test_any_other_trainer_takes_the_mixin(offloaded: Callable[..., nn.Module], 
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    def start(folder: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", str(Path(trainer_runs.__file__)), str(folder)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(command, env=os.environ | variables, **pipes)
+    def start(folder: Path) -> forked.Program:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        variables = forked.variables() | {"HF_HUB_OFFLINE": "1"}
+        return forked.Program(["-P", trainer_runs.__file__, folder], env=variables, **pipes)
 
     def finish(folder: Path) -> Any:
         process = start(folder)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import bits
+import forked
 import pytest
 import rank_programs
 import rank_runs
@@ -148,7 +147,7 @@ def test_an_interrupted_one_leaves_nothing_to_resume(tmp_path: Path, monkeypatch
         "memascend.reshard(sys.argv[1], sys.argv[2], ranks=2)\n"
     )
     places = [str(tmp_path / "store0"), str(tmp_path / "new{rank}")]
-    assert subprocess.run([sys.executable, "-c", program, *places], check=False).returncode == 7
+    assert forked.run(["-c", program, *places]).returncode == 7
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2, name="new"):
         assert "the store of rank 1" in result["error"] and "cannot be resumed" in result["error"]
     with pytest.raises(OSError, match="new0 exists: choose another place"):

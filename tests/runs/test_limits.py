@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,11 +122,10 @@ def test_without_io_uring_the_same_weights_come_out(tmp_path: Path, model_dir: P
         assert done.code == 0, done.err
         ended["allowed"] = done.err
     words = words_of(model_dir, tmp_path / "refused", tmp_path / "store", steps=3, lr=1e-3)
-    argv = lab.seccomp_without_io_uring([sys.executable, "-P", "-m", "memascend", *words])
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    ended["refused"] = ran.stderr
+    with lab.Child(tmp_path, command, words, lab.refuse_io_uring) as child:
+        done = child.wait()
+        assert done.code == 0, done.err
+        ended["refused"] = done.err
     said = [line for line in ended["refused"].splitlines() if "io_uring is not" in line]
     assert len(said) == 1, ended["refused"]
     assert said[0].startswith("memascend: note: io_uring is not available: Operation not permitted")

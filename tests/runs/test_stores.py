@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import lab
 import pytest
 import tiny
@@ -254,7 +253,7 @@ def test_a_store_stays_when_its_program_fails(tmp_path: Path, ending: str, steps
             optimizer.zero_grad()
         {ending}
     """
-    subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, timeout=120)
+    forked.run(["-P", "-c", textwrap.dedent(code)], timeout=120)
     assert memascend.can_resume(tmp_path / "s") == (steps is not None)
     if steps is not None:
         linears = [torch.nn.Linear(256, 256) for _ in range(3)]
