@@ -133,6 +133,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Leave nothing that extension modules would report as leaked."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip or fail tests that need root or a GPU where there is none."""
     if item.get_closest_marker("root") and os.geteuid() != 0:

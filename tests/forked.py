@@ -46,7 +46,8 @@ def context() -> ForkServerContext:
 def python() -> str:
     """Return a program that takes the place of `python`: see forked_program.py, which also says what differs.
 
-    All processes of a test run share one server. With MEMASCEND_FRESH in the environment it is Python itself.
+    Beside it is `memascend`. All processes of a test run share one server. With MEMASCEND_FRESH in the environment it
+    is Python itself.
     """
     if os.environ.get("MEMASCEND_FRESH"):
         return sys.executable
@@ -92,8 +93,9 @@ def run(words: Sequence[object], **options: Any) -> subprocess.CompletedProcess[
 def _start(room: Path, address: Path, program: Path) -> None:
     address.unlink(missing_ok=True)
     words = [sys.executable, "-IS", forked_program.__file__, str(address)]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    program.chmod(0o700)
+    for file, more in ((program, []), (room / "memascend", ["-P", "-m", "memascend"])):
+        file.write_text(f'#!/bin/sh\nexec {shlex.join(words + more)} "$@"\n')
+        file.chmod(0o700)
     environment = variables() | {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(room / "home"),

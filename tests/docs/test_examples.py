@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import needs
 import pytest
 from simulated_device import Accesses, SimulatedDevice
@@ -28,9 +29,9 @@ NAMES = sorted(path.name for kind in ("*.py", "*.sh") for path in EXAMPLES.glob(
 
 def run(name: str) -> str:
     """Run an example as a program, and return what it printed."""
-    command = ["sh" if name.endswith(".sh") else sys.executable, str(EXAMPLES / name)]
+    command = ["sh" if name.endswith(".sh") else forked.python(), str(EXAMPLES / name)]
     # The command is that beside the interpreter.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    path = os.pathsep.join([os.path.dirname(forked.python()), os.environ["PATH"]])
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

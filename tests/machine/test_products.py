@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
+import forked
 import pytest
 import tiny
 import torch
@@ -28,8 +28,7 @@ WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 def run(*words: Any, slow: bool = True) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, whose bfloat16 is `slow`."""
     variables = os.environ | (WITHOUT_AVX512 if slow else {})
-    command = [sys.executable, "-P", *map(str, words)]
-    return subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return forked.run(["-P", *words], env=variables, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
