@@ -373,7 +373,8 @@ class Step:
 
         with warnings.catch_warnings(record=True) as self.caught:
             warnings.simplefilter("always")
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            # PyTorch 2.11 warns that it clears events between cycles, unless they accumulate.
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
                 torch.cuda.set_sync_debug_mode("warn")
                 try:
                     record = self.take()
