@@ -1,0 +1,214 @@
+"""What gpu.py trains: an offloaded model, the same one resident on the device, DeepSpeed.
+
+The interpreter with DeepSpeed imports this too, so memascend is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import torch
+from _common import versions
+from _gpu_where import Where
+from _llama import llama_config
+
+LEARNING_RATE, MAX_NORM = 1e-4, 1.0
+
+
+class MemascendRun:
+    """An offloaded model, computing on the device."""
+
+    def __init__(self, job: dict, where: Where) -> None:
+        import memascend
+        from memascend.offloading.api import offload_of
+
+        on_device = {"device": str(where.device), "device_memory": job["device_memory"]} if where.cuda else {}
+        self.model = memascend.from_pretrained(
+            job["model_dir"],
+            store=[f"{place}/gpu-store" for place in job["store"]],
+            host_memory=job["host_memory"],
+            recompute=job["policy"] != "keep",
+            activations=None if job["policy"] == "keep" else job["policy"],
+            batch_tokens=job["batch"] * job["sequence"],
+            durability=job["durability"],
+            **on_device,
+        ).train()
+        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE, states=job["states"])
+        self.state = offload_of(self.model)
+        #: Seconds by kind, where the model keeps account of them.
+        self.timeline = getattr(self.state, "timeline", None)
+
+    def counters(self) -> dict:
+        """What has moved so far, and how often this thread has waited for the device."""
+        stats = self.state.runtime.stats()
+        found = {name: stats[name] for name in ("ssd_bytes_read", "ssd_bytes_written")}
+        link = self.state.runtime.device.stats() if self.state.device is not None else {}
+        return found | {name: link.get(name, 0) for name in ("h2d_bytes", "d2h_bytes", "waits_python")}
+
+    def update_bytes(self) -> int:
+        """Bytes of host memory that one update of every parameter reads and writes."""
+        planes = {
+            place.name: sum(plane.bytes(place.numel) for plane in place.rule.planes)
+            for place in self.state.places
+            if place.rule is not None
+        }
+        return sum(
+            2 * (place.nbytes + planes[place.name]) + place.nbytes
+            for place in self.state.places
+            if place.name in planes
+        )
+
+    def backward(self, loss) -> None:
+        loss.backward()
+
+    def clip(self) -> None:
+        self.optimizer.clip_grad_norm_(MAX_NORM)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self):
+        import memascend
+
+        return memascend.parameters_of(self.model)
+
+    def close(self) -> dict:
+        import memascend
+
+        self.optimizer.flush()
+        stats, plan = self.state.stats(), memascend.plan_of(self.model)
+        update_bytes = self.update_bytes()
+        memascend.close(self.model)
+        names = ("engine", "direct_io", "host_allocator", "host_bytes_planned", "host_bytes_budget", "parameters")
+        names += ("host_bytes_reserved", "device_bytes_planned", "device_bytes_budget", "notices")
+        return {name: stats.get(name) for name in names} | {"plan": plan, "update_bytes": update_bytes}
+
+
+class ResidentRun:
+    """The transformers model on the device under memascend.AdamW without a store: the same arithmetic."""
+
+    timeline = None
+
+    def __init__(self, job: dict, where: Where) -> None:
+        from transformers import LlamaForCausalLM
+
+        import memascend
+
+        model = LlamaForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16)
+        self.model = model.to(where.device).train()
+        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE, states=job["states"])
+
+    def counters(self) -> dict:
+        return {}
+
+    backward, clip = MemascendRun.backward, MemascendRun.clip
+    update, weights = MemascendRun.update, MemascendRun.weights
+
+    def close(self) -> dict:
+        return {}
+
+
+class DeepSpeedRun:
+    """ZeRO-Infinity (parameters and states on NVMe) or ZeRO-Offload (states and the update on the CPU)."""
+
+    timeline = None
+
+    def __init__(self, job: dict, where: Where) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        import deepspeed
+        from transformers import LlamaForCausalLM
+
+        infinity = job["system"] == "zero-infinity"
+        self.config = {
+            "train_micro_batch_size_per_gpu": job["batch"],
+            "gradient_accumulation_steps": job["accumulate"],
+            "bf16": {"enabled": True},
+            "gradient_clipping": MAX_NORM,
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 1e-2}},
+            "zero_optimization": self._infinity(job) if infinity else self._offload(),
+            "aio": {
+                "block_size": 1 << 20,
+                "queue_depth": 32,
+                "intra_op_parallelism": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            },
+        }
+        deepspeed.init_distributed(dist_backend="nccl" if where.cuda else "gloo")
+        if infinity:
+            with deepspeed.zero.Init(config_dict_or_path=self.config, dtype=torch.bfloat16):
+                model = LlamaForCausalLM(llama_config(job["shape"], job["vocabulary"], job["positions"]))
+            self._fill(model, Path(job["model_dir"]), deepspeed)
+        else:
+            model = LlamaForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        self.model, *_ = deepspeed.initialize(model=model, config=self.config, model_parameters=model.parameters())
+
+    @staticmethod
+    def _infinity(job: dict) -> dict:
+        nvme = {"device": "nvme", "nvme_path": job["store"][0], "pin_memory": True}
+        largest = job["vocabulary"] * job["shape"][0]  # elements of the embedding
+        zero = {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_param": {**nvme, "max_in_cpu": 0, "buffer_count": 5, "buffer_size": largest},
+            "offload_optimizer": {**nvme, "buffer_count": 4},
+            # As in peak_memory.py: with the defaults the second step ends in "Not enough buffers 0".
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": int(5e7),
+        }
+        return zero | (job.get("zero") or {})
+
+    @staticmethod
+    def _offload() -> dict:
+        return {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+    @staticmethod
+    def _fill(model, directory: Path, deepspeed) -> None:
+        from safetensors import safe_open
+
+        weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+        for name, param in model.named_parameters():
+            with (
+                deepspeed.zero.GatheredParameters([param], modifier_rank=0),
+                safe_open(directory / weight_map[name], framework="pt") as file,
+            ):
+                param.data.copy_(file.get_tensor(name))
+
+    def counters(self) -> dict:
+        return {}
+
+    def backward(self, loss) -> None:
+        self.model.backward(loss)
+        # It counts micro-batches itself, and does nothing in all but the last.
+        self.model.step()
+
+    def clip(self) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def close(self) -> dict:
+        config = json.loads(json.dumps(self.config))
+        for part in config["zero_optimization"].values():
+            if isinstance(part, dict):
+                part.pop("nvme_path", None)
+        return {"deepspeed_config": config, "versions": versions("deepspeed", "torch", "transformers")}
+
+
+RUNS = {
+    "memascend": MemascendRun,
+    "resident": ResidentRun,
+    "zero-infinity": DeepSpeedRun,
+    "zero-offload": DeepSpeedRun,
+}
