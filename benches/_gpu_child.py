@@ -35,9 +35,11 @@ class Step:
         self.ids = torch.randint(0, job["vocabulary"], shape, generator=generator)
         self.run, self.where, self.accumulate = run, where, job["accumulate"]
         # DeepSpeed divides by the number of micro-batches itself.
-        self.divides = job["system"] in ("memascend", "resident")
+        self.divides = not job["system"].startswith("zero")
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.moved = {phase: {} for phase in PHASES}
+        #: Where the profiler's trace goes, if it is wanted.
+        self.trace = job.get("trace")
         #: Synchronising calls that PyTorch warned of, by phase; filled where they are asked for.
         self.synchronising = {phase: [] for phase in PHASES}
         self.caught: list[warnings.WarningMessage] = []
@@ -97,34 +99,67 @@ class Step:
         with warnings.catch_warnings(record=True) as self.caught:
             warnings.simplefilter("always")
             # PyTorch 2.11 warns that it clears events between cycles, unless they accumulate.
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            activities = [ProfilerActivity.CUDA]
+            if self.trace is not None:
+                activities.append(ProfilerActivity.CPU)  # memascend's spans are of the host
+            with profile(activities=activities, acc_events=True) as profiler:
                 torch.cuda.set_sync_debug_mode("warn")
                 try:
                     record = self.take()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
+        if self.trace is not None:
+            profiler.export_chrome_trace(self.trace)
         return record | {"synchronising": self.synchronising, "profile": busy(profiler)}
 
 
+Interval = tuple[float, float]
+
+
 def busy(profiler) -> dict:
-    """Seconds in which the device ran any kernel, and seconds of copies each way, as the profiler saw them."""
+    """Seconds in which the device ran any kernel, seconds of copies each way, and the share of these beside kernels.
+
+    As the profiler saw them; `overlapped_share` is None where nothing was copied.
+    """
     from torch.autograd import DeviceType
 
-    kernels, copies = [], {"HtoD": 0.0, "DtoH": 0.0}
+    kernels: list[Interval] = []
+    copies: dict[str, list[Interval]] = {"HtoD": [], "DtoH": []}
     for event in profiler.events():
         if event.device_type != DeviceType.CUDA or event.is_user_annotation:
             continue
-        start, end = event.time_range.start, event.time_range.end
+        interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
         if event.name.startswith("Memcpy"):
-            for direction in copies:
-                copies[direction] += (end - start) / 1e6 if direction in event.name else 0.0
+            for direction, there in copies.items():
+                if direction in event.name:
+                    there.append(interval)
         elif not event.name.startswith("Memset"):
-            kernels.append((start, end))
-    union, reached = 0.0, 0.0
-    for start, end in sorted(kernels):
-        union += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return {"kernel_seconds": union / 1e6, "h2d_seconds": copies["HtoD"], "d2h_seconds": copies["DtoH"]}
+            kernels.append(interval)
+    computing, copying = union(kernels), union(copies["HtoD"] + copies["DtoH"])
+    copied = length(copying)
+    return {
+        "kernel_seconds": length(computing),
+        "h2d_seconds": sum(end - start for start, end in copies["HtoD"]),
+        "d2h_seconds": sum(end - start for start, end in copies["DtoH"]),
+        "overlapped_share": (copied + length(computing) - length(union(computing + copying))) / copied
+        if copied
+        else None,
+    }
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The times that any of the intervals covers, in order and apart."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: list[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
 
 
 def train(job: dict, keep) -> dict:

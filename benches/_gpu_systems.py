@@ -25,17 +25,19 @@ class MemascendRun:
         import memascend
         from memascend.offloading.api import offload_of
 
-        on_device = {"device": str(where.device), "device_memory": job["device_memory"]} if where.cuda else {}
-        self.model = memascend.from_pretrained(
-            job["model_dir"],
-            store=[f"{place}/gpu-store" for place in job["store"]],
-            host_memory=job["host_memory"],
-            recompute=job["policy"] != "keep",
-            activations=None if job["policy"] == "keep" else job["policy"],
-            batch_tokens=job["batch"] * job["sequence"],
-            durability=job["durability"],
-            **on_device,
-        ).train()
+        options = {
+            "store": [f"{place}/gpu-store" for place in job["store"]],
+            "recompute": job["policy"] != "keep",
+            "activations": None if job["policy"] == "keep" else job["policy"],
+            "batch_tokens": job["batch"] * job["sequence"],
+            "durability": job["durability"],
+        }
+        if where.cuda:
+            options |= {"device": str(where.device), "device_memory": job["device_memory"]}
+        host_memory = job["host_memory"]
+        if host_memory == "least":
+            host_memory = least_host_memory(job["model_dir"], options)
+        self.model = memascend.from_pretrained(job["model_dir"], host_memory=host_memory, **options).train()
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE, states=job["states"])
         self.state = offload_of(self.model)
         #: Seconds by kind, where the model keeps account of them.
@@ -88,6 +90,17 @@ class MemascendRun:
         return {name: stats.get(name) for name in names} | {"plan": plan, "update_bytes": update_bytes}
 
 
+def least_host_memory(model_dir: str, options: dict) -> int:
+    """The smallest budget that works, which the refusal of a smaller one names before anything is written."""
+    import memascend
+
+    try:
+        memascend.from_pretrained(model_dir, host_memory=1, **options)
+    except memascend.BudgetError as error:
+        return error.smallest_bytes
+    raise RuntimeError("a budget of one byte was not refused")
+
+
 class ResidentRun:
     """The transformers model on the device under memascend.AdamW without a store: the same arithmetic."""
 
@@ -107,6 +120,43 @@ class ResidentRun:
 
     backward, clip = MemascendRun.backward, MemascendRun.clip
     update, weights = MemascendRun.update, MemascendRun.weights
+
+    def close(self) -> dict:
+        return {}
+
+
+class FusedRun:
+    """The transformers model on the device: bf16 weights, fp32 masters under torch.optim.AdamW (fused)."""
+
+    timeline = None
+
+    def __init__(self, job: dict, where: Where) -> None:
+        from transformers import LlamaForCausalLM
+
+        model = LlamaForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16)
+        self.model = model.to(where.device).train()
+        if job["policy"] != "keep":
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.weights_here = list(self.model.parameters())
+        self.masters = [weight.detach().float().requires_grad_() for weight in self.weights_here]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=1e-2, fused=True)
+
+    def counters(self) -> dict:
+        return {}
+
+    def backward(self, loss) -> None:
+        loss.backward()
+
+    def clip(self) -> None:
+        for weight, master in zip(self.weights_here, self.masters, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights_here, self.masters)
 
     def close(self) -> dict:
         return {}
@@ -209,6 +259,7 @@ class DeepSpeedRun:
 RUNS = {
     "memascend": MemascendRun,
     "resident": ResidentRun,
+    "resident-fused": FusedRun,
     "zero-infinity": DeepSpeedRun,
     "zero-offload": DeepSpeedRun,
 }

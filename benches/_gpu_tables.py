@@ -116,7 +116,10 @@ def tables(rows: dict) -> str:
             parts.append(f"{section}\n\n{markdown(header, lines)}")
         failed = [f"- {row['name']}: {row['failed']}" for row in rows.get(section, []) if "failed" in row]
         cut = [f"- {row['name']}: cut short: {row['cut_short']}" for row in there if row.get("cut_short")]
-        cut += [f"- {row['name']}: no floor: {what}" for row in there for what in row.get("floors_missing", [])]
+        for row in there:
+            why = row.get("floor_errors", {})
+            cut += [f"- {row['name']}: no floor of {what}" for what in row.get("floors_missing", [])]
+            cut += [f"- {row['name']}: {what}: {error}" for what, error in why.items()]
         if failed or cut:
             parts.append("\n".join([f"{section}, not measured or not to the end:", *failed, *cut]))
     return "\n\n".join(parts)

@@ -27,19 +27,26 @@ import time
 from pathlib import Path
 
 from _common import GB, ChildFailed, machine, mem_available, run, start
+from _gpu_steps import all_losses, beside_floors, moved_by, off_by, rates_here, step_figures
 from _gpu_tables import checks, tables
 from _llama import parameter_count
+from device.floor import Rates, rates_of
 
 HERE = Path(__file__).resolve().parent
-SECTIONS = ("exact", "copy", "plan", "step", "activations", "peers")
+SECTIONS = ("exact", "copy", "plan", "step", "activations", "peers", "trace")
+#: What toys and smoke runs leave out, unless it is asked for.
+BY_DEFAULT = SECTIONS[:-1]
 POSITIONS = 4096
 #: name: ((hidden, intermediate, layers, heads, key/value heads), words, positions)
 SHAPES = {
     "smoke": ((64, 192, 4, 4, 2), 256, POSITIONS),
     "exact": ((1024, 3072, 8, 8, 4), 4096, POSITIONS),
     "tiny": ((512, 1536, 8, 8, 4), 4096, POSITIONS),
+    "0.4B": ((2048, 5504, 6, 16, 16), 32_000, POSITIONS),
     "1.5B": ((2048, 5504, 28, 16, 16), 32_000, POSITIONS),
+    "3B": ((3072, 8192, 24, 24, 24), 32_000, POSITIONS),
     "7B": ((4096, 11008, 32, 32, 32), 32_000, POSITIONS),
+    "8B": ((4096, 14336, 32, 32, 8), 128_256, 131_072),
 }
 POLICIES = ("recompute", "host", "ssd")
 #: Bytes of a parameter on the store: weight, the master's low half and gradient, and the two moments.
@@ -73,6 +80,11 @@ class Bench:
         self.load()
         self._rates: dict | None = None
         self._compute: dict = {}
+
+    @property
+    def small(self) -> bool:
+        """Whether toys are measured, to see that the script runs."""
+        return self.args.smoke or self.args.toy
 
     # ---- the machine and the file ---------------------------------------------------------------------
 
@@ -160,7 +172,7 @@ class Bench:
             raise ChildFailed(f"no time left: it takes more than {START_SECONDS + need_s:.0f} s, {left:.0f} s are left")
         job = {"device": self.device, "until": time.time() + left - START_SECONDS / 4, "store": self.store, **job}
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("deterministic") else {}
-        if self.args.smoke:
+        if self.small:
             environment["OMP_NUM_THREADS"] = "1"  # a toy's threads would do nothing but wait for each other
         command = [python, str(HERE / "_gpu_child.py")]
         try:
@@ -239,6 +251,8 @@ class Bench:
             need = count * (STORE_BYTES + STATE_BYTES[job["states"]])
             if job["durability"] != "none":  # a second slot for all but the gradient
                 need += count * (STORE_BYTES - 2 + STATE_BYTES[job["states"]])
+        elif job["system"].startswith("resident"):
+            return  # on the device, which tells by itself
         elif job["system"] == "zero-infinity":
             need = count * PEER_BYTES
         else:
@@ -254,7 +268,7 @@ class Bench:
         if self.args.host_memory is not None:
             return self.args.host_memory
         # So little in a smoke run that something goes to the store.
-        return (16 << 20) if self.args.smoke else min(32 << 30, mem_available() // 2)
+        return (16 << 20) if self.small else min(32 << 30, mem_available() // 2)
 
     # ---- rates ------------------------------------------------------------------------------------------
 
@@ -263,7 +277,7 @@ class Bench:
         if self._rates is None:
             self.tell("rates: copies, host memory, drives")
             job = {"task": "rates", "repeats": 5, "bytes": 1 << 30, "ssd_bytes": 1 << 30, "ssd_seconds": 1.0}
-            if self.args.smoke:
+            if self.small:
                 job |= {"repeats": 2, "bytes": 8 << 20, "ssd_bytes": 16 << 20, "ssd_seconds": 0.05}
             try:
                 self._rates = self.child("rates", job, need_s=20)
@@ -299,10 +313,10 @@ class Bench:
         return row
 
     def exact(self) -> None:
-        model = "smoke" if self.args.smoke else "exact"
+        model = "smoke" if self.small else "exact"
         options = {"steps": 6, "warmup": 0, "compare": True, "deterministic": True, "sequence": 256, "batch": 2}
         options |= {"accumulate": 2, "states": "float32"}
-        if self.args.smoke:
+        if self.small:
             options |= {"sequence": 32, "steps": 3}
         options["host_memory"] = options["device_memory"] = None
         found: dict = {}
@@ -314,8 +328,8 @@ class Bench:
         if self.rows("exact", "resident", resident) is None:
             return
         # So little that of 8 layers the device keeps 4 and the host 3, and that most gradients go to the store.
-        options["host_memory"] = "16MiB" if self.args.smoke else "128MiB"
-        options["device_memory"] = None if self.args.smoke else "352MiB"
+        options["host_memory"] = "16MiB" if self.small else "128MiB"
+        options["device_memory"] = None if self.args.smoke else ("256MiB" if self.args.toy else "352MiB")
         for policy in self.policies:
 
             def offloaded(policy=policy) -> dict:
@@ -378,67 +392,72 @@ class Bench:
     def step(self) -> None:
         for model in self.args.models:
             for tokens in self.args.tokens:
-                name = f"{model}, {tokens} tokens"
-                self.rows("step", name, lambda model=model, tokens=tokens, name=name: self.one(model, tokens, name))
+                resident = self.resident(model, tokens) if self.args.resident else None
+                for device, host in self.args.budgets or [(self.args.device_memory, self.host_memory())]:
+                    name = f"{model}, {tokens} tokens"
+                    name += f", {device} of device and {host} of host memory" if self.args.budgets else ""
 
-    def one(self, model: str, tokens: int, name: str) -> dict:
-        told = self.train("step", name, model, tokens, policy=self.args.activations, inspect=True)
-        measured = [step for step in told["steps"] if step["kind"] == "measured"]
-        seconds = statistics.median(step["seconds"] for step in measured)
-        moved = {key: statistics.median(step["moved"][key] for step in measured) for key in measured[0]["moved"]}
-        floors = self.floors(model, tokens, moved, told.get("update_bytes") or 0)
-        binding = max(floors["floors_s"], key=floors["floors_s"].get) if not floors["floors_missing"] else None
-        floor = None if binding is None else floors["floors_s"][binding]
-        compute = floors["floors_s"].get("compute")
-        count = parameter_count(*SHAPES[model][:2])
-        row = {
-            "sequences": "{} at a time, {} times".format(*self.batches(tokens)),
-            "activations": self.args.activations,
-            "step_s": seconds,
-            "steps_s": [step["seconds"] for step in measured],
-            "phases_s": {key: statistics.median(s["phases"][key] for s in measured) for key in measured[0]["phases"]},
-            "timeline_s": medians([step["timeline"] for step in measured]),
-            "floor_s": floor,
-            "bound_by": binding,
-            "of_floor": None if floor is None else seconds / floor,
-            **floors,
-            "moved": moved,
-            "update_bytes": told.get("update_bytes"),
-            "idle_by_compute": None if compute is None else 1 - compute / seconds,
-            "tokens_per_s": tokens / seconds,
-            # Of the model alone: recomputation and attention not counted.
-            "model_flops_per_s": 6 * count * tokens / seconds,
-            "waits_per_step": medians([step["waits"] for step in measured]),
-            "device_peak": told["device_peak"],
-            "host_peak": told["host_peak"],
-            "losses": [step["loss"] for step in told["steps"]],
-            "cut_short": told["cut_short"],
-        }
-        row |= {name: told.get(name) for name in ("engine", "direct_io", "host_allocator", "notices")}
-        inspected = [step for step in told["steps"] if step["kind"] == "inspected"]
-        return row | (inspection(inspected[0]) if inspected else {})
+                    def one(model=model, tokens=tokens, name=name, budgets=(device, host), beside=resident) -> dict:
+                        return self.one(model, tokens, name, budgets, beside)
 
-    def floors(self, model: str, tokens: int, moved: dict, update_bytes: int) -> dict:
-        """Seconds that each part of the machine takes at least for a step, the rates they come from, and what lacks."""
-        floors, missing = {}, []
-        found: dict = {"floors_s": floors, "floors_missing": missing}
-        batch, accumulate = self.batches(tokens)
+                    self.rows("step", name, one)
+
+    def resident(self, model: str, tokens: int) -> float | None:
+        """Seconds of a step of the model resident on the device, with PyTorch's fused AdamW over fp32 masters."""
+        name = f"{model}, {tokens} tokens, resident"
+
+        def measure() -> dict:
+            told = self.train("resident", name, model, tokens, system="resident-fused", policy=self.args.activations)
+            return step_figures(told, tokens, parameter_count(*SHAPES[model][:2]))
+
+        row = self.rows("resident", name, measure)
+        return None if row is None else row["step_s"]
+
+    def one(self, model: str, tokens: int, name: str, budgets: tuple, resident: float | None) -> dict:
+        policy = self.args.activations
+        options = {"policy": policy, "inspect": True, "device_memory": budgets[0], "host_memory": budgets[1]}
+        told = self.train("step", name, model, tokens, **options)
+        row = step_figures(told, tokens, parameter_count(*SHAPES[model][:2]))
+        row |= {"sequences": "{} at a time, {} times".format(*self.batches(tokens)), "activations": policy}
+        sequence = min(self.args.sequence, tokens)
+        moved = moved_by(told, SHAPES[model], tokens, sequence, recomputed=policy != "keep")
+        errors = {}
         try:
-            found["compute"] = compute = self.compute_seconds(model, batch, min(self.args.sequence, tokens))
-            floors["compute"] = accumulate * compute["pass_seconds"]
+            batch, accumulate = self.batches(tokens)
+            pass_seconds = accumulate * self.compute_seconds(model, batch, sequence)["pass_seconds"]
         except ChildFailed as error:
-            missing.append(f"compute: {error}")
+            pass_seconds, errors["compute"] = None, str(error)
         try:
-            found["rates"] = rates = self.rates("copies", "dram_bytes_per_s", "ssd")
+            rates = self.hardware_rates()
         except ChildFailed as error:
-            missing.append(f"rates: {error}")
-            return found
-        ssd, h2d, d2h = moved["ssd_bytes_read"] + moved["ssd_bytes_written"], moved["h2d_bytes"], moved["d2h_bytes"]
-        floors["ssd"] = ssd / rates["ssd"]["mix"]
-        floors["h2d"] = h2d / rates["copies"]["h2d"]["plain"]
-        floors["d2h"] = d2h / rates["copies"]["d2h"]["plain"]
-        floors["dram"] = (ssd + h2d + d2h + update_bytes) / rates["dram_bytes_per_s"]
-        return found
+            rates, errors["rates"] = Rates(), str(error)
+        row |= beside_floors(row, moved, rates, pass_seconds) | {"floor_errors": errors}
+        return row | {"resident_s": resident, "of_resident": None if resident is None else row["step_s"] / resident}
+
+    def hardware_rates(self) -> Rates:
+        """What the probe of the same call measured, if there is one, or what this run measures by itself."""
+        if self.args.rates is not None and self.args.rates.is_file():
+            return rates_of(json.loads(self.args.rates.read_text()))
+        return rates_here(self.rates("copies", "dram_bytes_per_s", "ssd"))
+
+    def trace(self) -> None:
+        """A trace of one step of the smallest model whose layers fill a device; how far copies run beside kernels."""
+        model, tokens = ("tiny", 256) if self.args.toy or self.args.smoke else ("0.4B", 16384)
+        out = self.args.trace or self.workdir / "trace.json.gz"
+        budgets = {"device_memory": None if self.args.smoke else "3GiB", "host_memory": "4GiB"}
+        if self.args.toy:
+            budgets = {"device_memory": "256MiB", "host_memory": "256MiB"}
+
+        def traced() -> dict:
+            options = {"steps": 1, "warmup": 1, "inspect": True, "trace": str(out.resolve()), **budgets}
+            told = self.train("trace", "trace", model, tokens, policy="host", **options)
+            steps = [step for step in told["steps"] if step["kind"] == "inspected"]
+            if not steps:
+                raise ChildFailed(told["cut_short"] or "no step was inspected")
+            row = {"model": model, "tokens": tokens, "step_s": steps[0]["seconds"], "file_bytes": out.stat().st_size}
+            return row | {key: steps[0][key] for key in ("profile", "synchronising", "timeline", "moved")}
+
+        self.rows("trace", "trace", traced)
 
     def activations(self) -> None:
         model = self.args.models[0]
@@ -508,33 +527,6 @@ class Bench:
             return found | {"notes": "without prefetch: DeepSpeed asserts 'already assigned swap buffer' with it"}
 
 
-def off_by(measured: int | None, planned: int | None) -> float | None:
-    return measured / planned - 1 if measured is not None and planned else None
-
-
-def all_losses(told: dict) -> list[str]:
-    """As hexadecimal floats: equal where their bits are."""
-    return [loss for step in told["steps"] for loss in step["losses"]]
-
-
-def medians(records: list[dict | None]) -> dict | None:
-    if not records or any(record is None or None in record.values() for record in records):
-        return None
-    return {key: statistics.median(record[key] for record in records) for key in records[0]}
-
-
-def inspection(step: dict) -> dict:
-    """What the inspected step tells: synchronising calls, how long kernels ran, how fast copies were."""
-    found = {"synchronising": step["synchronising"], "inspected_step_s": step["seconds"], "profile": step["profile"]}
-    if step["profile"]:
-        profile = step["profile"]
-        found["idle_by_profile"] = 1 - profile["kernel_seconds"] / step["seconds"]
-        for way in ("h2d", "d2h"):
-            busy = profile[f"{way}_seconds"]
-            found[f"{way}_bytes_per_busy_s"] = step["moved"][f"{way}_bytes"] / busy if busy else None
-    return found
-
-
 # --- the command line ---
 
 
@@ -548,11 +540,20 @@ def names(allowed):
     return parse
 
 
+def budgets(text: str) -> list[tuple[str, str]]:
+    """Pairs of device and host memory."""
+    pairs = [tuple(pair.split("/")) for pair in text.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of DEVICE/HOST, as 6GiB/12GiB,24GiB/least")
+    return pairs
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     shown = ", ".join(SECTIONS)
-    add("--only", type=names(SECTIONS), default=list(SECTIONS), metavar="A,B", help=f"of {shown} (default: all)")
+    text = f"of {shown} (default: all but trace)"
+    add("--only", type=names(SECTIONS), default=list(BY_DEFAULT), metavar="A,B", help=text)
     models = [name for name in SHAPES if name not in ("smoke", "exact")]
     text = f"of {', '.join(models)}; all but step take the first (default: 1.5B,7B)"
     add("--models", type=names(models), default=["1.5B", "7B"], metavar="A,B", help=text)
@@ -573,6 +574,13 @@ def arguments() -> argparse.Namespace:
     add("--workdir", type=Path, metavar="DIR", help=text)
     add("--host-memory", metavar="SIZE", help="budget (default: 32 GiB, or half of what is available)")
     add("--device-memory", metavar="SIZE", help="budget (default: what is free)")
+    text = "pairs of both, DEVICE/HOST, one after another in `step`; HOST may be `least` (6GiB/least,24GiB/100GiB)"
+    add("--budgets", type=budgets, metavar="D/H,...", help=text)
+    add("--resident", action="store_true", help="in `step`, first a step of the model resident on the device")
+    add("--rates", type=Path, metavar="FILE", help="what `python -m device.probe` measured in this call, for floors")
+    add(
+        "--trace", type=Path, metavar="FILE", help="where `trace` puts the step's trace, *.json.gz (default: --workdir)"
+    )
     add("--device", default="cuda", metavar="DEVICE", help="where to compute (default: cuda)")
     add("--deepspeed-python", metavar="PATH", help="an interpreter that has deepspeed, for `peers`")
     add("--minutes", type=float, metavar="M", help="end within so many; what does not fit is told")
@@ -580,6 +588,7 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="results (default: benches/results/gpu-<GPU>.json); added to if there")
     add("--check", action="store_true", help="exit 1 when a limit is missed, or nothing was measured")
     add("--smoke", action="store_true", help="every section on the CPU with a toy: that the script runs, no result")
+    add("--toy", action="store_true", help="on the device, with toy sizes: that the script runs, no result")
     args = parser.parse_args()
     if args.sequence > POSITIONS or any(tokens > args.sequence and tokens % args.sequence for tokens in args.tokens):
         parser.error(f"--sequence is at most {POSITIONS}, and --tokens a number of whole sequences")
@@ -587,6 +596,7 @@ def arguments() -> argparse.Namespace:
         if args.out is not None and args.out.resolve().parent == HERE / "results":
             parser.error("--smoke measures nothing of a GPU: give an --out that is not in benches/results")
         args.models, args.tokens, args.sequence, args.steps, args.warmup = ["smoke"], [128], 64, 2, 1
+        args.budgets, args.resident = None, False
     return args
 
 
