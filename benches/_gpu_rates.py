@@ -46,12 +46,17 @@ def compute(job: dict, keep) -> dict:
 
 
 def rates(job: dict, keep) -> dict:
-    """Bytes per second of copies to and from the device, of host memory and of the store's drives."""
-    found: dict = {"copies": copies(job, Where(job["device"]))}
-    keep(found)
-    found["dram_bytes_per_s"] = dram(job["bytes"], job["repeats"])
-    keep(found)
-    found["ssd"] = ssd(job)
+    """Bytes per second of copies to and from the device, of host memory and of the store's drives, by `parts`."""
+    parts = {
+        "copies": lambda: copies(job, Where(job["device"])),
+        "dram_bytes_per_s": lambda: dram(job["bytes"], job["repeats"]),
+        "ssd": lambda: ssd(job),
+    }
+    found: dict = {}
+    for name, measure in parts.items():
+        if name in job["parts"]:
+            found[name] = measure()
+            keep(found)
     return found
 
 

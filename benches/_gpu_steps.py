@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 from device.floor import Moved, Rates, llama_flops, report
 
@@ -36,7 +35,7 @@ def rates_here(found: dict) -> Rates:
     )
 
 
-def moved_by(told: dict, model: tuple, tokens: int, sequence: int, recomputed: bool) -> Moved:
+def moved_by(told: dict, model: tuple, tokens: int, sequence: int, **passes: bool) -> Moved:
     """What a measured step moved by the run's own counters (medians), and the operations that its shape takes."""
     steps = [step for step in told["steps"] if step["kind"] == "measured"]
     counters = {key: statistics.median(step["moved"][key] for step in steps) for key in steps[0]["moved"]}
@@ -47,7 +46,7 @@ def moved_by(told: dict, model: tuple, tokens: int, sequence: int, recomputed: b
         h2d=counters.get("h2d_bytes", 0),
         d2h=counters.get("d2h_bytes", 0),
         update=told.get("update_bytes") or 0,
-        flops=llama_flops(shape, words, tokens, sequence, recomputed=recomputed),
+        flops=llama_flops(shape, words, tokens, sequence, **passes),
     )
 
 
@@ -98,11 +97,6 @@ def beside_floors(row: dict, moved: Moved, rates: Rates, pass_seconds: float | N
     found |= {"floors_s": parts, "floors_missing": missing, "floor_s": floor, "bound_by": bound_by}
     found["of_floor"] = row["step_s"] / floor if floor else None
     return found | {"idle_by_compute": None if pass_seconds is None else 1 - pass_seconds / row["step_s"]}
-
-
-def without_offloading(moved: Moved) -> Moved:
-    """What the same step computes when everything is on the device."""
-    return replace(moved, ssd_read=0, ssd_written=0, h2d=0, d2h=0, update=0)
 
 
 def inspection(step: dict) -> dict:

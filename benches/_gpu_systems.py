@@ -32,14 +32,22 @@ class MemascendRun:
             "batch_tokens": job["batch"] * job["sequence"],
             "durability": job["durability"],
         }
+        if job.get("lora"):
+            options["frozen"] = "files"
         if where.cuda:
             options |= {"device": str(where.device), "device_memory": job["device_memory"]}
         host_memory = job["host_memory"]
         if host_memory == "least":
             host_memory = least_host_memory(job["model_dir"], options)
         self.model = memascend.from_pretrained(job["model_dir"], host_memory=host_memory, **options).train()
-        self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE, states=job["states"])
         self.state = offload_of(self.model)
+        if job.get("compile"):
+            for layer in self.model.model.layers:
+                layer.compile()
+        if job.get("lora"):
+            self.model = with_adapters(self.model, job["lora"])
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = memascend.AdamW(trained, lr=LEARNING_RATE, states=job["states"])
         #: Seconds by kind, where the model keeps account of them.
         self.timeline = getattr(self.state, "timeline", None)
 
@@ -99,6 +107,14 @@ def least_host_memory(model_dir: str, options: dict) -> int:
     except memascend.BudgetError as error:
         return error.smallest_bytes
     raise RuntimeError("a budget of one byte was not refused")
+
+
+def with_adapters(model, rank: int):
+    """The model with LoRA's adapters of all products of a layer."""
+    import peft
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
 
 
 class ResidentRun:
@@ -173,10 +189,12 @@ class DeepSpeedRun:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if job["system"].endswith("-memascend"):
+            import memascend.deepspeed  # noqa: F401 (its parts take the place of DeepSpeed's)
         import deepspeed
         from transformers import LlamaForCausalLM
 
-        infinity = job["system"] == "zero-infinity"
+        infinity = job["system"].startswith("zero-infinity")
         self.config = {
             "train_micro_batch_size_per_gpu": job["batch"],
             "gradient_accumulation_steps": job["accumulate"],
@@ -261,5 +279,7 @@ RUNS = {
     "resident": ResidentRun,
     "resident-fused": FusedRun,
     "zero-infinity": DeepSpeedRun,
+    "zero-infinity-memascend": DeepSpeedRun,
     "zero-offload": DeepSpeedRun,
+    "zero-offload-memascend": DeepSpeedRun,
 }

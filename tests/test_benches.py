@@ -15,7 +15,7 @@ BENCHES = Path(__file__).resolve().parents[1] / "benches"
 sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
-import gpu  # noqa: E402
+import _gpu_tables  # noqa: E402
 import ranks  # noqa: E402
 import timeline  # noqa: E402
 
@@ -95,7 +95,7 @@ ROWS = {
 
 
 def verdicts(rows: dict) -> list[bool]:
-    return [passed for passed, _ in gpu.checks({s: [{"name": "it", **row} for row in rows[s]] for s in rows})]
+    return [passed for passed, _ in _gpu_tables.checks({s: [{"name": "it", **row} for row in rows[s]] for s in rows})]
 
 
 def test_what_is_at_the_limits_passes() -> None:

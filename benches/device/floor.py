@@ -150,7 +150,13 @@ def waits_beyond(by_part: Mapping[str, float], timeline: Mapping[str, float] | N
 
 
 def llama_flops(
-    shape: tuple[int, int, int, int, int], vocabulary: int, tokens: int, sequence: int, *, recomputed: bool
+    shape: tuple[int, int, int, int, int],
+    vocabulary: int,
+    tokens: int,
+    sequence: int,
+    *,
+    recomputed: bool,
+    frozen: bool = False,
 ) -> float:
     """Return the floating-point operations of a step of a Llama that cannot be left out.
 
@@ -163,10 +169,14 @@ def llama_flops(
         tokens: of a step.
         sequence: tokens that attend to one another.
         recomputed: whether layers are computed again in the backward pass.
+        frozen: whether the weights have no gradients, as below LoRA's adapters (whose own are not counted).
     """
     hidden, intermediate, layers, heads, kv_heads = shape
     weights = 2 * hidden * hidden + 2 * hidden * (hidden // heads * kv_heads) + 3 * hidden * intermediate
     # Scores and values: 2 products of sequence x sequence x hidden, each of 2 operations, half of them masked.
     layer = 2 * weights * tokens + 2 * tokens * sequence * hidden
+    # Of the backward pass, half of the products of weights are their gradients'. Attention has no weights.
+    spared = 2 * weights * tokens if frozen else 0
     passes = 4 if recomputed else 3
-    return float(passes * layers * layer + 3 * 2 * vocabulary * hidden * tokens)
+    head = 2 * vocabulary * hidden * tokens
+    return float(layers * (passes * layer - spared) + (2 if frozen else 3) * head)
