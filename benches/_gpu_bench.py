@@ -74,6 +74,11 @@ class Base:
         """Whether toys are measured, to see that the script runs."""
         return self.args.smoke or self.args.toy
 
+    @property
+    def probed(self) -> bool:
+        """Whether a probe has measured the machine in this call."""
+        return self.args.rates is not None and self.args.rates.is_file()
+
     # ---- the machine and the file ---------------------------------------------------------------------
 
     def machine(self) -> dict:
@@ -269,7 +274,7 @@ class Base:
             job = {
                 "task": "rates",
                 # The probe has the others.
-                "parts": ("copies",) if self.args.rates else ("copies", "dram_bytes_per_s", "ssd"),
+                "parts": ("copies",) if self.probed else ("copies", "dram_bytes_per_s", "ssd"),
                 "repeats": 5,
                 "bytes": 1 << 30,
                 "ssd_bytes": 1 << 30,
@@ -278,11 +283,11 @@ class Base:
             if self.small:
                 job |= {"repeats": 2, "bytes": 8 << 20, "ssd_bytes": 16 << 20, "ssd_seconds": 0.05}
             try:
-                self._rates = self.child("rates", job, need_s=5 if self.args.rates else 15)
+                self._rates = self.child("rates", job, need_s=5 if self.probed else 15)
             except ChildFailed as error:
                 self._rates = {"cut_short": str(error)}
         if not set(parts) <= self._rates.keys():
-            raise ChildFailed(self._rates["cut_short"])
+            raise ChildFailed(self._rates.get("cut_short", "it was not measured"))
         return self._rates
 
     def compute_seconds(self, model: str, batch: int, sequence: int) -> dict:
@@ -298,7 +303,7 @@ class Base:
 
     def hardware_rates(self) -> Rates:
         """What the probe of the same call measured, if there is one, or what this run measures by itself."""
-        if self.args.rates is not None and self.args.rates.is_file():
+        if self.probed:
             return rates_of(json.loads(self.args.rates.read_text()))
         return rates_here(self.rates("copies", "dram_bytes_per_s", "ssd"))
 

@@ -114,7 +114,7 @@ class Bench(Base):
             for tokens in self.args.tokens:
                 resident = self.resident(model, tokens) if self.args.resident else None
                 for device, host in self.args.budgets or [(self.args.device_memory, self.host_memory())]:
-                    name = f"{model}, {tokens} tokens"
+                    name = f"{model}, {tokens} tokens{self.variant()}"
                     name += f", {device} of device and {host} of host memory" if self.args.budgets else ""
 
                     def one(model=model, tokens=tokens, name=name, budgets=(device, host), beside=resident) -> dict:
@@ -122,9 +122,18 @@ class Bench(Base):
 
                     self.rows("step", name, one)
 
+    def variant(self) -> str:
+        """What tells a step's row from that of the usual settings: rows of one name replace each other."""
+        args = self.args
+        parts = [f"{args.states} states"] if args.states != "float32" else []
+        parts += [f"inputs by {args.activations}"] if args.activations != "recompute" else []
+        parts += [f"LoRA of rank {args.lora}"] if args.lora else []
+        parts += ["compiled"] if args.compile else []
+        return "".join(f", {part}" for part in parts)
+
     def resident(self, model: str, tokens: int) -> float | None:
         """Seconds of a step of the model resident on the device, with PyTorch's fused AdamW over fp32 masters."""
-        name = f"{model}, {tokens} tokens, resident"
+        name = f"{model}, {tokens} tokens{self.variant()}, resident"
 
         def measure() -> dict:
             told = self.train("resident", name, model, tokens, system="resident-fused", policy=self.args.activations)

@@ -121,6 +121,24 @@ def test_a_stage_that_fails_is_told_and_its_file_is_kept(tmp_path: Path) -> None
     assert "no figure" in summary.table(run.records, tmp_path / "out")
 
 
+def test_the_table_shows_figures_and_steps(tmp_path: Path) -> None:
+    hardware = floor.report(4.0, floor.Moved(h2d=100e9), RATES, {"h2d": 3.0, "compute": 1.0})
+    steps = [
+        {"name": "1.5B", "step_s": 4.0, "hardware": hardware, "of_resident": 1.25},
+        {"name": "3B", "failed": "no room"},
+    ]
+    exact = [{"name": "resident"}, {"name": "ssd", "losses_equal": True, "weights_equal": False}]
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": {"step": steps, "exact": exact}}))
+    counted = {"collected": 97, "passed": 96, "failed": 1, "skipped": 0, "not_run": 0}
+    (tmp_path / "tests.json").write_text(json.dumps(counted))
+    names = ("tests", "exact", "smoke", "counters")
+    records = [{"name": name, "limit_s": 9, "seconds": 1.0, "ended": "passed"} for name in names]
+    records[-1] |= {"ended": "skipped", "why": "no ncu"}
+    text = summary.table(records, tmp_path)
+    assert "| 96 passed of 97 collected, 1 failed |" in text and "| 0 of 1 equal" in text and "| no ncu |" in text
+    assert "| 1.5B | 4.00 | 2.00 | h2d | 2.00 | 1.25 | h2d 3.00 s, compute 1.00 s |" in text and "| no room |" in text
+
+
 def test_tests_are_counted_while_they_run(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest, time\n"
@@ -154,6 +172,20 @@ def test_tests_are_counted_while_they_run(tmp_path: Path) -> None:
     assert [found[name] for name in names] == [8, 3, 2, 1, 2]
     assert any("1 == 2" in message for message in found["messages"].values())
     assert list(found["collection_errors"]) == ["test_unreadable.py"]
+
+
+def test_tests_of_several_workers_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_some(number): assert number != 2\n"
+    )
+    out = tmp_path / "counts.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "device.counting", "-p", "no:cacheprovider"]
+    command += ["-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(BENCHES), "MEMASCEND_COUNTS": str(out)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    found = json.loads(out.read_text())
+    assert [found[name] for name in ("collected", "passed", "failed", "not_run")] == [4, 3, 1, 0]
 
 
 def test_files_with_tests_of_a_device_are_found() -> None:

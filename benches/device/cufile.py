@@ -33,7 +33,7 @@ PIECE, BUFFERS = 8 * MIB, 8
 THREADS, CALL = (1, 4, 8, 16), 16 * MIB
 UNIT = {"full": 512 * MIB, "toy": 32 * MIB}
 SEED = 3
-CONFIG = {"profile": {"cufile_stats": 1}, "properties": {"allow_compat_mode": True, "use_poll_mode": False}}
+CONFIG: dict = {"profile": {"cufile_stats": 1}, "properties": {"allow_compat_mode": True, "use_poll_mode": False}}
 
 
 class Descriptor(ctypes.Structure):
@@ -135,7 +135,8 @@ def ours(file: Path, nbytes: int, repeats: int) -> list[dict]:
 def by_cufile(file: Path, nbytes: int, repeats: int) -> list[dict]:
     """Read with cuFile into registered device memory, by threads."""
     config = file.with_suffix(".cufile.config")
-    config.write_text(json.dumps(CONFIG))
+    # Else the log is written to the working directory.
+    config.write_text(json.dumps(CONFIG | {"logging": {"dir": str(file.parent)}}))
     os.environ.setdefault("CUFILE_ENV_PATH_JSON", str(config))
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()

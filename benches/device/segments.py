@@ -50,7 +50,9 @@ def main() -> int:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     for row in found["rows"]:
         print(row["expandable_segments"], {key: row.get(key) for key in SHOWN}, row.get("failed", ""))
-    return 0 if sum("failed" not in row for row in found["rows"]) == len(SETTINGS) else 1
+    measured = sum("failed" not in row for row in found["rows"])
+    # A simulated device has no virtual addresses to map.
+    return 0 if measured == len(SETTINGS) or (args.toy and measured) else 1
 
 
 if __name__ == "__main__":

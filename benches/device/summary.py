@@ -90,9 +90,9 @@ def _overflow(results: dict[str, Any]) -> str:
 
 def _profile(results: dict[str, Any]) -> str:
     (row,) = results["gpu"]["rows"]["trace"]
-    return (
-        f"kernels {row['profile']['kernel_seconds']:.3f} s, copies beside them {row['profile']['overlapped_share']:.0%}"
-    )
+    share = row["profile"]["overlapped_share"]
+    copies = "no copies seen" if share is None else f"{share:.0%} of copying beside them"
+    return f"kernels {row['profile']['kernel_seconds']:.3f} of {row['step_s']:.3f} s, {copies}"
 
 
 HEADLINES = {
