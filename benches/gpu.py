@@ -16,295 +16,27 @@ benches/README.md says what the numbers mean.
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from _common import GB, ChildFailed, machine, markdown, mem_available, run, start
+from _common import ChildFailed, run
+from _gpu_bench import BY_DEFAULT, HERE, PEERS, POLICIES, SECTIONS, SHAPES, STATE_BYTES, Base, Stopped
+from _gpu_steps import all_losses, beside_floors, moved_by, off_by, step_figures
+from _gpu_tables import tables
 from _llama import parameter_count
-
-HERE = Path(__file__).resolve().parent
-SECTIONS = ("exact", "copy", "plan", "step", "activations", "peers")
-POSITIONS = 4096
-#: name: ((hidden, intermediate, layers, heads, key/value heads), words, positions)
-SHAPES = {
-    "smoke": ((64, 192, 4, 4, 2), 256, POSITIONS),
-    "exact": ((1024, 3072, 8, 8, 4), 4096, POSITIONS),
-    "tiny": ((512, 1536, 8, 8, 4), 4096, POSITIONS),
-    "1.5B": ((2048, 5504, 28, 16, 16), 32_000, POSITIONS),
-    "7B": ((4096, 11008, 32, 32, 32), 32_000, POSITIONS),
-}
-POLICIES = ("recompute", "host", "ssd")
-#: Bytes of a parameter on the store: weight, the master's low half and gradient, and the two moments.
-STORE_BYTES, STATE_BYTES = 6, {"float32": 8, "bfloat16": 4, "8bit": 2}
-#: DeepSpeed's: weight, fp32 master, gradient and moments, where they are kept.
-PEER_BYTES = 18
-# Limits that --check holds the results against
-PLAN_LIMIT, COPY_LIMIT, FLOOR_LIMIT = 0.03, 0.95, 1.15
-PEAK_LIMIT, SSD_TIME_LIMIT = 0.53, 1.03
-#: What starting a process, importing and a context take at least.
-START_SECONDS = 20
-#: Bytes per second at which models are written and loaded at best: what has no time even for that is not begun.
-SETUP_RATE = 1.5e9
+from device.floor import Rates
 
 
-class Stopped(Exception):
-    """The user ended the run; what was measured is kept."""
-
-
-class Bench:
-    """The measurements of one run, and the file that holds them."""
-
-    def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
-        self.args, self.workdir = args, workdir
-        self.store = [str(place.resolve()) for place in args.store or [workdir]]
-        self.device = "cpu" if args.smoke else args.device
-        self.policies = ("ssd",) if args.smoke else POLICIES
-        self.began = time.monotonic()
-        self.stopped = False
-        self.results: dict = {"smoke": args.smoke, "machine": self.machine(), "rows": {}}
-        self.out = args.out
-        if self.out is None and not args.smoke:
-            self.out = HERE / "results" / f"gpu-{self.slug()}.json"
-        self.load()
-        self._rates: dict | None = None
-        self._compute: dict = {}
-
-    # ---- the machine and the file ---------------------------------------------------------------------
-
-    def machine(self) -> dict:
-        about = machine(Path(self.store[0]))
-        try:
-            about |= self.child("describe", {"task": "describe"})
-        except ChildFailed as error:
-            self.tell(f"no usable CUDA device: {error}")
-            about["gpu"] = None
-        query = {
-            "driver": "driver_version",
-            "pcie_generation": "pcie.link.gen.max",
-            "pcie_width": "pcie.link.width.max",
-            "power_limit": "power.limit",
-        }
-        command = ["nvidia-smi", f"--query-gpu={','.join(query.values())}", "--format=csv,noheader", "--id=0"]
-        try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=30)
-            about |= dict(zip(query, (field.strip() for field in told.stdout.split(",")), strict=True))
-        except (OSError, ValueError, subprocess.TimeoutExpired):
-            about |= dict.fromkeys(query, "unknown")
-        return about
-
-    def slug(self) -> str:
-        name = str(self.results["machine"]["gpu"]).lower()
-        return re.sub(r"[^a-z0-9]+", "-", name.removeprefix("nvidia ")).strip("-")
-
-    def options(self) -> dict:
-        names = ("models", "tokens", "sequence", "accumulate", "steps", "warmup", "states", "durability")
-        chosen = {name: getattr(self.args, name) for name in names}
-        return chosen | {name: getattr(self.args, name) for name in ("host_memory", "device_memory", "minutes")}
-
-    def load(self) -> None:
-        """Go on with the file's results, which must be of this GPU."""
-        if self.out is None or not self.out.is_file():
-            return
-        known = json.loads(self.out.read_text())
-        if (known["machine"]["gpu"], known["smoke"]) != (self.results["machine"]["gpu"], self.args.smoke):
-            shown = "a smoke run" if known["smoke"] else known["machine"]["gpu"]
-            sys.exit(f"{self.out} holds results of {shown}: give another --out, or move it away")
-        self.results["rows"] = known["rows"]
-        self.tell(f"adding to {self.out.name}")
-
-    def put(self, section: str, row: dict) -> None:
-        """Keep a row in the place of one of its name; the file is complete at any time."""
-        rows = [known for known in self.results["rows"].get(section, []) if known["name"] != row["name"]]
-        self.results["rows"][section] = [
-            *rows,
-            row | {"date": time.strftime("%Y-%m-%d %H:%M"), "options": self.options()},
-        ]
-        self.results["checks"] = [{"pass": passed, "what": what} for passed, what in self.verdicts()]
-        if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            part = self.out.with_suffix(".part")
-            part.write_text(self.without_paths(json.dumps(self.results, indent=1)) + "\n")
-            part.replace(self.out)
-        if self.stopped:
-            raise Stopped
-
-    def verdicts(self) -> list[tuple[bool, str]]:
-        rows = self.results["rows"]
-        # A toy on the CPU shows nothing of a GPU but that the arithmetic is the same.
-        return checks({"exact": rows.get("exact", [])} if self.args.smoke else rows)
-
-    def without_paths(self, text: str) -> str:
-        for place in sorted({str(self.workdir), *self.store}, key=len, reverse=True):
-            text = text.replace(place, "WORKDIR")
-        return text
-
-    def tell(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    # ---- processes --------------------------------------------------------------------------------------
-
-    def left(self) -> float:
-        """Seconds of the time budget."""
-        minutes = self.args.minutes
-        return 1e9 if minutes is None else 60 * minutes - (time.monotonic() - self.began)
-
-    def child(self, name: str, job: dict, python: str = sys.executable, need_s: float = 0) -> dict:
-        """Run a job in a process of its own. What it had when it failed or was stopped is kept, with `cut_short`."""
-        left = self.left()
-        if left < START_SECONDS + need_s:
-            raise ChildFailed(f"no time left: it takes more than {START_SECONDS + need_s:.0f} s, {left:.0f} s are left")
-        job = {"device": self.device, "until": time.time() + left - START_SECONDS / 4, "store": self.store, **job}
-        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("deterministic") else {}
-        if self.args.smoke:
-            environment["OMP_NUM_THREADS"] = "1"  # a toy's threads would do nothing but wait for each other
-        command = [python, str(HERE / "_gpu_child.py")]
-        try:
-            return start(command, job, name, self.workdir, min(left, self.args.timeout), environment)
-        except (ChildFailed, KeyboardInterrupt) as error:
-            kept = self.workdir / f"{name}.result.json"
-            reason = str(error) if isinstance(error, ChildFailed) else "interrupted"
-            self.stopped = self.stopped or isinstance(error, KeyboardInterrupt)
-            found = json.loads(kept.read_text()) if kept.is_file() else {}
-            if not found:
-                raise ChildFailed(reason) from None
-            return found | {"cut_short": reason}
-        finally:
-            for place in self.store:
-                shutil.rmtree(f"{place}/gpu-store", ignore_errors=True)
-
-    def model(self, name: str) -> str:
-        """The directory of a model, written where it is not there yet."""
-        path = self.workdir / "models" / name
-        if not path.is_dir():
-            shape, words, positions = SHAPES[name]
-            nbytes = 2 * parameter_count(shape, words)
-            free = shutil.disk_usage(self.workdir).free
-            if free < nbytes * 1.05:
-                raise ChildFailed(f"the model takes {nbytes / GB:.1f} GB, {free / GB:.1f} GB of disk are free")
-            self.tell(f"writing {name}, {nbytes / GB:.1f} GB")
-            half = path.with_suffix(".part")
-            shutil.rmtree(half, ignore_errors=True)
-            job = {"task": "write", "shape": shape, "vocabulary": words, "positions": positions}
-            self.child(f"write-{name}", job | {"model_dir": str(half)}, need_s=nbytes / SETUP_RATE)
-            half.rename(path)
-        return str(path)
-
-    def train(self, section: str, row: str, model: str, tokens: int, **options) -> dict:
-        """Train, and return what came of it; raises ChildFailed where nothing did."""
-        shape, words, positions = SHAPES[model]
-        batch, accumulate = self.batches(tokens)
-        job = {
-            "task": "train",
-            "system": "memascend",
-            "shape": shape,
-            "vocabulary": words,
-            "positions": positions,
-            "sequence": min(self.args.sequence, tokens),
-            "batch": batch,
-            "accumulate": accumulate,
-            "policy": "recompute",
-            "steps": self.args.steps,
-            "warmup": self.args.warmup,
-            "inspect": False,
-            "watch": False,
-            "compare": False,
-            "deterministic": False,
-            "host_memory": self.host_memory(),
-            "device_memory": self.args.device_memory,
-            "states": self.args.states,
-            "durability": self.args.durability,
-        } | options
-        python = self.args.deepspeed_python if job["system"].startswith("zero") else sys.executable
-        count = parameter_count(shape, words)
-        self.check_room(job, count)
-        job["model_dir"] = self.model(model)
-        self.tell(f"{section}: {row}")
-        found = self.child(f"{section}-{re.sub(r'[^A-Za-z0-9.]+', '-', row)}", job, python, 4 * count / SETUP_RATE)
-        if "weights" not in found and not any(step["kind"] == "measured" for step in found.get("steps", [])):
-            raise ChildFailed(found.get("cut_short") or "it took no step")
-        return found
-
-    def batches(self, tokens: int) -> tuple[int, int]:
-        """Sequences at a time, and how often in a step."""
-        sequences = max(1, tokens // self.args.sequence)
-        return (1, sequences) if self.args.accumulate else (sequences, 1)
-
-    def check_room(self, job: dict, count: int) -> None:
-        if job["system"] == "memascend":
-            need = count * (STORE_BYTES + STATE_BYTES[job["states"]])
-            if job["durability"] != "none":  # a second slot for all but the gradient
-                need += count * (STORE_BYTES - 2 + STATE_BYTES[job["states"]])
-        elif job["system"] == "zero-infinity":
-            need = count * PEER_BYTES
-        else:
-            need, free = count * (PEER_BYTES - 2), mem_available()
-            if need > free:
-                raise ChildFailed(f"it takes about {need / GB:.1f} GB of host memory, {free / GB:.1f} GB are free")
-            return
-        free = sum(shutil.disk_usage(place).free for place in self.store)
-        if need > free:
-            raise ChildFailed(f"it takes about {need / GB:.1f} GB of disk, {free / GB:.1f} GB are free")
-
-    def host_memory(self) -> int | str:
-        if self.args.host_memory is not None:
-            return self.args.host_memory
-        # So little in a smoke run that something goes to the store.
-        return (16 << 20) if self.args.smoke else min(32 << 30, mem_available() // 2)
-
-    # ---- rates ------------------------------------------------------------------------------------------
-
-    def rates(self, *parts: str) -> dict:
-        """Of copies, host memory and drives; measured once in a run. Raises ChildFailed where one of `parts` is not."""
-        if self._rates is None:
-            self.tell("rates: copies, host memory, drives")
-            job = {"task": "rates", "repeats": 5, "bytes": 1 << 30, "ssd_bytes": 1 << 30, "ssd_seconds": 1.0}
-            if self.args.smoke:
-                job |= {"repeats": 2, "bytes": 8 << 20, "ssd_bytes": 16 << 20, "ssd_seconds": 0.05}
-            try:
-                self._rates = self.child("rates", job, need_s=20)
-            except ChildFailed as error:
-                self._rates = {"cut_short": str(error)}
-        if not set(parts) <= self._rates.keys():
-            raise ChildFailed(self._rates["cut_short"])
-        return self._rates
-
-    def compute_seconds(self, model: str, batch: int, sequence: int) -> dict:
-        """Of a pass with everything on the device."""
-        key = (model, batch, sequence)
-        if key not in self._compute:
-            self.tell(f"compute: {model}, {batch} x {sequence} tokens, resident")
-            shape, words, positions = SHAPES[model]
-            job = {"task": "compute", "shape": shape, "vocabulary": words, "positions": positions, "repeats": 5}
-            name = f"compute-{model}-{batch}"
-            self._compute[key] = self.child(name, job | {"batch": batch, "sequence": sequence}, need_s=10)
-        return self._compute[key]
-
-    # ---- sections ---------------------------------------------------------------------------------------
-
-    def rows(self, section: str, name: str, measure) -> dict | None:
-        """Put the row that `measure` gives, or why there is none; returns it, or None."""
-        try:
-            row = measure()
-        except ChildFailed as error:
-            if not self.stopped:
-                self.tell(f"{section}: {name}: {error}")
-            self.put(section, {"name": name, "failed": str(error)})
-            return None
-        self.put(section, {"name": name, **row})
-        return row
+class Bench(Base):
+    """The sections of one run."""
 
     def exact(self) -> None:
-        model = "smoke" if self.args.smoke else "exact"
+        model = "smoke" if self.small else "exact"
         options = {"steps": 6, "warmup": 0, "compare": True, "deterministic": True, "sequence": 256, "batch": 2}
         options |= {"accumulate": 2, "states": "float32"}
-        if self.args.smoke:
+        if self.small:
             options |= {"sequence": 32, "steps": 3}
         options["host_memory"] = options["device_memory"] = None
         found: dict = {}
@@ -316,8 +48,8 @@ class Bench:
         if self.rows("exact", "resident", resident) is None:
             return
         # So little that of 8 layers the device keeps 4 and the host 3, and that most gradients go to the store.
-        options["host_memory"] = "16MiB" if self.args.smoke else "128MiB"
-        options["device_memory"] = None if self.args.smoke else "352MiB"
+        options["host_memory"] = "16MiB" if self.small else "128MiB"
+        options["device_memory"] = None if self.args.smoke else ("256MiB" if self.args.toy else "352MiB")
         for policy in self.policies:
 
             def offloaded(policy=policy) -> dict:
@@ -380,67 +112,78 @@ class Bench:
     def step(self) -> None:
         for model in self.args.models:
             for tokens in self.args.tokens:
-                name = f"{model}, {tokens} tokens"
-                self.rows("step", name, lambda model=model, tokens=tokens, name=name: self.one(model, tokens, name))
+                resident = self.resident(model, tokens) if self.args.resident else None
+                for device, host in self.args.budgets or [(self.args.device_memory, self.host_memory())]:
+                    name = f"{model}, {tokens} tokens{self.variant()}"
+                    name += f", {device} of device and {host} of host memory" if self.args.budgets else ""
 
-    def one(self, model: str, tokens: int, name: str) -> dict:
-        told = self.train("step", name, model, tokens, policy=self.args.activations, inspect=True)
-        measured = [step for step in told["steps"] if step["kind"] == "measured"]
-        seconds = statistics.median(step["seconds"] for step in measured)
-        moved = {key: statistics.median(step["moved"][key] for step in measured) for key in measured[0]["moved"]}
-        floors = self.floors(model, tokens, moved, told.get("update_bytes") or 0)
-        binding = max(floors["floors_s"], key=floors["floors_s"].get) if not floors["floors_missing"] else None
-        floor = None if binding is None else floors["floors_s"][binding]
-        compute = floors["floors_s"].get("compute")
-        count = parameter_count(*SHAPES[model][:2])
-        row = {
-            "sequences": "{} at a time, {} times".format(*self.batches(tokens)),
-            "activations": self.args.activations,
-            "step_s": seconds,
-            "steps_s": [step["seconds"] for step in measured],
-            "phases_s": {key: statistics.median(s["phases"][key] for s in measured) for key in measured[0]["phases"]},
-            "timeline_s": medians([step["timeline"] for step in measured]),
-            "floor_s": floor,
-            "bound_by": binding,
-            "of_floor": None if floor is None else seconds / floor,
-            **floors,
-            "moved": moved,
-            "update_bytes": told.get("update_bytes"),
-            "idle_by_compute": None if compute is None else 1 - compute / seconds,
-            "tokens_per_s": tokens / seconds,
-            # Of the model alone: recomputation and attention not counted.
-            "model_flops_per_s": 6 * count * tokens / seconds,
-            "waits_per_step": medians([step["waits"] for step in measured]),
-            "device_peak": told["device_peak"],
-            "host_peak": told["host_peak"],
-            "losses": [step["loss"] for step in told["steps"]],
-            "cut_short": told["cut_short"],
-        }
-        row |= {name: told.get(name) for name in ("engine", "direct_io", "host_allocator", "notices")}
-        inspected = [step for step in told["steps"] if step["kind"] == "inspected"]
-        return row | (inspection(inspected[0]) if inspected else {})
+                    def one(model=model, tokens=tokens, name=name, budgets=(device, host), beside=resident) -> dict:
+                        return self.one(model, tokens, name, budgets, beside)
 
-    def floors(self, model: str, tokens: int, moved: dict, update_bytes: int) -> dict:
-        """Seconds that each part of the machine takes at least for a step, the rates they come from, and what lacks."""
-        floors, missing = {}, []
-        found: dict = {"floors_s": floors, "floors_missing": missing}
-        batch, accumulate = self.batches(tokens)
+                    self.rows("step", name, one)
+
+    def variant(self) -> str:
+        """What tells a step's row from that of the usual settings: rows of one name replace each other."""
+        args = self.args
+        parts = [f"{args.states} states"] if args.states != "float32" else []
+        parts += [f"inputs by {args.activations}"] if args.activations != "recompute" else []
+        parts += [f"LoRA of rank {args.lora}"] if args.lora else []
+        parts += ["compiled"] if args.compile else []
+        return "".join(f", {part}" for part in parts)
+
+    def resident(self, model: str, tokens: int) -> float | None:
+        """Seconds of a step of the model resident on the device, with PyTorch's fused AdamW over fp32 masters."""
+        name = f"{model}, {tokens} tokens{self.variant()}, resident"
+
+        def measure() -> dict:
+            told = self.train("resident", name, model, tokens, system="resident-fused", policy=self.args.activations)
+            return step_figures(told, tokens, parameter_count(*SHAPES[model][:2]))
+
+        row = self.rows("resident", name, measure)
+        return None if row is None else row["step_s"]
+
+    def one(self, model: str, tokens: int, name: str, budgets: tuple, resident: float | None) -> dict:
+        policy = self.args.activations
+        options = {"policy": policy, "inspect": True, "device_memory": budgets[0], "host_memory": budgets[1]}
+        told = self.train("step", name, model, tokens, **options)
+        row = step_figures(told, tokens, parameter_count(*SHAPES[model][:2]))
+        row |= {"sequences": "{} at a time, {} times".format(*self.batches(tokens)), "activations": policy}
+        sequence = min(self.args.sequence, tokens)
+        passes = {"recomputed": policy != "keep", "frozen": self.args.lora is not None}
+        moved = moved_by(told, SHAPES[model], tokens, sequence, **passes)
+        errors = {}
+        pass_seconds = None
         try:
-            found["compute"] = compute = self.compute_seconds(model, batch, min(self.args.sequence, tokens))
-            floors["compute"] = accumulate * compute["pass_seconds"]
+            batch, accumulate = self.batches(tokens)
+            if not self.args.no_compute:
+                pass_seconds = accumulate * self.compute_seconds(model, batch, sequence)["pass_seconds"]
         except ChildFailed as error:
-            missing.append(f"compute: {error}")
+            errors["compute"] = str(error)
         try:
-            found["rates"] = rates = self.rates("copies", "dram_bytes_per_s", "ssd")
+            rates = self.hardware_rates()
         except ChildFailed as error:
-            missing.append(f"rates: {error}")
-            return found
-        ssd, h2d, d2h = moved["ssd_bytes_read"] + moved["ssd_bytes_written"], moved["h2d_bytes"], moved["d2h_bytes"]
-        floors["ssd"] = ssd / rates["ssd"]["mix"]
-        floors["h2d"] = h2d / rates["copies"]["h2d"]["plain"]
-        floors["d2h"] = d2h / rates["copies"]["d2h"]["plain"]
-        floors["dram"] = (ssd + h2d + d2h + update_bytes) / rates["dram_bytes_per_s"]
-        return found
+            rates, errors["rates"] = Rates(), str(error)
+        row |= beside_floors(row, moved, rates, pass_seconds) | {"floor_errors": errors}
+        return row | {"resident_s": resident, "of_resident": None if resident is None else row["step_s"] / resident}
+
+    def trace(self) -> None:
+        """A trace of one step of the smallest model whose layers fill a device; how far copies run beside kernels."""
+        model, tokens = ("tiny", 256) if self.args.toy or self.args.smoke else ("0.4B", 16384)
+        out = self.args.trace or self.workdir / "trace.json.gz"
+        budgets = {"device_memory": None if self.args.smoke else "3GiB", "host_memory": "4GiB"}
+        if self.args.toy:
+            budgets = {"device_memory": "256MiB", "host_memory": "256MiB"}
+
+        def traced() -> dict:
+            options = {"steps": 1, "warmup": 1, "inspect": True, "trace": str(out.resolve()), **budgets}
+            told = self.train("trace", "trace", model, tokens, policy="host", **options)
+            steps = [step for step in told["steps"] if step["kind"] == "inspected"]
+            if not steps:
+                raise ChildFailed(told["cut_short"] or "no step was inspected")
+            row = {"model": model, "tokens": tokens, "step_s": steps[0]["seconds"], "file_bytes": out.stat().st_size}
+            return row | {key: steps[0][key] for key in ("profile", "synchronising", "timeline", "moved")}
+
+        self.rows("trace", "trace", traced)
 
     def activations(self) -> None:
         model = self.args.models[0]
@@ -475,7 +218,7 @@ class Bench:
         if self.args.deepspeed_python is None:
             self.put("peers", {"name": "DeepSpeed", "failed": "no interpreter with it was given (--deepspeed-python)"})
             return
-        for system in ("memascend", "zero-infinity", "zero-offload"):
+        for system in ("memascend", *PEERS):
             name = f"{model}, {tokens} tokens, {system}"
 
             def peer(system=system, name=name) -> dict:
@@ -510,187 +253,6 @@ class Bench:
             return found | {"notes": "without prefetch: DeepSpeed asserts 'already assigned swap buffer' with it"}
 
 
-def off_by(measured: int | None, planned: int | None) -> float | None:
-    return measured / planned - 1 if measured is not None and planned else None
-
-
-def all_losses(told: dict) -> list[str]:
-    """As hexadecimal floats: equal where their bits are."""
-    return [loss for step in told["steps"] for loss in step["losses"]]
-
-
-def medians(records: list[dict | None]) -> dict | None:
-    if not records or any(record is None or None in record.values() for record in records):
-        return None
-    return {key: statistics.median(record[key] for record in records) for key in records[0]}
-
-
-def inspection(step: dict) -> dict:
-    """What the inspected step tells: synchronising calls, how long kernels ran, how fast copies were."""
-    found = {"synchronising": step["synchronising"], "inspected_step_s": step["seconds"], "profile": step["profile"]}
-    if step["profile"]:
-        profile = step["profile"]
-        found["idle_by_profile"] = 1 - profile["kernel_seconds"] / step["seconds"]
-        for way in ("h2d", "d2h"):
-            busy = profile[f"{way}_seconds"]
-            found[f"{way}_bytes_per_busy_s"] = step["moved"][f"{way}_bytes"] / busy if busy else None
-    return found
-
-
-# --- verdicts and tables ---
-
-
-def measured(rows: dict, section: str) -> list[dict]:
-    return [row for row in rows.get(section, []) if "failed" not in row]
-
-
-def checks(rows: dict) -> list[tuple[bool, str]]:
-    """The limits that --check applies, as far as there are numbers for them."""
-    found = []
-    for row in measured(rows, "exact"):
-        if "losses_equal" in row:
-            equal = row["losses_equal"] and row["weights_equal"]
-            found.append((equal, f"exact, {row['name']}: losses and weights equal the resident run's bit for bit"))
-    for row in measured(rows, "copy"):
-        what = f"copy, {row['name']}: {row['ratio']:.3f} of a plain pinned copy, at least {COPY_LIMIT}"
-        found.append((row["ratio"] >= COPY_LIMIT, what))
-    for row in measured(rows, "plan"):
-        for kind in ("device", "driver", "host"):
-            off = row[f"{kind}_off_by"]
-            if off is not None:
-                what = f"plan, {row['name']}: {kind} peak {off:+.1%} of the plan, within {PLAN_LIMIT:.0%}"
-                found.append((abs(off) <= PLAN_LIMIT, what))
-    for row in measured(rows, "step"):
-        if row["of_floor"] is not None:
-            what = f"step, {row['name']}: {row['of_floor']:.2f}x the floor ({row['bound_by']}), at most {FLOOR_LIMIT}x"
-            found.append((row["of_floor"] <= FLOOR_LIMIT, what))
-        found += synchronisations(row)
-    return found + activation_checks(measured(rows, "activations"))
-
-
-def synchronisations(row: dict) -> list[tuple[bool, str]]:
-    """Those of a step but where its end waits for the loss and the norm, which every loop does."""
-    found = []
-    if row.get("synchronising"):
-        calls = [call for phase in ("forward", "backward", "update") for call in row["synchronising"][phase]]
-        where = f" ({', '.join(sorted(set(calls))[:3])})" if calls else ""
-        what = f"step, {row['name']}: {len(calls)} synchronising calls of PyTorch before the loss is read{where}"
-        found.append((not calls, what))
-    waits = row["waits_per_step"]
-    if waits is not None:
-        count = sum(waits[phase] for phase in ("forward", "backward", "update"))
-        what = f"step, {row['name']}: memascend's caller waited {count:g} times for the device before the loss is read"
-        found.append((count == 0, what))
-    return found
-
-
-def activation_checks(rows: list[dict]) -> list[tuple[bool, str]]:
-    found = []
-    for tokens in {row["tokens"] for row in rows}:
-        by = {row["policy"]: row for row in rows if row["tokens"] == tokens}
-        if not {"keep", "ssd", "host"} <= by.keys():
-            continue
-        name = f"activations, {tokens} tokens"
-        if by["keep"]["allocated_bytes"]:
-            share = by["ssd"]["allocated_bytes"] / by["keep"]["allocated_bytes"]
-            what = f"{name}: peak with ssd {1 - share:.0%} lower than keeping them, at least {1 - PEAK_LIMIT:.0%}"
-            found.append((share <= PEAK_LIMIT, what))
-        slower = by["ssd"]["step_s"] / by["host"]["step_s"]
-        found.append((slower <= SSD_TIME_LIMIT, f"{name}: ssd {slower:.3f}x host's time, at most {SSD_TIME_LIMIT}x"))
-    return found
-
-
-def gib(value: float | None) -> str:
-    return "" if value is None else f"{value / 2**30:.2f}"
-
-
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def yes(value: bool | None) -> str:
-    return "" if value is None else ("yes" if value else "NO")
-
-
-def tables(rows: dict) -> str:
-    """A table for each section, and what could not be measured."""
-    makers = {
-        "exact": (["run", "losses", "losses equal", "weights equal"], exact_cells),
-        "copy": (["copy", "GB/s", "plain pinned GB/s", "ratio"], copy_cells),
-        "plan": (
-            ["run", "device plan GiB", "reserved", "off by", "driver off by", "host plan GiB", "held", "off by"],
-            plan_cells,
-        ),
-        "step": (
-            [
-                "run",
-                "step s",
-                "floor s",
-                "of floor",
-                "bound by",
-                "idle by compute",
-                "by profile",
-                "waits",
-                "tokens/s",
-            ],
-            step_cells,
-        ),
-        "activations": (["run", "peak GiB", "step s"], activation_cells),
-        "peers": (["run", "step s", "device GiB", "host GiB", "of memascend's time"], None),
-    }
-    parts = []
-    for section, (header, cells) in makers.items():
-        there = measured(rows, section)
-        if there:
-            by_system = {row["model"]: row["step_s"] for row in there if row.get("system") == "memascend"}
-            lines = [[row["name"], *(cells(row) if cells else peer_cells(row, by_system))] for row in there]
-            parts.append(f"{section}\n\n{markdown(header, lines)}")
-        failed = [f"- {row['name']}: {row['failed']}" for row in rows.get(section, []) if "failed" in row]
-        cut = [f"- {row['name']}: cut short: {row['cut_short']}" for row in there if row.get("cut_short")]
-        cut += [f"- {row['name']}: no floor: {what}" for row in there for what in row.get("floors_missing", [])]
-        if failed or cut:
-            parts.append("\n".join([f"{section}, not measured or not to the end:", *failed, *cut]))
-    return "\n\n".join(parts)
-
-
-def exact_cells(row: dict) -> list[str]:
-    return [str(len(row["losses"])), yes(row.get("losses_equal")), yes(row.get("weights_equal"))]
-
-
-def copy_cells(row: dict) -> list[str]:
-    return [f"{row['memascend'] / GB:.2f}", f"{row['plain'] / GB:.2f}", f"{row['ratio']:.3f}"]
-
-
-def plan_cells(row: dict) -> list[str]:
-    device = [gib(row["device_planned_bytes"]), gib(row["device_reserved_bytes"]), number(row["device_off_by"], "+.1%")]
-    host = [gib(row["host_planned_bytes"]), gib(row["host_held_bytes"]), number(row["host_off_by"], "+.1%")]
-    return [*device, number(row["driver_off_by"], "+.1%"), *host]
-
-
-def step_cells(row: dict) -> list[str]:
-    waits = row["waits_per_step"]
-    return [
-        f"{row['step_s']:.3f}",
-        number(row["floor_s"], ".3f"),
-        number(row["of_floor"], ".2f"),
-        row["bound_by"] or "",
-        number(row["idle_by_compute"], ".1%"),
-        number(row.get("idle_by_profile"), ".1%"),
-        "" if waits is None else f"{sum(waits.values()):g}",
-        f"{row['tokens_per_s']:,.0f}",
-    ]
-
-
-def activation_cells(row: dict) -> list[str]:
-    return [gib(row["allocated_bytes"]), f"{row['step_s']:.3f}"]
-
-
-def peer_cells(row: dict, ours: dict[str, float]) -> list[str]:
-    ratio = f"{row['step_s'] / ours[row['model']]:.2f}x" if row["model"] in ours else ""
-    device, host = gib(row["device_reserved_bytes"]), gib(row["host_unavailable_bytes"])
-    return [f"{row['step_s']:.3f}", device, host, ratio]
-
-
 # --- the command line ---
 
 
@@ -704,11 +266,20 @@ def names(allowed):
     return parse
 
 
+def budgets(text: str) -> list[tuple[str, str]]:
+    """Pairs of device and host memory."""
+    pairs = [tuple(pair.split("/")) for pair in text.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of DEVICE/HOST, as 6GiB/12GiB,24GiB/least")
+    return pairs
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     shown = ", ".join(SECTIONS)
-    add("--only", type=names(SECTIONS), default=list(SECTIONS), metavar="A,B", help=f"of {shown} (default: all)")
+    text = f"of {shown} (default: all but trace)"
+    add("--only", type=names(SECTIONS), default=list(BY_DEFAULT), metavar="A,B", help=text)
     models = [name for name in SHAPES if name not in ("smoke", "exact")]
     text = f"of {', '.join(models)}; all but step take the first (default: 1.5B,7B)"
     add("--models", type=names(models), default=["1.5B", "7B"], metavar="A,B", help=text)
@@ -729,6 +300,13 @@ def arguments() -> argparse.Namespace:
     add("--workdir", type=Path, metavar="DIR", help=text)
     add("--host-memory", metavar="SIZE", help="budget (default: 32 GiB, or half of what is available)")
     add("--device-memory", metavar="SIZE", help="budget (default: what is free)")
+    text = "pairs of both, DEVICE/HOST, one after another in `step`; HOST may be `least` (6GiB/least,24GiB/100GiB)"
+    add("--budgets", type=budgets, metavar="D/H,...", help=text)
+    add("--resident", action="store_true", help="in `step`, first a step of the model resident on the device")
+    add("--rates", type=Path, metavar="FILE", help="what `python -m device.probe` measured in this call, for floors")
+    add(
+        "--trace", type=Path, metavar="FILE", help="where `trace` puts the step's trace, *.json.gz (default: --workdir)"
+    )
     add("--device", default="cuda", metavar="DEVICE", help="where to compute (default: cuda)")
     add("--deepspeed-python", metavar="PATH", help="an interpreter that has deepspeed, for `peers`")
     add("--minutes", type=float, metavar="M", help="end within so many; what does not fit is told")
@@ -736,13 +314,26 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="results (default: benches/results/gpu-<GPU>.json); added to if there")
     add("--check", action="store_true", help="exit 1 when a limit is missed, or nothing was measured")
     add("--smoke", action="store_true", help="every section on the CPU with a toy: that the script runs, no result")
+    text = "adapters of this rank alone are trained, over weights read from the model's files (default: all weights)"
+    add("--lora", type=int, metavar="RANK", help=text)
+    add("--compile", action="store_true", help="torch.compile each layer")
+    add("--no-compute", action="store_true", help="measure no pass of a resident model for the floor of `step`")
+    add(
+        "--policies",
+        type=names(POLICIES),
+        metavar="A,B",
+        help="policies of `exact`, `plan`, `activations` (default: all)",
+    )
+    add("--toy", action="store_true", help="on the device, with toy sizes: that the script runs, no result")
     args = parser.parse_args()
-    if args.sequence > POSITIONS or any(tokens > args.sequence and tokens % args.sequence for tokens in args.tokens):
-        parser.error(f"--sequence is at most {POSITIONS}, and --tokens a number of whole sequences")
+    positions = min(SHAPES[model][2] for model in args.models)
+    if args.sequence > positions or any(tokens > args.sequence and tokens % args.sequence for tokens in args.tokens):
+        parser.error(f"--sequence is at most {positions}, and --tokens a number of whole sequences")
     if args.smoke:
         if args.out is not None and args.out.resolve().parent == HERE / "results":
             parser.error("--smoke measures nothing of a GPU: give an --out that is not in benches/results")
         args.models, args.tokens, args.sequence, args.steps, args.warmup = ["smoke"], [128], 64, 2, 1
+        args.budgets, args.resident = None, False
     return args
 
 
@@ -771,7 +362,9 @@ def benchmark(args: argparse.Namespace, workdir: Path) -> int:
         return 130
     if args.check and not (verdicts and all(passed for passed, _ in verdicts)):
         return 1
-    return 0
+    # Each section that was asked for has something to show; without DeepSpeed there are no peers.
+    wanted = set(args.only) - ({"peers"} if args.deepspeed_python is None else set())
+    return 0 if all(any("failed" not in row for row in rows.get(section, [])) for section in wanted) else 1
 
 
 def main() -> int:

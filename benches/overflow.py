@@ -96,8 +96,23 @@ def gpu(name: str, nbytes: int, repeats: int) -> dict:
         "unscale": lambda: check(source, unscale=one),
         "foreach_norm": lambda: torch._foreach_norm([source]),
         "amp": lambda: torch._amp_foreach_non_finite_check_and_unscale_([source], found, one),
+        "isinf_isnan": lambda: torch.isinf(source).any() | torch.isnan(source).any(),
+        "isfinite_all": lambda: torch.isfinite(source).all(),
     }
-    return {"dtype": name, "elements": source.numel(), "bytes": source.nbytes, **by_turns(calls, repeats, on_device)}
+    row: dict = {"dtype": name, "elements": source.numel(), "bytes": source.nbytes}
+    row |= by_turns(calls, repeats, on_device)
+    return row | {"extra_bytes": {what: extra_bytes(call) for what, call in calls.items()}}
+
+
+def extra_bytes(call: Callable[[], object]) -> int:
+    """Bytes of device memory that a call holds at most beyond what is there before, by PyTorch's allocator."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def report(rows: list[dict], device_rows: list[dict]) -> str:
@@ -126,12 +141,15 @@ def report(rows: list[dict], device_rows: list[dict]) -> str:
     if device_rows:
         names = {"check": "check", "norm": "check+norm", "unscale": "check+unscale", "copy": "copy"}
         names |= {"foreach_norm": "_foreach_norm", "amp": "amp's check and unscale"}
+        names |= {"isinf_isnan": "isinf\\|isnan", "isfinite_all": "isfinite().all()"}
         table = [
             [row["dtype"], f"{row['bytes'] / GIB:.2f}", *(f"{row[name] * 1e3:.3f}" for name in names)]
             + [f"{row['copy'] / (2 * row[name]):.3f}" for name in ("check", "norm")]
+            + [f"{row['extra_bytes'][name]}" for name in ("check", "isinf_isnan")]
             for row in device_rows
         ]
         header = ["GPU", "GiB", *(f"{name} ms" for name in names.values()), "check: of a copy's reads", "norm: of them"]
+        header += ["check: extra bytes", "isinf\\|isnan: extra bytes"]
         text += "\n\n" + markdown(header, table)
     return text
 

@@ -15,7 +15,7 @@ BENCHES = Path(__file__).resolve().parents[1] / "benches"
 sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
-import gpu  # noqa: E402
+import _gpu_tables  # noqa: E402
 import ranks  # noqa: E402
 import timeline  # noqa: E402
 
@@ -39,6 +39,10 @@ def test_the_smoke_runs_on_the_cpu(tmp_path: Path) -> None:
     (step,) = rows["step"]
     assert step["floor_s"] == max(step["floors_s"].values()) == step["floors_s"][step["bound_by"]] > 0
     assert step["moved"]["ssd_bytes_written"] > 0 and step["update_bytes"] > 0
+    hardware = step["hardware"]
+    # Neither the update's rate nor the product's is measured without a probe.
+    assert hardware["not_measured"] == ["flops", "update"] and hardware["floor_s"] <= step["floor_s"]
+    assert hardware["moved"]["flops"] > 6 * 128 * 64 * 256
 
 
 def test_a_smoke_run_is_no_result() -> None:
@@ -63,7 +67,12 @@ def test_time_in_which_kernels_overlap_counts_once() -> None:
         event("memascend: wait for H2D", 0, 9e6, user=True),
     ]
     profiler = SimpleNamespace(events=lambda: events)
-    assert _gpu_child.busy(profiler) == {"kernel_seconds": 5.0, "h2d_seconds": 0.5, "d2h_seconds": 0.25}
+    # Copies run for 0.5 s before the first kernel, and for 0.5 s beside one.
+    events.append(event("Memcpy HtoD (Pinned -> Device)", 35e5, 4e6))
+    expected = {"kernel_seconds": 5.0, "h2d_seconds": 1.0, "d2h_seconds": 0.25, "overlapped_share": 0.5}
+    assert _gpu_child.busy(profiler) == pytest.approx(expected)
+    alone = SimpleNamespace(events=lambda: events[:1])
+    assert _gpu_child.busy(alone)["overlapped_share"] is None
 
 
 STEP = {
@@ -86,7 +95,7 @@ ROWS = {
 
 
 def verdicts(rows: dict) -> list[bool]:
-    return [passed for passed, _ in gpu.checks({s: [{"name": "it", **row} for row in rows[s]] for s in rows})]
+    return [passed for passed, _ in _gpu_tables.checks({s: [{"name": "it", **row} for row in rows[s]] for s in rows})]
 
 
 def test_what_is_at_the_limits_passes() -> None:

@@ -159,7 +159,8 @@ def test_names_appear_in_a_trace(clock: Clock) -> None:
 
     weight = torch.ones(4, requires_grad=True)
     weight.register_post_accumulate_grad_hook(hook)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    # PyTorch 2.11 warns that it clears events between cycles, unless they accumulate.
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         with span("forward {braces}"):
             loss = (weight * 2).sum()
         loss.backward()

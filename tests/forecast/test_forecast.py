@@ -509,7 +509,8 @@ def test_optimizer_swap_buffers():
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 1.25), (torch.float16, 1.5)])
 def test_the_overflow_check_takes_what_pytorch_allocates(dtype, times):
     gradients = torch.zeros(1 << 20, dtype=dtype)
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(profile_memory=True, activities=activities, acc_events=True) as profile:
         torch.isinf(gradients)
     allocated = [event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 4096]
     predicted = zero_infinity.overflow_check_bytes(1 << 20, dtype.itemsize)

@@ -45,7 +45,8 @@ def config_of(name: str) -> Any:
 def allocations() -> Iterator[list[int]]:
     """Give the list of what the CPU's allocator is asked for, and gets back, in order."""
     found: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         yield found
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -244,7 +244,8 @@ def test_spans_are_in_a_trace_of_the_device() -> None:
             pass
 
     gradient.register_post_accumulate_grad_hook(hook)
-    with torch.profiler.profile() as profiler:
+    # PyTorch 2.11 warns that it clears events between cycles, unless they accumulate.
+    with torch.profiler.profile(acc_events=True) as profiler:
         with span("forward"):
             loss = (gradient * 2).sum()
         loss.backward()
