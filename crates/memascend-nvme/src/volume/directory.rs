@@ -10,7 +10,7 @@ use memascend_mem::Origin;
 
 use crate::error::file_error;
 use crate::volume::folder::{Folder, Names};
-use crate::volume::lock::{DirectoryLock, lock};
+use crate::volume::lock::{DirectoryLock, FileLock};
 use crate::volume::notes::DirectoryNotes;
 use crate::{BLOCK_BYTES, Geometry, IoError, Result, Volume};
 
@@ -34,6 +34,8 @@ pub(super) struct OpenedFile {
     pub(super) geometry: Geometry,
     /// Whether transfers bypass the page cache.
     pub(super) is_direct: bool,
+    /// Keeps other processes from opening it.
+    pub(super) lock: FileLock,
 }
 
 impl HeldDirectory {
@@ -86,8 +88,17 @@ impl HeldDirectory {
     /// Opens the volume's file, with O_DIRECT if `direct` is set and the filesystem allows that.
     pub(super) fn open_file(&self, direct: bool, create: bool) -> Result<OpenedFile> {
         let path = self.path().join(Volume::FILE_NAME);
-        let open = |flags: i32| self.open_locked(flags | if create { libc::O_CREAT } else { 0 });
         let action = if create { "create" } else { "open" };
+        let failed = |source: io::Error| match source.raw_os_error() {
+            Some(libc::EWOULDBLOCK) => {
+                IoError::InUse { path: self.path().to_owned(), owner: "unknown".to_owned() }
+            }
+            _ => file_error(action, &path, source),
+        };
+        let create = if create { libc::O_CREAT } else { 0 };
+        let lock = FileLock::take(&self.folder, Volume::FILE_NAME, create).map_err(failed)?;
+        // A link to another file in this place is not followed: writing would destroy that file.
+        let open = |flags: i32| self.folder.open_file(Volume::FILE_NAME, libc::O_RDWR | flags);
         if direct {
             match open(libc::O_DIRECT) {
                 Ok(file) => {
@@ -95,38 +106,15 @@ impl HeldDirectory {
                     let geometry =
                         Geometry::direct(&file).filter(|geometry| geometry.block_bytes <= BLOCK_BYTES);
                     if let Some(geometry) = geometry {
-                        return Ok(OpenedFile { file, path, geometry, is_direct: true });
+                        return Ok(OpenedFile { file, path, geometry, is_direct: true, lock });
                     }
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-                Err(source) => return Err(self.not_opened(action, &path, source)),
+                Err(source) => return Err(failed(source)),
             }
         }
-        let file = open(0).map_err(|source| self.not_opened(action, &path, source))?;
-        Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false })
-    }
-}
-
-impl HeldDirectory {
-    /// Opens the volume's file and locks it, so that the directory has one owner also where another
-    /// program has removed the lock file.
-    fn open_locked(&self, flags: i32) -> io::Result<File> {
-        loop {
-            // A link to another file in this place is not followed: writing would destroy that file.
-            let file = self.folder.open_file(Volume::FILE_NAME, libc::O_RDWR | flags)?;
-            lock(&file)?;
-            // The last owner may have removed the file between opening and locking.
-            if self.folder.leads_to(Volume::FILE_NAME, &file.metadata()?) {
-                return Ok(file);
-            }
-        }
-    }
-
-    fn not_opened(&self, action: &'static str, path: &Path, source: io::Error) -> IoError {
-        if source.raw_os_error() == Some(libc::EWOULDBLOCK) {
-            return IoError::InUse { path: self.path().to_owned(), owner: "unknown".to_owned() };
-        }
-        file_error(action, path, source)
+        let file = open(0).map_err(failed)?;
+        Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false, lock })
     }
 }
 

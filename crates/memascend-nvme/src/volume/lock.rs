@@ -8,8 +8,35 @@ use crate::unforked::Unforked;
 use crate::volume::folder::{Folder, Names};
 use crate::{IoError, Result};
 
+/// An exclusive lock of a file, which another file of a directory cannot take the place of: the lock
+/// file beside it may be removed by a cleaner of temporary files.
+///
+/// The file is opened for the lock alone. A ring keeps the files that it transfers on open, in forked
+/// children too, and a lock lasts until every copy of its descriptor is closed.
+#[derive(Debug)]
+pub(crate) struct FileLock {
+    _unforked: Unforked,
+    _file: File,
+}
+
+impl FileLock {
+    /// Locks the file `name`, opened with `flags` beside reading and writing. EWOULDBLOCK where another
+    /// process has it.
+    pub(crate) fn take(folder: &Folder, name: &str, flags: i32) -> io::Result<Self> {
+        loop {
+            let file = folder.open_file(name, libc::O_RDWR | flags)?;
+            lock(&file)?;
+            // The last owner may have removed the file between opening and locking. Then the locked
+            // file is not the one of that name, and the loop tries again.
+            if folder.leads_to(name, &file.metadata()?) {
+                return Ok(Self { _unforked: Unforked::of(&file), _file: file });
+            }
+        }
+    }
+}
+
 /// Locks an open file for this process, or fails with EWOULDBLOCK.
-pub(crate) fn lock(file: &File) -> io::Result<()> {
+fn lock(file: &File) -> io::Result<()> {
     // SAFETY: a plain system call on a descriptor that lives.
     if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
         Ok(())

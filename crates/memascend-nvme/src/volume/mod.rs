@@ -22,6 +22,7 @@ use crate::error::file_error;
 use crate::unforked::Unforked;
 use crate::volume::directory::{HeldDirectory, write_in_place};
 use crate::volume::file::VolumeFile;
+use crate::volume::lock::FileLock;
 use crate::{BlockDeviceError, Device, FoundNote, Geometry, IoError, NoteKeeper, Result, find_device};
 
 /// One directory with a preallocated file in it, or one raw block device formatted for memascend.
@@ -37,6 +38,8 @@ pub struct Volume {
     reserved_bytes: Mutex<u64>,
     keep: AtomicBool,
     origin: Origin,
+    /// Of the file in a directory; a device is opened exclusively.
+    lock: Option<FileLock>,
 }
 
 #[derive(Debug)]
@@ -117,7 +120,9 @@ impl Volume {
             least_bytes: AtomicU64::new(reserved),
         };
         let place = Place::Directory(held);
-        Ok(Self::of(given, place, file, opened.is_direct, notice, reserved))
+        let mut volume = Self::of(given, place, file, opened.is_direct, notice, reserved);
+        volume.lock = Some(opened.lock);
+        Ok(volume)
     }
 
     fn open_device(path: &Path) -> Result<Self> {
@@ -159,6 +164,7 @@ impl Volume {
             reserved_bytes: Mutex::new(reserved),
             keep: AtomicBool::new(false),
             origin: Origin::here(),
+            lock: None,
         }
     }
 
