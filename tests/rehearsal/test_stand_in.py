@@ -33,8 +33,7 @@ def test_scenarios_run_on_the_stand_in() -> None:
     command += ["-q", "-p", "rehearse_plugin", "-p", "no:cacheprovider", "-m", "rehearsal"]
     # Neither this run's workers nor its options.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, *(HERE / name for name in SCENARIOS)], cwd=HERE.parent, env=environment, capture_output=True, text=True
-    )
+    command += [HERE / name for name in SCENARIOS]
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^4 passed in ", done.stdout, flags=re.MULTILINE), done.stdout
