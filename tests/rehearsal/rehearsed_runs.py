@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +51,17 @@ def train(
     first: int = 0,
     optimizer: Any = None,
     before: Callable[[int], None] = lambda step: None,
+    context: Callable[[], Any] = nullcontext,
 ) -> Result:
-    """Train with clipping; `before` is called with the number of each step before the step begins."""
+    """Train with clipping, each forward pass in a `context`; `before` is called with the number of each step."""
     optimizer = optimizer or memascend.AdamW(trainable(model), lr=3e-3)
     result = Result()
     torch.manual_seed(5)
     for step in range(first, first + steps):
         before(step)
         for micro in range(accumulate):
-            loss = model(**batch(architecture, step * accumulate + micro)).loss / accumulate
+            with context():
+                loss = model(**batch(architecture, step * accumulate + micro)).loss / accumulate
             loss.backward()
             result.losses.append(loss.detach().cpu())
         result.norms.append(optimizer.clip_grad_norm_(1.0).cpu())
