@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python deepspeed oldest asan fuzz wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,24 @@ oldest: $(STAMPS)/wheel ## test the wheel with the oldest versions that pyprojec
 	$(BIN)/python tests/oldest.py all test > $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --quiet --no-input dist/memascend-*.whl -r $(OLDEST)/requirements.txt
 	cd tests && $(ROOT)/$(OLDEST)/bin/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) $(NOT_OLDEST) $(or $(ARGS),-m core .)
+
+# On the stand-in device of tests/rehearsal. With TORCH, in an environment like that of a GPU machine: that PyTorch and what
+# tests of devices import (5 GB, made once). Several processes at a time: each has a device of its own.
+TORCH ?=
+ON_DEVICES := transformers==5.17.0 safetensors tqdm accelerate peft psutil jinja2 'pytest>=8' pytest-timeout pytest-xdist
+REHEARSED  := build/rehearsal/$(or $(TORCH),venv)
+REHEARSING := $(if $(TORCH),build/torch-$(TORCH)/bin/python,$(BIN)/python)
+rehearse: $(STAMPS)/wheel $(if $(TORCH),build/torch-$(TORCH)/made,$(STAMPS)/test) ## run the tests of devices on a stand-in CUDA device (TORCH: another PyTorch, as 2.11.0; ARGS: pytest's)
+	$(if $(TORCH),$(REHEARSING) -m pip install --quiet --no-input --force-reinstall --no-deps dist/memascend-*.whl)
+	tests/rehearsal/build.sh $(REHEARSING) $(REHEARSED)
+	cd tests && MEMASCEND_REQUIRE=gpu,compiler $(ROOT)/$(REHEARSED)/run.sh $(ROOT)/$(REHEARSING) -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) \
+		-p rehearse_plugin $(or $(ARGS),-n $(shell nproc) --dist worksteal -m 'gpu or rehearsal' .)
+
+build/torch-$(TORCH)/made:
+	rm -rf build/torch-$(TORCH)
+	$(PYTHON) -m venv build/torch-$(TORCH)
+	build/torch-$(TORCH)/bin/python -m pip install --quiet --no-input torch==$(TORCH) $(ON_DEVICES)
+	touch $@
 
 wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
 

@@ -144,6 +144,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needs.unmet("root", "this is an ordinary user")
     if item.get_closest_marker("gpu") and not _has_gpu():
         needs.unmet("gpu", "PyTorch finds no CUDA device")
+    if item.get_closest_marker("rehearsal") and not _has_gpu():
+        pytest.skip("PyTorch finds no CUDA device; `make rehearse` makes a stand-in")
 
 
 @cache

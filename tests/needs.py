@@ -20,6 +20,8 @@ NEEDS = {
     "mkfs": "apt-get install e2fsprogs xfsprogs btrfs-progs",
     "chromium": "apt-get install chromium",
     "compiler": "apt-get install g++",
+    "data": "pip install 'memascend[test]'",
+    "sybil": "pip install 'memascend[test]'",
     "lightning": "pip install 'memascend[test]'",
     "peft": "pip install 'memascend[test]'",
     "liger": "pip install 'memascend[test]'",

@@ -7,13 +7,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
+import needs
 import pytest
 import tiny
 import torch
 from commands import in_memory, words_of
-from pyarrow import parquet
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -209,6 +207,8 @@ def test_few_lengths_of_batches_occur(room: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_records_of_every_kind_of_file_are_the_same(room: Path) -> None:
+    datasets, pyarrow = needs.package("data", "datasets"), needs.package("data", "pyarrow")
+    parquet = needs.package("data", "pyarrow.parquet")
     records = [
         {"messages": TALK},
         {"messages": TALK[:2], "other": 3},
@@ -245,6 +245,8 @@ def test_records_of_every_kind_of_file_are_the_same(room: Path) -> None:
 
 
 def test_columns_that_cannot_be_trained_on(room: Path) -> None:
+    datasets, pyarrow = needs.package("data", "datasets"), needs.package("data", "pyarrow")
+    parquet = needs.package("data", "pyarrow.parquet")
     datasets.disable_progress_bars()
     halves = datasets.Dataset.from_dict({"text": ["a", "b"]})
     datasets.DatasetDict({"train": halves, "test": halves}).save_to_disk(room / "both")
@@ -313,6 +315,7 @@ def test_what_to_hold_out(tmp_path: Path) -> None:
 
 
 def test_host_memory_does_not_grow_with_rows(room: Path) -> None:
+    pyarrow, parquet = needs.package("data", "pyarrow"), needs.package("data", "pyarrow.parquet")
     peaks = []
     for count in (4_000, 40_000):
         rows = {

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
+import needs
 import pytest
 import tiny
 import torch
-from sybil.document import Document
-from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 import memascend
 
@@ -101,11 +100,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks(page: Path, names: dict[str, Any]) -> None:
-    document = Document.parse(
+    markdown = needs.package("sybil", "sybil.parsers.markdown")
+    document = needs.package("sybil", "sybil.document").Document.parse(
         str(page),
-        CodeBlockParser(language="python", evaluator=run_python),
-        CodeBlockParser(language="sh", evaluator=check_commands),
-        SkipParser(),
+        markdown.CodeBlockParser(language="python", evaluator=run_python),
+        markdown.CodeBlockParser(language="sh", evaluator=check_commands),
+        markdown.SkipParser(),
     )
     document.namespace = names
     for example in document.examples():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,9 @@ def test_a_gpu_is_measured_and_remembered(capfd: pytest.CaptureFixture[str]) -> 
     assert found["memory_bytes"] > 1 << 30
     assert 1e9 < found["d2h"] < 1e12
     assert 1e9 < found["h2d"] < 1e12
-    assert 1e11 < found["flops"]["float32"] <= found["flops"]["bfloat16"] * 1.1
+    # The stand-in device (tests/rehearsal) multiplies on one core.
+    least = 1e8 if "REHEARSAL" in os.environ else 1e11
+    assert least < found["flops"]["float32"] <= found["flops"]["bfloat16"] * 1.1
     known = rates_for("bfloat16", NOTHING | {"ssd": 1e9})
     assert known["h2d"].per_second == found["h2d"]
 

@@ -48,6 +48,45 @@ fake.assert_clean()
     alone(script, cudart)
 
 
+def test_a_stream_that_sleeps_is_not_done_until_it_is_waited_for(cudart: Path) -> None:
+    script = """
+before, stream, other = Event(COMPUTE), Stream(), Stream()
+cuda.fake_sleep(ctypes.c_void_p(COMPUTE))
+after = Event(COMPUTE)
+assert before.is_done()
+assert not after.is_done() and not after.is_done(), "asking woke it"
+stream.wait(after)
+behind = stream.record()
+assert not behind.is_done(), "a stream that waits for one that sleeps is done"
+assert other.record().is_done()
+behind.wait()
+assert after.is_done() and Event(COMPUTE).is_done()
+del before, after, behind, stream, other
+fake.assert_clean()
+"""
+    alone(script, cudart)
+
+
+def test_copies_are_left_out(cudart: Path) -> None:
+    script = """
+stream = Stream()
+for skip, expected in ((0, "sss"), (2, "sts"), (2**64 - 1, "ttt")):
+    fake.set("skip_copy", skip)
+    found = ""
+    for number in range(3):
+        target = memory(b"t")
+        stream.copy(target, source)
+        found += target.raw[:1].decode()
+    assert found == expected, (skip, found)
+fake.set("skip_copy", 0)
+stream.copy(target, source)
+assert target.raw == source.raw
+stream.record().wait()
+del stream
+"""
+    alone(script, cudart)
+
+
 def test_waiting_runs_what_is_needed_in_other_streams(cudart: Path) -> None:
     script = """
 fake.set("lazy", 1)

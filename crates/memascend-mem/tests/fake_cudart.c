@@ -5,6 +5,7 @@
  *   FAKE_DEVICES                 how many devices there are
  *   FAKE_COUNT_ERROR             the error of cudaGetDeviceCount
  *   FAKE_WITHOUT_EVENT_QUERY     leaves one function out
+ *   FAKE_TABLE                   how many allocations, registrations or events can be live
  * What can change while it runs is set through the fake_ functions at the end.
  *
  * The memory of the device is memory of the process, and copies really copy. What a stream does, it does when it is
@@ -26,6 +27,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef FAKE_VERSION
@@ -40,10 +42,13 @@
 #ifndef FAKE_COUNT_ERROR
 #define FAKE_COUNT_ERROR 0
 #endif
+#ifndef FAKE_TABLE
+#define FAKE_TABLE 4096
+#endif
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_READY = 600 };
 enum { ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
-enum { TABLE = 4096, PAGE = 4096, WINDOW = 32 << 20 };
+enum { TABLE = FAKE_TABLE, PAGE = 4096, WINDOW = 32 << 20 };
 /* Streams that can be told apart: the computing one, and those made here. */
 enum { COMPUTE = 0, STREAMS = 64 };
 enum { NON_BLOCKING = 1, HOST_TO_DEVICE = 1, DEVICE_TO_HOST = 2 };
@@ -77,6 +82,8 @@ struct mark {
     struct stream *stream;
     struct clock clock;
     uint64_t since;
+    /* The last sleep before it, see fake_sleep, and nanoseconds of the clock when it was made. */
+    uint64_t sleep, made;
     int done;
 };
 
@@ -125,6 +132,7 @@ struct steps {
 struct stream {
     int live, device;
     struct clock clock;
+    uint64_t sleep;
     struct steps steps[STREAMS];
     struct task *first, **last;
     struct spans reads, writes;
@@ -134,9 +142,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct entry tables[KINDS][TABLE];
 static int used[KINDS];
-static struct call calls[32];
+static struct call calls[64];
 static const char *failing_call;
 static int failing_code;
+static int count_error = FAKE_COUNT_ERROR;
 static size_t limit = SIZE_MAX;
 static size_t misalignment;
 static int busy, shared_pages;
@@ -150,8 +159,12 @@ static struct stream streams[STREAMS];
 static struct clock host;
 static int lazy;
 static uint64_t lateness, queries, seed = 1;
-static size_t pending, device_memory = (size_t)24 << 30;
-static size_t waits, waits_room, skipped_wait, syncs, skipped_sync;
+/* How often streams were put to sleep, and the last of these sleeps that is over. */
+static uint64_t sleeps, slept;
+static size_t pending, device_memory = (size_t)24 << 30, device_used;
+static size_t waits, waits_room, skipped_wait, syncs, skipped_sync, all_copies, skipped_copy;
+/* In the place of a number: all of them. */
+static const size_t EVERY = SIZE_MAX;
 static struct {
     char redundant, used;
 } *wait_books;
@@ -186,7 +199,7 @@ static int leave(int code) {
 
 /* The entry of a live address, or for 0 a free entry. */
 static struct entry *find(enum kind kind, uintptr_t address) {
-    for (int i = 0; i < TABLE; i++)
+    for (int i = 0; i < (address ? used[kind] : TABLE); i++)
         if (tables[kind][i].address == address)
             return &tables[kind][i];
     return NULL;
@@ -204,14 +217,14 @@ static void add(enum kind kind, void *address, size_t bytes) {
 
 static size_t live(enum kind kind) {
     size_t total = 0;
-    for (int i = 0; i < TABLE; i++)
+    for (int i = 0; i < used[kind]; i++)
         total += tables[kind][i].address != 0;
     return total;
 }
 
 static size_t live_bytes(enum kind kind) {
     size_t total = 0;
-    for (int i = 0; i < TABLE; i++)
+    for (int i = 0; i < used[kind]; i++)
         total += tables[kind][i].bytes;
     return total;
 }
@@ -399,6 +412,18 @@ static void drop(struct mark *mark) {
 
 static void finish(struct mark *mark);
 
+/* Ends a sleep, because the host waits for what comes after it. */
+static void wake(uint64_t sleep) {
+    if (slept < sleep)
+        slept = sleep;
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
 /* Runs the next operation of a stream, and before it what it waits for. */
 static void run_next(struct stream *stream) {
     struct task *task = stream->first;
@@ -506,7 +531,7 @@ int cudaDriverGetVersion(int *version) {
 int cudaGetDeviceCount(int *count) {
     int code = enter(__func__);
     *count = FAKE_DEVICES;
-    return leave(code ? code : FAKE_COUNT_ERROR);
+    return leave(code ? code : count_error);
 }
 
 int cudaHostAlloc(void **result, size_t bytes, unsigned flags) {
@@ -554,7 +579,7 @@ int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     }
     if (!code && live_bytes(REGISTRATION) + bytes > limit)
         code = OUT_OF_MEMORY;
-    for (int i = 0; i < TABLE && !code; i++) {
+    for (int i = 0; i < used[REGISTRATION] && !code; i++) {
         struct entry *entry = &tables[REGISTRATION][i];
         if (entry->address < (uintptr_t)address + bytes && (uintptr_t)address < entry->address + entry->bytes)
             code = ALREADY_REGISTERED;
@@ -628,7 +653,8 @@ int cudaGetDevice(int *device) {
 
 int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     int code = enter(__func__);
-    *free_bytes = *total_bytes = device_memory;
+    *total_bytes = device_memory;
+    *free_bytes = device_memory > device_used ? device_memory - device_used : 0;
     return leave(code);
 }
 
@@ -645,6 +671,7 @@ int cudaStreamCreateWithFlags(void **result, unsigned flags) {
         if (stream->live || stream->clock.before[i] > host.before[i])
             continue;
         stream->live = 1;
+        stream->sleep = 0;
         stream->device = current_device;
         *result = stream;
         return leave(0);
@@ -691,8 +718,10 @@ int cudaStreamWaitEvent(void *handle, void *address, unsigned flags) {
     wait_books[waits].used = 0;
     wait_books[waits++].redundant = !mark || contains(&stream->clock, &mark->clock);
     /* An event that was never recorded has nothing to wait for. */
-    if (mark && waits != skipped_wait) {
+    if (mark && waits != skipped_wait && skipped_wait != EVERY) {
         follow(stream, &mark->clock, waits, mark->stream);
+        if (stream->sleep < mark->sleep)
+            stream->sleep = mark->sleep;
         enqueue(stream, (struct task){.operation = WAIT, .mark = mark});
     }
     return leave(0);
@@ -711,6 +740,9 @@ int cudaMemcpyAsync(void *target, const void *source, size_t bytes, int kind, vo
     }
     if (code)
         return leave(code);
+    all_copies++;
+    if (all_copies == skipped_copy || skipped_copy == EVERY)
+        return leave(0);
     copies[kind]++;
     copied_bytes[kind] += bytes;
     pageable_copies += !is_pinned(kind == HOST_TO_DEVICE ? source : target, bytes);
@@ -751,7 +783,9 @@ int cudaEventRecord(void *address, void *handle) {
     drop(event->mark);
     follow_host(stream);
     event->mark = malloc(sizeof *event->mark);
-    *event->mark = (struct mark){1, stream, stream->clock, queries, 0};
+    *event->mark = (struct mark){.references = 1, .stream = stream, .clock = stream->clock, .since = queries};
+    event->mark->sleep = stream->sleep;
+    event->mark->made = now_ns();
     enqueue(stream, (struct task){.operation = RECORD, .mark = event->mark});
     return leave(0);
 }
@@ -761,7 +795,7 @@ static int is_reached(const struct mark *mark) {
     if (!mark)
         return 1;
     int late = queries - mark->since < lateness && !contains(&host, &mark->clock);
-    return mark->done && !late;
+    return mark->done && !late && mark->sleep <= slept;
 }
 
 #ifndef FAKE_WITHOUT_EVENT_QUERY
@@ -819,6 +853,7 @@ int cudaEventSynchronize(void *address) {
     if (!mark || (waited && syncs == skipped_sync))
         return leave(0);
     finish(mark);
+    wake(mark->sleep);
     join(&host, &mark->clock);
     return leave(0);
 }
@@ -919,10 +954,17 @@ void fake_set_lateness(size_t count) { lateness = count; }
 /* Bytes of the device that cudaMemGetInfo gives as its memory, all free. */
 void fake_set_device_memory(size_t bytes) { device_memory = bytes; }
 
-/* Makes the n-th cudaStreamWaitEvent from now, counted from 1, do nothing; 0 ends it. */
+/* Makes the n-th cudaStreamWaitEvent from now, counted from 1, do nothing; SIZE_MAX: every one; 0 ends it. */
 void fake_set_skip_wait(size_t n) {
     pthread_mutex_lock(&lock);
-    skipped_wait = n ? waits + n : 0;
+    skipped_wait = n == EVERY ? EVERY : n ? waits + n : 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Makes the n-th cudaMemcpyAsync from now, counted from 1, do nothing; SIZE_MAX: every one; 0 ends it. */
+void fake_set_skip_copy(size_t n) {
+    pthread_mutex_lock(&lock);
+    skipped_copy = n == EVERY ? EVERY : n ? all_copies + n : 0;
     pthread_mutex_unlock(&lock);
 }
 
@@ -930,6 +972,18 @@ void fake_set_skip_wait(size_t n) {
 void fake_set_skip_sync(size_t n) {
     pthread_mutex_lock(&lock);
     skipped_sync = n ? syncs + n : 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/*
+ * Has a stream be at work, as far as the host is told, until the host waits for what is put into it from now on. So it
+ * does not matter how long the host takes until it asks.
+ */
+void fake_sleep(void *handle) {
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    if (stream)
+        stream->sleep = ++sleeps;
     pthread_mutex_unlock(&lock);
 }
 
