@@ -265,7 +265,8 @@ def offload(
             over_ranks.compare_devices(ranks, computing)
         _check_parameters(model, computing.torch_device)
         # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
-        units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)
+        pieces = fused_loss if ranks is None else None
+        units = partition(model, computing.torch_device, pieces, gradients, computing.uploads)
         if ranks is not None:
             over_ranks.compare_layout(ranks, units)
             divide(units, ranks.rank, ranks.size)
