@@ -16,6 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import memascend
 from memascend.layout.units import partition
+from memascend.offloading.table_gradients import add_from_device
 from memascend.plan.device import make_device_plan
 from memascend.plan.host import smallest_plan
 from memascend.residency.tables_device import DeviceTable
@@ -168,7 +169,8 @@ def test_every_wait_is_needed(
 ) -> None:
     monkeypatch.setenv(fake_cuda.VARIABLE, str(shutil.copy(library, tmp_path)))
     fake = fake_cuda.Fake()
-    fake.set("lazy", 1)
+    # Copies at once: one that nothing orders could write to memory that has another owner by then.
+    fake.set("lazy", int(mutant is None))
     fake.set("lateness", 1000)
     if mutant is not None:
         name, change = MUTANTS[mutant]
@@ -208,9 +210,20 @@ def test_a_gradient_is_kept_once_it_is_there(
         model(**tiny.batch("llama", 0)).loss.backward()
         return dict(tiny.gradients_of(model))
 
+    held = []
+
+    def add(ranges: Any, blocks: Any, *where: Any) -> None:
+        made = list(blocks)
+        held.extend(made)  # Copies that are late would read what has another owner by then.
+        add_from_device(ranges, made, *where)
+
     whole = gradients()
+    monkeypatch.setattr("memascend.offloading.gradients.add_from_device", add)
+    assert not bits.differing(gradients(), whole)
+    held.clear()
     monkeypatch.setattr(memascend.offload_of(model).device, "link", Early())
     assert bits.differing(gradients(), whole)
+    memascend.close(model)  # while what copies read is there
 
 
 # ---- what is where ------------------------------------------------------------------------------------------------
@@ -230,10 +243,13 @@ def test_a_lookup_copies_rows_and_not_the_table(on_device: Callable[..., nn.Modu
 def test_a_function_of_another_kind_gets_the_whole_table(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond the budget, for as long as it is in use; what it writes is kept."""
+    """Beyond the plan, for as long as it is in use; what it writes is kept."""
     built = tiny.build("llama")
-    device = SimulatedDevice()
-    model = on_device(built, device=device, **least_budgets(built))
+    device, budgets = SimulatedDevice(), least_budgets(built)
+    model = on_device(built, device=device, **budgets)
+    with pytest.raises(memascend.MemascendError, match="lm_head is used as a whole"):
+        model.lm_head.weight.norm()
+    device.limited = budgets["device_memory"] + built.lm_head.weight.nbytes
     live, weight = device.live, model.lm_head.weight
     expected = dict(memascend.parameters_of(model))["lm_head.weight"].clone()
     with Accesses(fake):

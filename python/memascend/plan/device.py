@@ -275,12 +275,13 @@ def _whole_logits_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
 def loss_in_pieces_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
     """Return what the loss in pieces holds at once: beside the hidden states' gradients, a piece of the logits."""
     float32 = 4
-    # Of each token: the gradient of its hidden state, the row of its label, and both as they are added up at the end.
-    hidden = tokens * shape.hidden * (2 * float32 + itemsize)
+    # Of each token: the gradient of its hidden state, and the row of its label, which is converted at the end.
+    hidden, at_end = tokens * shape.hidden * (float32 + itemsize), tokens * shape.hidden * float32
     height = min(shape.vocabulary, block_rows(shape.hidden, itemsize))
     piece = min(tokens * height, PIECE_ELEMENTS)
     # As the product gives it, in float32, and as the derivative; then a product with the weights.
-    return hidden + piece * (2 * itemsize + 2 * float32) + -(-piece // height) * shape.hidden * itemsize
+    of_piece = piece * (2 * itemsize + float32) + -(-piece // height) * shape.hidden * itemsize
+    return hidden + max(at_end, of_piece)
 
 
 def _fused_loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from memascend._memascend import PAGE_BYTES
 from memascend.common.graphs import in_backward
@@ -27,8 +29,6 @@ from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import torch
 
     from memascend._memascend import Applying, CudaEvent, LeaseBuffer, Runtime
     from memascend.common.timeline import Timeline
@@ -244,7 +244,14 @@ class DeviceStreamer(Streamer):
         # Where another process took the memory in the midst of a change of plans, it may be free again.
         self.pool.reserve()
         if unit in self._by_blocks:
-            return self.pool.outside(unit.nbytes)
+            buffer = self._buffer_beyond(unit)
+            if buffer is not None:
+                return buffer
+            raise NoBufferError(
+                f"{unit.name} is used as a whole, but device_memory leaves less than its {format_size(unit.nbytes)}: "
+                "use rows of it (torch.nn.functional.embedding), read it on the CPU (memascend.parameters_of), raise "
+                "device_memory, or offload the model with fused_loss=False, which plans memory for a head"
+            )
         for attempt in range(2):
             buffer = self._spare_buffer(unit, -1)
             if buffer is not None:
@@ -260,6 +267,12 @@ class DeviceStreamer(Streamer):
             f"alive (in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier "
             "steps, or raise device_memory"
         )
+
+    def _buffer_beyond(self, unit: Unit) -> Buffer | None:
+        """Return a buffer beyond the plan, or None if the device has no room for it."""
+        with suppress(torch.OutOfMemoryError):
+            return self.pool.outside(unit.nbytes)
+        return None
 
     def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
         """Return an empty buffer without users, or the one whose unit is used farthest away, beyond `sooner_than`."""
