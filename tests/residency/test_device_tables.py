@@ -261,3 +261,88 @@ def test_a_function_of_another_kind_gets_the_whole_table(
     assert torch.equal(norm, expected.norm())
     assert device.live == live
     assert "lm_head is used as a whole" in caplog.text
+
+
+def test_budgets_that_change(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    """A head gets a buffer on the device, or in host memory, and loses it again."""
+    built = tiny.build("llama")
+    least = least_budgets(built)
+    model = on_device(built, **least | {"host_memory": "24MiB", "host_memory_max": "256MiB"})
+    optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
+    seen, losses = [], []
+    budgets = [("256MiB", "24MiB"), (least["device_memory"], "256MiB"), ("256MiB", "256MiB"), ("1MiB", "24MiB")]
+    for number, (device_memory, host_memory) in enumerate(budgets):
+        with Accesses(fake):
+            losses.append(tiny.step(model, optimizer, "llama", number))
+        if number == 3:
+            break
+        memascend.set_device_memory(model, device_memory)
+        memascend.set_host_memory(model, host_memory)
+        streamer = memascend.offload_of(model).streamer
+        seen.append((len(streamer._by_blocks), bool(streamer._streamed)))
+    assert seen == [(1, True), (2, False), (1, False)]
+    reference = memascend.fuse_loss(tiny.build("llama"))
+    other = memascend.AdamW(reference.parameters(), lr=3e-3)
+    for number, _ in enumerate(budgets):
+        tiny.step(reference, other, "llama", number)
+    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(reference.named_parameters()))
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "lm_head", "embed_tokens lm_head"])
+def test_frozen_tables(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, frozen: str) -> None:
+    """They are not updated, and nothing of them comes back."""
+
+    def freeze(model: nn.Module) -> nn.Module:
+        for name in frozen.split():
+            (weight,) = (p for key, p in model.named_parameters() if name in key)
+            weight.requires_grad_(False)
+        return model
+
+    built = freeze(tiny.build("llama"))
+    model = on_device(built, **least_budgets(built))
+    with Accesses(fake):
+        trace = tiny.train(model, "llama")
+    tiny.assert_same(trace, tiny.train(memascend.fuse_loss(freeze(tiny.build("llama"))), "llama"))
+    assert by_blocks(model) == ["lm_head", "model.embed_tokens"]
+
+
+def test_float16_with_a_scaled_loss(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+        scaler, scales = memascend.GradScaler("cpu", init_scale=2.0**24, growth_interval=1), []
+        for number in range(4):
+            scaler.scale(model(**tiny.batch("llama", number)).loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(torch.tensor(scaler.get_scale()))
+        return [*scales, *(weights.clone() for _, weights in memascend.parameters_of(model))]
+
+    built = tiny.build("llama", torch.float16)
+    model = on_device(built, **least_budgets(built))
+    with Accesses(fake):
+        found = run(model)
+    expected = run(memascend.fuse_loss(tiny.build("llama", torch.float16)))
+    assert expected[0] < 2.0**24, "no gradient has overflowed"
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_saved_and_resumed(
+    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, store: Path, tmp_path: Path
+) -> None:
+    """On a device first, and on the CPU after that: the same bits as all in memory."""
+    built, reference = tiny.build("llama"), memascend.fuse_loss(tiny.build("llama"))
+    least = least_budgets(built)
+    model = on_device(built, keep_store=True, durability="step", **least)
+    optimizers = [memascend.AdamW(one.parameters(), lr=3e-3) for one in (model, reference)]
+    for one, optimizer in zip((model, reference), optimizers, strict=True):
+        tiny.step(one, optimizer, "llama", 0)
+    memascend.save_pretrained(model, tmp_path / "out")
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    tiny.assert_same_weights(dict(saved.named_parameters()), dict(reference.named_parameters()))
+    memascend.close(model)
+    run = memascend.resume(store, host_memory="64MiB")
+    for one, optimizer in ((run.model, run.optimizer), (reference, optimizers[1])):
+        tiny.step(one, optimizer, "llama", 1)
+    tiny.assert_same_weights(dict(memascend.parameters_of(run.model)), dict(reference.named_parameters()))
+    memascend.close(run.model)
