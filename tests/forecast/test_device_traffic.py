@@ -81,17 +81,11 @@ def compare(
     spare: int,
     accumulate: int,
     activations: str,
-<<<<<<< HEAD
     update: str,
-) -> None:
-    model, tokens = build(SMALL), SEQUENCES * LENGTH
-    known: dict[str, Any] = {"tokens": tokens, "config": SMALL, "activations": activations}
-=======
     config: LlamaConfig = SMALL,
 ) -> Any:
     model, tokens = build(config), SEQUENCES * LENGTH
     known: dict[str, Any] = {"tokens": tokens, "config": config, "activations": activations}
->>>>>>> 01f6d39 (Copy rows and blocks of tables to a device as they are used, instead of whole embeddings and heads)
     device_memory = tiny.smallest_device_budget(model, **known) + spare
     host_memory = smallest_plan(partition(model, uploaded=True)).total + (4 << 20)
     on_device(

@@ -126,6 +126,7 @@ def test_wherever_the_budgets_have_room(
         ["lm_head", "model.embed_tokens"] if device_memory == "least" else ["model.embed_tokens"]
     )
     assert bool(streamer._streamed) == (host_memory == "least")
+    assert (memascend.offload_of(model).gradients.made_bytes >= 1 << 20) == (device_memory != "least")
 
 
 # ---- what keeps it exact --------------------------------------------------------------------------------------

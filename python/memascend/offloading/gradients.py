@@ -72,6 +72,8 @@ class GradientCapture:
         self._accumulating: set[Place] = set()
         #: The most bytes of gradients that are on their way from the device while another is made.
         self.in_flight_bytes = in_flight_bytes
+        #: The largest gradient of a table that a device makes as a whole.
+        self.made_bytes = 0
         #: Copies under way from the device, the oldest first: the copy, the event at which the
         #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[LeavingCopy, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
@@ -143,7 +145,9 @@ class GradientCapture:
             return
         self.streamer.apply_update(place.tensor.unit)
         with span(f"gradient of {place.name}"):
-            if isinstance(gradient, TableGradient) and place.tensor.packed:
+            # On a device with room for it a whole gradient is measured there, and captured by another thread.
+            whole = place.tensor.packed or (self.device is not None and place.nbytes <= self.made_bytes)
+            if isinstance(gradient, TableGradient) and whole:
                 gradient = gradient.dense()
             if isinstance(gradient, TableGradient):
                 self._keep_blocks(place, gradient, accumulate)

@@ -175,6 +175,8 @@ class Session:
             raise
         if isinstance(early, EarlyUpdatesOnDevice):
             early.hold = self.gradients.hold
+        if self.device_plan is not None:
+            self.gradients.made_bytes = self.device_plan.made_bytes
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
@@ -481,7 +483,7 @@ class Session:
                 streamer.change_device_plan(before)
                 raise
             self.device_plan, self._computing = plan, computing
-            self.gradients.in_flight_bytes = plan.in_flight_bytes
+            self.gradients.in_flight_bytes, self.gradients.made_bytes = plan.in_flight_bytes, plan.made_bytes
             self.opened_with["device_memory"] = budget
 
     def follow_machine(self) -> None:

@@ -89,6 +89,11 @@ class DevicePlan:
         return sum(line.total for line in self.buffers)
 
     @property
+    def made_bytes(self) -> int:
+        """Bytes of the largest gradient that may be there as a whole; that of a larger table is made by blocks."""
+        return self.gradients[1].nbytes
+
+    @property
     def in_flight_bytes(self) -> int:
         """Bytes of gradients that may be on their way to the host while another is made."""
         return self.gradients[0].nbytes
@@ -149,7 +154,7 @@ def make_device_plan(
         ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
     else:
         ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
-    _spend_spare(plan, classes, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
+    _spend_spare(plan, classes, tables, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
     plan = _with_whole_tables(plan, tables, cache_leaves)
     if estimated is None:
         remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
@@ -169,6 +174,20 @@ def _gradient_bytes(place: Place) -> int:
 def _blocks_line(tables: Sequence[Unit]) -> Line:
     nbytes = max((place.blocks.nbytes for table in tables for place in table.places), default=0)
     return Line("vocabulary, by blocks", nbytes, BLOCK_BUFFERS if tables else 0, "in use, next")
+
+
+def _make_gradients_whole(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> None:
+    """Enlarge the lines of gradients to those of whole tables, where that leaves `cache_leaves` bytes.
+
+    A whole one is measured on the device and captured by another thread. One that comes by blocks is measured by the
+    thread that launches the backward pass.
+    """
+    trained = (place for table in tables for place in table.places if place.parameter.requires_grad)
+    largest = max((place.nbytes for place in trained), default=0)
+    more = sum(max(0, largest - line.nbytes) for line in plan.gradients)
+    if plan.total + round_up(more, PAGE_BYTES) + 2 * PAGE_BYTES <= plan.budget - cache_leaves:
+        for line in plan.gradients:
+            line.nbytes = max(line.nbytes, largest)
 
 
 def _with_whole_tables(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> DevicePlan:
@@ -198,7 +217,12 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
 
 
 def _spend_spare(
-    plan: DevicePlan, classes: Sequence[BufferClass], unit_gradients: int, ahead_leaves: int, cache_leaves: int
+    plan: DevicePlan,
+    classes: Sequence[BufferClass],
+    tables: Sequence[Unit],
+    unit_gradients: int,
+    ahead_leaves: int,
+    cache_leaves: int,
 ) -> None:
     """Enlarge the lines of a plan where a spare byte saves most.
 
@@ -220,6 +244,7 @@ def _spend_spare(
     leaving = plan.gradients[0]
     more = unit_gradients - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
+    _make_gradients_whole(plan, tables, cache_leaves)
     # The layers first: the units at the turn from forward to backward pass are used again at once.
     for kind in sorted(classes, key=lambda kind: not kind.repeated):
         add(kind, len(kind.members), cache_leaves)
