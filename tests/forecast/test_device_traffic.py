@@ -11,7 +11,9 @@ from transformers import LlamaConfig
 
 import memascend
 from memascend.forecast.forecast import Gpu, forecast
+from memascend.layout.units import partition
 from memascend.machine.gpu import NAMES, Rate
+from memascend.plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,28 +39,55 @@ SMALL = LlamaConfig(
 SEQUENCES, LENGTH = 1, 64
 
 
-@pytest.mark.parametrize(
-    ("spare", "accumulate", "activations", "update"),
-    [
-        (0, 1, "ssd", "forward"),
-        (4 << 20, 2, "recompute", "forward"),
-        (0, 1, "ssd", "backward"),
-        (64 << 20, 1, "recompute", "backward"),
-    ],
-    ids=["least", "some, accumulating", "least, in the backward pass", "ample, in the backward pass"],
-)
+RUNS = [
+    (0, 1, "ssd", "forward"),
+    (4 << 20, 2, "recompute", "forward"),
+    (0, 1, "ssd", "backward"),
+    (64 << 20, 1, "recompute", "backward"),
+]
+RUN_NAMES = ["least", "some, accumulating", "least, in the backward pass", "ample, in the backward pass"]
+
+
+@pytest.mark.parametrize(("spare", "accumulate", "activations", "update"), RUNS, ids=RUN_NAMES)
 def test_copies_and_traffic_are_those_of_a_real_run(
+    tmp_path: Path, on_device: Callable[..., nn.Module], spare: int, accumulate: int, activations: str, update: str
+) -> None:
+    compare(tmp_path, on_device, spare, accumulate, activations, update)
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("spare", "accumulate", "activations", "update"), [*RUNS, (64 << 20, 2, "recompute", "forward")]
+)
+def test_tables_are_copied_as_is_forecast(
     tmp_path: Path,
     on_device: Callable[..., nn.Module],
     spare: int,
     accumulate: int,
     activations: str,
     update: str,
+    tied: bool,
 ) -> None:
-    model, tokens = build(SMALL), SEQUENCES * LENGTH
-    known: dict[str, Any] = {"tokens": tokens, "config": SMALL, "activations": activations}
+    """By rows and by blocks; with the largest budget the head has a buffer on the device."""
+    config = LlamaConfig.from_dict(SMALL.to_dict() | {"tie_word_embeddings": tied})
+    state = compare(tmp_path, on_device, spare, accumulate, activations, update, config)
+    assert len(state.device_plan.whole_tables) == (spare == 64 << 20)
+
+
+def compare(
+    tmp_path: Path,
+    on_device: Callable[..., nn.Module],
+    spare: int,
+    accumulate: int,
+    activations: str,
+    update: str,
+    config: LlamaConfig = SMALL,
+) -> Any:
+    model, tokens = build(config), SEQUENCES * LENGTH
+    known: dict[str, Any] = {"tokens": tokens, "config": config, "activations": activations}
     device_memory = tiny.smallest_device_budget(model, **known) + spare
-    host_memory = tiny.smallest_budget(model) + (4 << 20)
+    host_memory = smallest_plan(partition(model, uploaded=True)).total + (4 << 20)
     on_device(
         model,
         device_memory=device_memory,
@@ -71,7 +100,7 @@ def test_copies_and_traffic_are_those_of_a_real_run(
     state = memascend.offload_of(model)
 
     def step() -> dict[str, Any]:
-        stats = steps(model, optimizer, 1, accumulate, SEQUENCES, LENGTH, SMALL.vocab_size)[-1]
+        stats = steps(model, optimizer, 1, accumulate, SEQUENCES, LENGTH, config.vocab_size)[-1]
         return stats | state.runtime.device.stats()
 
     step()  # which carries no updates
@@ -80,7 +109,7 @@ def test_copies_and_traffic_are_those_of_a_real_run(
     before, after = step(), step()
     gpu = Gpu(device_memory * 16 // 15 + 1, {name: Rate(1.0, "given") for name in NAMES}, activations)
     found = forecast(
-        saved(SMALL, tmp_path / "config"),
+        saved(config, tmp_path / "config"),
         seq_len=LENGTH,
         batch_size=SEQUENCES,
         grad_accum=accumulate,
@@ -98,3 +127,4 @@ def test_copies_and_traffic_are_those_of_a_real_run(
         # Where copies are slow, one or two layers are still in their buffers when they are needed again (1.5% each).
         rel = 0.05 if resource == "read" else 0.03
         assert predicted[resource] == pytest.approx(after[counter] - before[counter], rel=rel), resource
+    return state

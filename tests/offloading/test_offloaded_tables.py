@@ -32,6 +32,7 @@ import memascend
 from memascend.formats import safetensors
 from memascend.layout.units import partition
 from memascend.plan.host import smallest_plan
+from memascend.residency.blocks import BlockReader
 from memascend.residency.tables import OffloadedTable
 from memascend.vocabulary import logits, pieces
 
@@ -463,7 +464,7 @@ def test_a_failure_in_the_backward_pass_leaves_no_half_gradient(
     tiny.step(model, optimizer, "llama", 1)
 
 
-@pytest.mark.parametrize("at", [(pieces._Reading, "_take"), (OffloadedTable, "_read")])
+@pytest.mark.parametrize("at", [(pieces._Reading, "_take"), (BlockReader, "_read")])
 def test_errors_that_a_program_keeps_hold_no_buffer(
     offload: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str]
 ) -> None:

@@ -15,10 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+import memascend
 from memascend.errors import BudgetError
 from memascend.layout.units import PAGE_BYTES, Unit, partition, round_up
+from memascend.plan import device as plan_device
 from memascend.plan.device import MARGIN_SHARE, make_device_plan
 from memascend.plan.estimates import Shape
+from memascend.vocabulary import pieces
 
 pytestmark = pytest.mark.core
 
@@ -79,20 +82,29 @@ def check(units, plan, budget):
         buffers[each] = buffers.get(each, 0) + line.count
     served: dict[int, list[Unit]] = {}
     for unit in units:
+        if unit.is_table and unit not in plan.whole_tables:
+            continue
         size = min(size for size in buffers if size >= round_up(unit.nbytes, PAGE_BYTES))
         served.setdefault(size, []).append(unit)
     for size, members in served.items():
         # One that is used, beside those that others are used within; never more than there are units.
         held = sum(unit.held for unit in members)
         assert min(len(members), held + 1) <= buffers[size] <= len(members)
-    trained = [place.nbytes for unit in units for place in unit.places if place.parameter.requires_grad]
+    tables = [unit for unit in units if unit.is_table]
+    assert plan.blocks.count == (2 if tables else 0)
+    assert all(plan.blocks.nbytes >= place.blocks.nbytes for unit in tables for place in unit.places)
+    assert all(unit.is_head for unit in plan.whole_tables)
+    places = [place for unit in units for place in unit.places if place.parameter.requires_grad]
+    trained = [3 * place.blocks.nbytes if place.tensor.unit.is_table else place.nbytes for place in places]
     assert plan.in_flight_bytes >= max(trained, default=0)
     # One on its way, and one that autograd makes.
     assert sum(line.total for line in plan.gradients) >= plan.in_flight_bytes + max(trained, default=0)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_plan_keeps_its_budget_and_serves_every_unit(seed):
+def test_any_plan_keeps_its_budget_and_serves_every_unit(seed, request):
+    if seed % 3 == 0:
+        request.getfixturevalue("small_tables")
     units, draw = census(seed), random.Random(seed)
     known = {"tokens": draw.randint(1, 4096), "config": SHAPE} if seed % 2 else {}
     known["activations"] = draw.choice(["recompute", "host", "ssd", "keep"])
@@ -108,7 +120,8 @@ def test_any_plan_keeps_its_budget_and_serves_every_unit(seed):
         make_device_plan(units, smallest - 1, **known)
     assert again.value.smallest_bytes == smallest
     most = make_device_plan(units, smallest + 100 * sum(unit.nbytes for unit in units), **known)
-    assert all(line.note == "always there" for line in most.units)
+    assert all(line.note in ("always there", "copied once a step") for line in most.units)
+    assert set(most.whole_tables) == {unit for unit in units if unit.is_head}
     overlapping = make_device_plan(units, plan.overlap_bytes, **known)
     assert all(not line.note.startswith("by turns") for line in overlapping.units if line.count > 1)
 
@@ -222,6 +235,21 @@ def test_estimates_are_what_transformers_allocates(name, tokens):
             loss.backward()
     expected = shape.logits_bytes(tokens) + 2 * tokens * config.vocab_size
     assert held.peak == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_in_pieces_holds_what_is_estimated(small_tables, monkeypatch, smoothing):
+    for module in (pieces, plan_device):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 1 << 16)
+    tokens, shape = 700, Shape(hidden=128, queries=128, keys=128, mlp=256, vocabulary=1024)
+    torch.manual_seed(0)
+    head = nn.Linear(shape.hidden, shape.vocabulary, bias=False).to(torch.bfloat16)
+    hidden = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(shape.vocabulary, (tokens,))
+    with Held(head) as held:
+        loss = memascend.linear_cross_entropy(hidden, head.weight, labels, label_smoothing=smoothing)
+    del loss
+    assert held.peak == pytest.approx(plan_device.loss_in_pieces_bytes(shape, tokens, 2), rel=0.1)
 
 
 def test_the_table_says_what_is_an_estimate():

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import bits
 import pytest
 import rank_programs
-import rank_runs
 
 import memascend
 from memascend.layout import tables
@@ -56,18 +55,16 @@ def test_a_run_of_cpus_goes_on_on_devices(tmp_path: Path, library: Path) -> None
         assert bits.difference(result["weights"], expected["weights"]) is None
 
 
-def test_a_loss_in_pieces_of_one_process_is_whole_on_devices(
+def test_a_loss_in_pieces_of_one_process_has_other_bits_than_ranks(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1024**2)
-    model = rank_runs.offload(rank_runs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
-    rank_runs.Run(model, 1, range(1)).go(1)
-    expected = dict(memascend.parameters_of(model))
+    model = rank_programs.offload(rank_programs.build(), tmp_path / "run", keep_store=True, fused_loss="auto")
+    rank_programs.Run(model, 1, range(1)).go(1)
     memascend.close(model)
     memascend.reshard(tmp_path / "run" / "store0", tmp_path / "store{rank}", ranks=2)
     for result in rank_programs.run("on_device", 2, tmp_path, doing="resume_with_tables", library=library):
-        assert "error" not in result, result
-        assert bits.difference(result["before"], expected) is None
+        assert "the run computes its loss in pieces" in result["error"]
 
 
 def test_checkpoints_are_gone_back_to_on_devices(tmp_path: Path, library: Path) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class StoredTable:
     """A table as a store would have it: not a MemoryTable, and each block is valid until the next is asked for."""
 
+    rows_from_host = False
+
     def __init__(self, weight: torch.Tensor, rows_of_block: int) -> None:
         self.weight = weight.detach()
         self.rows, self.width = weight.shape

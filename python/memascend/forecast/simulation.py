@@ -215,6 +215,7 @@ class _Table:
     """A table whose blocks lie in the plan's buffers."""
 
     version = 0
+    rows_from_host = False
 
     def __init__(self, weight: torch.Tensor, held: _Held) -> None:
         self.rows, self.width = weight.shape

@@ -37,8 +37,9 @@ def step_flops(
     """Floating-point operations of an optimizer step with recomputed layers.
 
     With N weights that a token is multiplied with and T tokens, 2 N T forward and 4 N T backward, and 2 N T more for
-    what is recomputed: 8 N T for layers, 6 N T for the head (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An
-    embedding is looked up, not multiplied, unless it is the head too. Of experts, N has those that a token is sent to.
+    what is recomputed: 8 N T for layers and for a head whose loss is in pieces, 6 N T for another head (Kaplan et al.
+    2020, arXiv 2001.08361, section 2.1). An embedding is looked up, not multiplied, unless it is the head too. Of
+    experts, N has those that a token is sent to.
 
     To this the attention of each layer: 4 S A operations a token for the products of queries, keys and values with a
     context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because the
@@ -53,12 +54,12 @@ def step_flops(
     looked_up = {
         module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not head
     }
-    # Weights that a token is multiplied with, in layers (True) and outside of them.
+    # Weights that a token is multiplied with, by whether products are made again in the backward pass.
     multiplied = {True: 0.0, False: 0.0}
     for unit in units:
         for place in unit.places:
             if len(place.shape) > 1 and place.parameter not in looked_up:
-                multiplied[unit.repeated] += place.numel * (share if _EXPERTS.search(place.name) else 1)
+                multiplied[unit.repeated or unit.is_head] += place.numel * (share if _EXPERTS.search(place.name) else 1)
     tokens = seq_len * batch_size * passes
     attention = 4 * 2 * seq_len * shape.queries * sum(unit.repeated for unit in units)
     return int(tokens * (8 * multiplied[True] + 6 * multiplied[False] + attention))

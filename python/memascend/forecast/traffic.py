@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Rule
-    from memascend.layout.units import StoreTensor, Unit
+    from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Line, Plan
 
@@ -105,8 +105,8 @@ class Traffic:
 
 def divided(model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1) -> list[Unit]:
     """Divide a model into the units of a run; over ranks they are those of the first, and all have as many bytes."""
-    # Tables are whole on a GPU and over ranks.
-    units = partition(model, fused_loss=None if on_gpu or ranks > 1 else "auto", gradients=gradients)
+    # Tables are whole over ranks.
+    units = partition(model, fused_loss=None if ranks > 1 else "auto", gradients=gradients, uploaded=on_gpu)
     if ranks > 1:
         divide(units, 0, ranks)
     return units
@@ -235,16 +235,25 @@ def traffic(
     """
     moved = Traffic()
     forward, backward = uses(model, units)
-    order = [number for number, _ in groupby([*forward, *backward])]
+    #: How often a step reads each table by blocks: for the loss, and for the gradient of the weights.
+    tables = [number for number, unit in enumerate(units) if unit.is_table]
+    by_blocks = {number: 2 * work.grad_accum if units[number].is_head else 0 for number in tables}
+    apart = set[int]()
+    if device_plan is not None:
+        apart = {number for number in tables if units[number] not in device_plan.whole_tables}
+        by_blocks = {number: by_blocks[number] if number in apart else 1 for number in tables}
+    before_turn, after_turn = ([number for number in uses if number not in apart] for uses in (forward, backward))
+    order = [number for number, _ in groupby([*before_turn, *after_turn])]
     wanted, passing, late = [order] * work.grad_accum, frozenset[int](), list[int]()
     if device_plan is not None:
         on_device = Replay(units, device_plan.units, DEVICE_AHEAD if work.ranks == 1 else 0)
         wanted = on_device.step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
+        moved.uploaded += sum(_copied_by_parts(model, units[number], work, number in apart) for number in tables)
         if _early(plan, work):
             late = _embeddings(model, units)
             changing = {n for n, unit in enumerate(units) if any(map(updates_early, unit.tensors)) and n not in late}
-            wanted[0], passing = _with_updates(changing, order, len(forward), on_device.fetches)
+            wanted[0], passing = _with_updates(changing, order, len(before_turn), on_device.fetches)
     if work.ranks > 1:
         moved.gathered = sum(units[number].stored_nbytes for number, _ in groupby(chain(*wanted)))
     streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
@@ -257,7 +266,7 @@ def traffic(
     for number in [*chain(*found), *replay.missing(late)]:
         moved.read["weights"] += units[number].stored_nbytes
     for number in streamed:
-        moved.read["weights"] += _read_by_blocks(model, units[number], work)
+        moved.read["weights"] += _read_by_blocks(model, units[number], work, by_blocks[number])
     states_kept = _states_kept(units, plan, work)
     for number, unit in enumerate(units):
         # The fetch for the first forward pass carries the update. Its read of the weights is
@@ -315,16 +324,33 @@ def _early(plan: Plan, work: Work) -> bool:
     return plan.update == "backward" and work.grad_accum == 1
 
 
-def _read_by_blocks(model: nn.Module, unit: Unit, work: Work) -> int:
-    """Return the bytes read of a table without a buffer: by its update, by rows for lookups, by blocks for the loss."""
+def _row_bytes(place: Place) -> int:
+    return place.nbytes // place.shape[0]
+
+
+def _looks_up(model: nn.Module, place: Place) -> bool:
+    """Whether rows of a table are looked up."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return any(parameter is place.parameter for module in modules for parameter in module._parameters.values())
+
+
+def _copied_by_parts(model: nn.Module, unit: Unit, work: Work, apart: bool) -> int:
+    """Return the bytes of a table that go to a device by rows, and by blocks if it has no buffer there (`apart`)."""
     (place,) = unit.places
-    users = [module for module in model.modules() if any(p is place.parameter for p in module._parameters.values())]
-    row_bytes = place.nbytes // place.shape[0]
+    rows = min(work.tokens * _row_bytes(place), place.nbytes) if _looks_up(model, place) else 0
+    # A table that is there already after the first pass needs no rows of the host.
+    if not apart:
+        return rows
+    return work.grad_accum * (rows + (2 * place.nbytes if unit.is_head else 0))
+
+
+def _read_by_blocks(model: nn.Module, unit: Unit, work: Work, by_blocks: int) -> int:
+    """Return the bytes read of a table without a buffer: by its update, by rows for lookups, `by_blocks` as a whole."""
+    (place,) = unit.places
+    row_bytes = _row_bytes(place)
     rows = work.tokens * (round_up(row_bytes, PAGE_BYTES) + (PAGE_BYTES if row_bytes % PAGE_BYTES else 0))
-    looked_up = min(rows, unit.nbytes) if any(isinstance(module, nn.Embedding) for module in users) else 0
-    # For the loss, and for the gradient of the weights.
-    by_blocks = 2 * unit.nbytes if any(isinstance(module, nn.Linear) for module in users) else 0
-    return unit.nbytes + work.grad_accum * (looked_up + by_blocks)
+    looked_up = min(rows, unit.nbytes) if _looks_up(model, place) else 0
+    return unit.nbytes * (1 + by_blocks) + work.grad_accum * looked_up
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ def _divide(
     model.requires_grad_(frozen is None)
     # A table is read by parts from the store only, and from one that is not divided.
     fused_loss = None if frozen == "files" or ranks is not None else computing.fused_loss
-    units = partition(model, computing.torch_device, fused_loss, computing.gradients)
+    units = partition(model, computing.torch_device, fused_loss, computing.gradients, computing.uploads)
     if frozen == "files":
         sources.locate(units, direct)
     if ranks is not None:

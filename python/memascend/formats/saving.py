@@ -441,7 +441,7 @@ def _table(model: nn.Module, group: _Group) -> tuple[str, OffloadedTable] | None
     (name, shown), place = next(iter(written.items())), located[1]
     if len(written) > 1 or (shown.shape, shown.dtype) != (place.shape, place.dtype):
         return None
-    return name, located[0].table(place)
+    return name, located[0].stored_table(place)
 
 
 def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

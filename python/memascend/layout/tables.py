@@ -83,11 +83,12 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
         for module, weight in _weights(model, nn.Embedding)
         if module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     }
-    heads = _heads(model, fused_loss)
+    heads = find_heads(model, fused_loss)
     return embeddings - heads if fused_loss is False else embeddings | heads
 
 
-def _heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
+def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
+    """Return the heads among the tables of a model, and what is tied to them; `fused_loss` is as in `find_tables`."""
     linear = _weights(model, nn.Linear)
     get_head = getattr(model, "get_output_embeddings", None)
     if get_head is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
-from memascend.layout.tables import Blocks, find_tables, repeats
+from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
@@ -222,6 +222,10 @@ class Unit:
     held: bool = False
     #: Whether it is a table (`memascend.layout.tables`) and nothing else.
     is_table: bool = False
+    #: Of a table: whether hidden states are multiplied by it, so that it is read by blocks; otherwise it is looked up
+    #: only. And whether its blocks and rows go on to a device.
+    is_head: bool = False
+    is_uploaded: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
@@ -305,13 +309,14 @@ def partition(
     device: torch.device = CPU,
     fused_loss: bool | str | None = "auto",
     gradients: str = "auto",
+    uploaded: bool = False,
 ) -> list[Unit]:
     """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
     table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
-    first. `fused_loss` says which tables of a model on the CPU are read by blocks (`find_tables`); None is none.
-    `gradients` is as in `memascend.offload`.
+    first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
+    `memascend.offload`. `uploaded`: what is computed with goes on to a CUDA device.
 
     Raises ValueError for a dtype that cannot be trained, or whose gradients cannot be put aside so.
     """
@@ -319,9 +324,12 @@ def partition(
     divider = _Divider(device, find_tables(model, True))
     divider.visit(model, "")
     units = divider.finish()
-    tables = find_tables(model, fused_loss) if device == CPU and fused_loss is not None else set()
+    tables = find_tables(model, fused_loss) if fused_loss is not None else set()
+    heads = find_heads(model, fused_loss) if fused_loss is not None else set()
     for unit in units:
         unit.is_table = any(place.parameter in tables for place in unit.places)
+        unit.is_head = unit.is_table and any(place.parameter in heads for place in unit.places)
+        unit.is_uploaded = unit.is_table and uploaded
     _mark_held_together(model, units)
     if gradients == "bfloat16":
         _round_gradients(units)

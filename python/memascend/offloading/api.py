@@ -199,8 +199,8 @@ def offload(
             "recompute" on a device.
         batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
             is too small for them is refused before anything starts.
-        fused_loss: on the CPU, compute the loss in pieces, so that neither the head's weights nor the logits are ever
-            whole (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for
+        fused_loss: compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
+            (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for
             a head of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to
             an embedding. True takes large linear layers of other models for heads, too. False computes as PyTorch does,
             bit for bit, with the head whole in memory.
@@ -265,7 +265,8 @@ def offload(
             over_ranks.compare_devices(ranks, computing)
         _check_parameters(model, computing.torch_device)
         # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
-        units = partition(model, computing.torch_device, fused_loss if ranks is None else None, gradients)
+        pieces = fused_loss if ranks is None else None
+        units = partition(model, computing.torch_device, pieces, gradients, computing.uploads)
         if ranks is not None:
             over_ranks.compare_layout(ranks, units)
             divide(units, ranks.rank, ranks.size)

@@ -97,6 +97,11 @@ class Computing:
         )
 
     @property
+    def uploads(self) -> bool:
+        """Whether what is computed with goes on from host memory to a device."""
+        return self.device is not None
+
+    @property
     def torch_device(self) -> torch.device:
         """The device as a `torch.device`."""
         return CPU if self.device is None else self.device.torch_device

@@ -14,6 +14,7 @@ from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES, as_held
 from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in, make_marker
+from memascend.offloading.table_gradients import add_from_device
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class GradientCapture:
         self._accumulating: set[Place] = set()
         #: The most bytes of gradients that are on their way from the device while another is made.
         self.in_flight_bytes = in_flight_bytes
+        #: The largest gradient of a table that a device makes as a whole.
+        self.made_bytes = 0
         #: Copies under way from the device, the oldest first: the copy, the event at which the
         #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[LeavingCopy, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
@@ -142,7 +145,9 @@ class GradientCapture:
             return
         self.streamer.apply_update(place.tensor.unit)
         with span(f"gradient of {place.name}"):
-            if isinstance(gradient, TableGradient) and (place.tensor.packed or self.device is not None):
+            # On a device with room for it a whole gradient is measured there, and captured by another thread.
+            whole = place.tensor.packed or (self.device is not None and place.nbytes <= self.made_bytes)
+            if isinstance(gradient, TableGradient) and whole:
                 gradient = gradient.dense()
             if isinstance(gradient, TableGradient):
                 self._keep_blocks(place, gradient, accumulate)
@@ -233,9 +238,17 @@ class GradientCapture:
         """Put the gradient of a table into the store's keeping block by block, or add it to the one there."""
         place.filled = place.projection = None
         try:
+            if accumulate:
+                self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
+            else:
+                self._discard(place)
             ranges = self.runtime.begin_gradient(self.allocate(place.tensor), accumulate)
-            for _, block in gradient.blocks():
-                ranges.add(block.contiguous().data_ptr(), block.numel())
+            blocks = (block for _, block in gradient.blocks())
+            if self.device is None:
+                for block in blocks:
+                    ranges.add(block.contiguous().data_ptr(), block.numel())
+            else:
+                add_from_device(ranges, blocks, self.streamer, self.device)
             place.sum_squares, place.non_finite = ranges.end()
         except BaseException:
             # Some blocks are there, and others are not. What earlier backward passes left is gone, and reading it or

@@ -27,6 +27,7 @@ from memascend.offloading.places import place_of, register
 from memascend.offloading.session import stale
 from memascend.offloading.stand_ins import disguise, is_stand_in
 from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
+from memascend.vocabulary.known import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -376,8 +377,12 @@ class Hooks:
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
 
         def to_device(value: Any) -> Any:
-            on_cpu = isinstance(value, torch.Tensor) and value.device == CPU
-            return value.to(session.torch_device, non_blocking=True) if on_cpu else value
+            if not isinstance(value, torch.Tensor) or value.device != CPU:
+                return value
+            there = value.to(session.torch_device, non_blocking=True)
+            if self._tables:
+                remember(there, value)
+            return there
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:

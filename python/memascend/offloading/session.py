@@ -49,6 +49,7 @@ from memascend.residency.gathering_device import GatheringDeviceStreamer
 from memascend.residency.host import PassError, Streamer, early_use
 from memascend.residency.states import share_room, stay_whole
 from memascend.residency.tables import OffloadedTable
+from memascend.residency.tables_device import DeviceTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -174,6 +175,8 @@ class Session:
             raise
         if isinstance(early, EarlyUpdatesOnDevice):
             early.hold = self.gradients.hold
+        if self.device_plan is not None:
+            self.gradients.made_bytes = self.device_plan.made_bytes
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
@@ -340,7 +343,7 @@ class Session:
     def _fill_table(self, unit: Unit, read: Callable[..., object]) -> None:
         """Write a table block by block."""
         (place,), ((tensor_id, _, _),) = unit.places, unit.weights
-        (lease, *_) = self.streamer.lease_blocks()
+        lease = self.streamer.lease_block()
         row_bytes = place.shape[1] * place.dtype.itemsize
         for first, count in place.blocks:
             storage = torch.frombuffer(lease, dtype=torch.uint8)
@@ -480,7 +483,7 @@ class Session:
                 streamer.change_device_plan(before)
                 raise
             self.device_plan, self._computing = plan, computing
-            self.gradients.in_flight_bytes = plan.in_flight_bytes
+            self.gradients.in_flight_bytes, self.gradients.made_bytes = plan.in_flight_bytes, plan.made_bytes
             self.opened_with["device_memory"] = budget
 
     def follow_machine(self) -> None:
@@ -623,8 +626,16 @@ class Session:
     def table(self, place: Place) -> OffloadedTable:
         """Return the weights of a parameter that is a table."""
         if place not in self._tables:
-            self._tables[place] = OffloadedTable(self.streamer, place)
+            streamer = self.streamer
+            if isinstance(streamer, DeviceStreamer):
+                self._tables[place] = DeviceTable(streamer, place)
+            else:
+                self._tables[place] = OffloadedTable(streamer, place)
         return self._tables[place]
+
+    def stored_table(self, place: Place) -> OffloadedTable:
+        """Return the weights of a parameter that is a table, in host memory, wherever the model computes."""
+        return OffloadedTable(self.streamer, place)
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them."""

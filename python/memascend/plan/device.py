@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
+from memascend.layout.tables import block_rows
 from memascend.layout.units import round_up
 from memascend.plan.estimates import Shape
-from memascend.plan.host import Line, classes_apart, classes_by_turns, table_of, why
+from memascend.plan.host import BLOCK_BUFFERS, Line, classes_apart, classes_by_turns, table_of, why
+from memascend.vocabulary.pieces import DEVICE_PIECE_ELEMENTS as PIECE_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.layout.units import Unit
+    from memascend.layout.units import Place, Unit
     from memascend.plan.host import BufferClass
 
 #: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two
@@ -40,6 +42,8 @@ ESTIMATES_OFF = 1 / 4
 WORKSPACE_BYTES = 4 * 32 * 2**20
 #: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
+#: Blocks of a table's gradient on their way to the host while another is made.
+GRADIENT_BLOCKS = 3
 #: The allocator's smallest block. An absent parameter takes one, which its gradient's stand-in shares.
 BLOCK_BYTES = 512
 
@@ -51,6 +55,8 @@ class DevicePlan:
     budget: int
     #: Buffers of weights, by size.
     units: tuple[Line, ...]
+    #: Buffers for blocks of tables.
+    blocks: Line
     #: Gradients on their way to the host, and the gradient that autograd makes meanwhile.
     gradients: tuple[Line, ...]
     #: Other consumers of memascend, and what PyTorch holds.
@@ -59,11 +65,18 @@ class DevicePlan:
     #: computes.
     smallest_bytes: int
     overlap_bytes: int
+    #: Tables that have a buffer of their own, because there is room.
+    whole_tables: tuple[Unit, ...] = ()
+
+    @property
+    def buffers(self) -> tuple[Line, ...]:
+        """The lines of all buffers that are reserved."""
+        return (*self.units, *((self.blocks,) if self.blocks.count else ()))
 
     @property
     def lines(self) -> tuple[Line, ...]:
         """The lines of all consumers."""
-        return (*self.units, *self.gradients, *self.rest)
+        return (*self.buffers, *self.gradients, *self.rest)
 
     @property
     def total(self) -> int:
@@ -73,7 +86,12 @@ class DevicePlan:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the buffers of weights."""
-        return sum(line.total for line in self.units)
+        return sum(line.total for line in self.buffers)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the largest gradient that may be there as a whole; that of a larger table is made by blocks."""
+        return self.gradients[1].nbytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -115,28 +133,73 @@ def make_device_plan(
         if free is None:
             raise ValueError("without a budget for device memory it takes `free`, what the device has free")
         budget = int(free * (1 - MARGIN_SHARE))
-    gradients = [[place.nbytes for place in unit.places if place.parameter.requires_grad] for unit in units]
+    tables = [unit for unit in units if unit.is_table]
+    gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
     leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
+    fused_loss = fused_loss or any(table.is_head for table in tables)
     estimated = _estimates(units, tokens, config, activations, fused_loss, leaving.total + made.total)
     rest = (stand_ins, *(estimated or ()))
-    needed = leaving.total + made.total + sum(line.total for line in rest)
-    classes, by_turns = classes_apart(units), classes_by_turns(units)
+    blocks = _blocks_line(tables)
+    needed = blocks.total + leaving.total + made.total + sum(line.total for line in rest)
+    layers = [unit for unit in units if not unit.is_table]
+    classes, by_turns = classes_apart(layers), classes_by_turns(layers)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     smallest, overlap = needed + min(apart, together), needed + apart
     if together < apart and budget < overlap:
         classes = by_turns
-    plan = DevicePlan(budget, tuple(kind.line for kind in classes), (leaving, made), rest, smallest, overlap)
+    plan = DevicePlan(budget, tuple(kind.line for kind in classes), blocks, (leaving, made), rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
     if estimated is None:
         ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
     else:
         ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
-    _spend_spare(plan, classes, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
+    _spend_spare(plan, classes, tables, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
+    plan = _with_whole_tables(plan, tables, cache_leaves)
     if estimated is None:
         remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
         pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
         plan = replace(plan, rest=(*plan.rest, pytorch))
+    return plan
+
+
+def _gradient_bytes(place: Place) -> int:
+    """Return the bytes of a gradient that are there at once: of a table, blocks of it."""
+    if not place.tensor.unit.is_table:
+        return place.nbytes
+    # One may be the sum of products, in float32 then.
+    return place.blocks.nbytes * GRADIENT_BLOCKS
+
+
+def _blocks_line(tables: Sequence[Unit]) -> Line:
+    nbytes = max((place.blocks.nbytes for table in tables for place in table.places), default=0)
+    return Line("vocabulary, by blocks", nbytes, BLOCK_BUFFERS if tables else 0, "in use, next")
+
+
+def _make_gradients_whole(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> None:
+    """Enlarge the lines of gradients to those of whole tables, where that leaves `cache_leaves` bytes.
+
+    A whole one is measured on the device and captured by another thread. One that comes by blocks is measured by the
+    thread that launches the backward pass.
+    """
+    trained = (place for table in tables for place in table.places if place.parameter.requires_grad)
+    largest = max((place.nbytes for place in trained), default=0)
+    more = sum(max(0, largest - line.nbytes) for line in plan.gradients)
+    if plan.total + round_up(more, PAGE_BYTES) + 2 * PAGE_BYTES <= plan.budget - cache_leaves:
+        for line in plan.gradients:
+            line.nbytes = max(line.nbytes, largest)
+
+
+def _with_whole_tables(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> DevicePlan:
+    """Give heads buffers of their own, where they leave `cache_leaves` bytes: those of blocks are copied for each pass.
+
+    An embedding that is looked up only gains nothing by that: its rows are fewer than the table.
+    """
+    for kind in sorted(classes_apart([table for table in tables if table.is_head]), key=lambda kind: kind.line.nbytes):
+        kind.line.count, kind.line.note = len(kind.members), "copied once a step"
+        if plan.total + kind.line.total > plan.budget - cache_leaves:
+            break
+        plan = replace(plan, units=(*plan.units, kind.line), whole_tables=(*plan.whole_tables, *kind.members))
     return plan
 
 
@@ -154,7 +217,12 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
 
 
 def _spend_spare(
-    plan: DevicePlan, classes: Sequence[BufferClass], unit_gradients: int, ahead_leaves: int, cache_leaves: int
+    plan: DevicePlan,
+    classes: Sequence[BufferClass],
+    tables: Sequence[Unit],
+    unit_gradients: int,
+    ahead_leaves: int,
+    cache_leaves: int,
 ) -> None:
     """Enlarge the lines of a plan where a spare byte saves most.
 
@@ -176,6 +244,7 @@ def _spend_spare(
     leaving = plan.gradients[0]
     more = unit_gradients - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
+    _make_gradients_whole(plan, tables, cache_leaves)
     # The layers first: the units at the turn from forward to backward pass are used again at once.
     for kind in sorted(classes, key=lambda kind: not kind.repeated):
         add(kind, len(kind.members), cache_leaves)
@@ -200,11 +269,15 @@ def _estimates(
         here = layers if activations == "recompute" else min(layers, PASSING_INPUTS)
         note = "each waits here" if activations == "recompute" else "on their way"
         lines.append(Line("inputs of layers", tokens * shape.hidden * itemsize, here, estimate + note))
+    pieces = any(unit.is_head for unit in units)
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        # Autograd adds the gradient of the embedding, which comes last, to the head's.
-        nbytes = shape.vocabulary * shape.hidden * itemsize
+        # Autograd adds the gradient of the embedding, which comes last, to the head's. That of a table is made of
+        # hidden states, block by block.
+        nbytes = (tokens if pieces else shape.vocabulary) * shape.hidden * itemsize
         lines.append(Line("gradient of the tied embedding", nbytes, 1, f"{estimate}there until the pass is through"))
-    layer, logits = shape.layer_bytes(tokens, itemsize), _loss_bytes(shape, tokens, itemsize, fused_loss)
+    layer = shape.layer_bytes(tokens, itemsize)
+    loss_bytes = loss_in_pieces_bytes if pieces else _fused_loss_bytes if fused_loss else _whole_logits_bytes
+    logits = loss_bytes(shape, tokens, itemsize)
     # At the loss there are no gradients of weights yet, unless the loss makes them: their room
     # serves the logits.
     beyond = logits if fused_loss else logits - gradients
@@ -219,11 +292,26 @@ def _estimates(
     return lines
 
 
-def _loss_bytes(shape: Shape, tokens: int, itemsize: int, fused: bool) -> int:
+def _whole_logits_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
     """Return the bytes of the logits and their gradients at once; the caller of the model holds the logits too."""
-    if not fused:
-        return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
-    # Liger-Kernel takes as many tokens at a time as make logits of about the size of the hidden
+    return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
+
+
+def loss_in_pieces_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """Return what the loss in pieces holds at once: beside the hidden states' gradients, a piece of the logits."""
+    float32 = 4
+    # Of each token: the gradient of its hidden state, and the row of its label, which is converted at the end.
+    hidden, at_end = tokens * shape.hidden * (float32 + itemsize), tokens * shape.hidden * float32
+    height = min(shape.vocabulary, block_rows(shape.hidden, itemsize))
+    piece = min(tokens * height, PIECE_ELEMENTS)
+    # As the product gives it, in float32, and as the derivative; then a product with the weights.
+    of_piece = piece * (2 * itemsize + float32) + -(-piece // height) * shape.hidden * itemsize
+    return hidden + max(at_end, of_piece)
+
+
+def _fused_loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """Return the bytes of Liger-Kernel's fused linear cross entropy, with the gradients of hidden states and logits."""
+    # It takes as many tokens at a time as make logits of about the size of the hidden
     # states, and makes the gradients of both at once. Shapes: logits (piece, vocabulary), hidden
     # states (tokens, hidden).
     pieces = -(-shape.vocabulary // shape.hidden)

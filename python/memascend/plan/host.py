@@ -51,7 +51,8 @@ APPLIED_GRADIENTS = 2
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
 REPEATED_BUFFERS_MIN = 2
 REPEATED_BUFFERS = 3
-#: Buffers for blocks of tables: the one in use and the next.
+#: Buffers for blocks of tables: the one in use and the next. With a device: the one that is copied there and the next,
+#: and as many for the gradient of a block that comes back.
 BLOCK_BUFFERS = 2
 #: What malloc's freed blocks may take of a budget that holds everything.
 HEAP_BYTES = 256 * 2**20
@@ -272,8 +273,10 @@ def _plan(
             plan.staying += kind.members
         kind.line.note = why(kind)
     # Last, a table in memory saves the reads of its blocks.
-    # Blocks are not needed once all tables are whole; a smaller budget would need them again.
-    blocks = 0 if elastic else plan.blocks.total
+    # Blocks are not needed once all tables are whole; a smaller budget would need them again. To and from a device rows
+    # and gradients pass through them.
+    blocks_stay = elastic or any(table.is_uploaded for table in tables)
+    blocks = 0 if blocks_stay else plan.blocks.total
     spare += blocks
     for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
         kind.line.count = len(kind.members)
@@ -285,7 +288,7 @@ def _plan(
         plan.units.append(kind.line)
         plan.whole_tables = whole
         plan.staying += kind.members
-    if len(plan.whole_tables) == len(tables) and not elastic:
+    if len(plan.whole_tables) == len(tables) and not blocks_stay:
         plan.blocks.count = 0
     _keep_states(plan, tensors)
     return plan
@@ -347,6 +350,8 @@ def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> No
     while any(round_up(unit.nbytes, PAGE_BYTES) == nbytes for unit in units):
         nbytes += PAGE_BYTES
     plan.blocks.nbytes, plan.blocks.count = nbytes, BLOCK_BUFFERS
+    if any(table.is_uploaded and table.tensors[0].trained for table in tables):
+        plan.blocks.count, plan.blocks.note = 2 * BLOCK_BUFFERS, "in use, next; of gradients"
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ import torch
 from memascend.errors import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memascend._memascend import CudaEvent
     from memascend.layout.units import Unit
     from memascend.machine.cuda import ComputeDevice
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
 class Buffer:
     """A piece of the device's memory that serves one unit after another."""
 
-    __slots__ = ("address", "arrived", "last_use", "nbytes", "unit", "users")
+    __slots__ = ("address", "arrived", "is_coming", "last_use", "memory", "nbytes", "unit", "users")
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        """Describe `nbytes` bytes at `address`, without contents yet."""
+    def __init__(self, address: int, nbytes: int, memory: torch.Tensor | None = None) -> None:
+        """Describe `nbytes` bytes at `address`, without contents yet; `memory` is given back after their use."""
         self.address = address
         self.nbytes = nbytes
+        #: Of a buffer beyond the plan: its memory.
+        self.memory = memory
+        #: Of a buffer for blocks of tables: whether a block is on its way there that was not used yet.
+        self.is_coming = False
         #: The unit whose bytes are there or on their way, and the event of their arrival.
         self.unit: Unit | None = None
         self.arrived: CudaEvent | None = None
@@ -70,9 +76,13 @@ class DevicePool:
         self.plan = plan
         #: Whether the link that records events is gone.
         self.closed = False
-        self._lines = [line for line in plan.units if line.count]
+        self._lines = [line for line in plan.buffers if line.count]
         #: Buffers by their size in bytes.
-        self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in self._lines}
+        self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in plan.units if line.count}
+        #: Buffers for blocks of tables.
+        self.blocks: list[Buffer] = []
+        #: Called with the address of memory beyond the plan that is given back.
+        self.on_freed: Callable[[int], object] = lambda address: None
         #: Of each line, the bytes of its buffers.
         self._memory: list[torch.Tensor] = []
 
@@ -82,9 +92,29 @@ class DevicePool:
         return sum(memory.nbytes for memory in self._memory)
 
     @property
+    def all(self) -> list[Buffer]:
+        """All buffers of the plan."""
+        return [*(buffer for buffers in self.buffers.values() for buffer in buffers), *self.blocks]
+
+    @property
     def in_use(self) -> list[Buffer]:
         """The buffers to which a tensor refers."""
-        return [buffer for buffers in self.buffers.values() for buffer in buffers if buffer.users]
+        return [buffer for buffer in self.all if buffer.users]
+
+    def free_blocks(self) -> list[Buffer]:
+        """Return the buffers for blocks of tables that a block can be copied into."""
+        return [buffer for buffer in self.blocks if not (buffer.users or buffer.is_coming)]
+
+    def outside(self, nbytes: int) -> Buffer:
+        """Return a buffer beyond the plan, which is given back after its use.
+
+        Raises torch.OutOfMemoryError if the device, or the limit there, leaves less.
+        """
+        memory = self.device.reserve(nbytes)
+        buffer = Buffer(memory.data_ptr(), nbytes, memory)
+        # The memory may have been another tensor's.
+        buffer.last_use = self.device.record()
+        return buffer
 
     def reserve(self) -> None:
         """Reserve the device memory of all buffers, unless that was done.
@@ -105,13 +135,15 @@ class DevicePool:
                 ) from error
         for line, memory in zip(self._lines, self._memory, strict=True):
             nbytes = line.total // line.count
-            self.buffers[nbytes].extend(
-                Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)
-            )
+            made = [Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)]
+            if line is self.plan.blocks:
+                self.blocks += made
+            else:
+                self.buffers[nbytes] += made
         # The memory may have been another tensor's, and computation with that tensor may be under
         # way.
         before = self.device.record()
-        for buffer in (buffer for buffers in self.buffers.values() for buffer in buffers):
+        for buffer in self.all:
             buffer.last_use = before
 
     def use(self, buffer: Buffer) -> torch.Tensor:
@@ -127,9 +159,17 @@ class DevicePool:
             # unknown.
             buffer.last_use = self.device.record(stream)
         buffer.users -= 1
+        self.give_back(buffer)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Give the memory of a buffer beyond the plan back, if nothing uses it any more."""
+        if buffer.memory is not None and buffer.unit is None and not buffer.users:
+            self.on_freed(buffer.address)
+            buffer.memory = None
 
     def free(self) -> None:
         """Give the memory back, at once or with the last tensor that refers to it."""
         if not self.in_use:
             self._memory.clear()
         self.buffers.clear()
+        self.blocks.clear()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from memascend._memascend import PAGE_BYTES
 from memascend.common.graphs import in_backward
@@ -20,6 +22,7 @@ from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import round_up
 from memascend.plan.host import updates_early
+from memascend.residency.blocks import BlockReader, HostedBlocks, ReadBlocks
 from memascend.residency.cuda import DevicePool
 from memascend.residency.host import NoBufferError, Streamer
 from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farthest, smallest_holding
@@ -27,14 +30,13 @@ from memascend.residency.order import DEVICE_AHEAD, NEVER, PREFETCH_UNITS, farth
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
-
     from memascend._memascend import Applying, CudaEvent, LeaseBuffer, Runtime
     from memascend.common.timeline import Timeline
-    from memascend.layout.units import StoreTensor, Unit
+    from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.machine.cuda import ComputeDevice
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Plan
+    from memascend.residency.blocks import BlockSource
     from memascend.residency.cuda import Buffer
     from memascend.residency.host import Residency
     from memascend.residency.updates import Measured, Update
@@ -86,8 +88,13 @@ class DeviceStreamer(Streamer):
     def _begin_pool(self, plan: DevicePlan) -> None:
         """Go by the buffers of a plan, which are yet to be reserved."""
         self.pool = DevicePool(self.device, plan)
+        self.pool.on_freed = lambda address: self.by_address.pop(address, None)
+        #: Tables without a buffer there: blocks and rows of them are copied as they are used.
+        self._by_blocks = self._tables - set(plan.whole_tables)
         self._device_size = {
-            unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers) for unit in self.residencies
+            unit: smallest_holding(round_up(unit.nbytes, PAGE_BYTES), self.pool.buffers)
+            for unit in self.residencies
+            if unit not in self._by_blocks
         }
 
     # ---- another plan -----------------------------------------------------------------------------------
@@ -102,20 +109,20 @@ class DeviceStreamer(Streamer):
             # As in `_buffer`: an abandoned backward pass, and unreachable reference cycles.
             self._forget_recomputed()
             gc.collect()
-        names = dict.fromkeys(self.by_address[buffer.address].name for buffer in self.pool.in_use)
+        used = (self.by_address.get(buffer.address) for buffer in self.pool.in_use)
+        names = dict.fromkeys("a table" if unit is None else unit.name for unit in used)
         if names:
             raise MemascendError(
                 f"the device memory cannot change while tensors of the program refer to weights there, of "
                 f"{', '.join(names)}: drop them, or keep copies (tensor.clone())"
             )
-        for buffers in self.pool.buffers.values():
-            for buffer in buffers:
-                # PyTorch orders the memory's next use after its own stream only.
-                if buffer.last_use is not None:
-                    buffer.last_use.wait()
-                if buffer.arrived is not None:
-                    with self.timeline.waiting("h2d"):
-                        buffer.arrived.wait()
+        for buffer in self.pool.all:
+            # PyTorch orders the memory's next use after its own stream only.
+            if buffer.last_use is not None:
+                buffer.last_use.wait()
+            if buffer.arrived is not None:
+                with self.timeline.waiting("h2d"):
+                    buffer.arrived.wait()
 
     def change_device_plan(self, plan: DevicePlan) -> None:
         """Give the device's buffers back and reserve those of another plan; call `finish_uses` before.
@@ -123,11 +130,10 @@ class DeviceStreamer(Streamer):
         Units stay in host memory as they are. Raises DeviceError, with no buffer reserved, if the device has less
         memory than the plan takes.
         """
-        for buffers in self.pool.buffers.values():
-            for buffer in buffers:
-                self._forget(buffer)
-                # The address may be that of any tensor next.
-                self.by_address.pop(buffer.address, None)
+        for buffer in self.pool.all:
+            self._forget(buffer)
+            # The address may be that of any tensor next.
+            self.by_address.pop(buffer.address, None)
         self.pool.free()
         self.device.empty_cache()
         self.device.hold(plan)
@@ -139,7 +145,9 @@ class DeviceStreamer(Streamer):
     def read(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8) in host memory, and prefetch what comes next into host memory."""
         with self._host_only():
-            return self.storage(unit)
+            storage = self.storage(unit)
+        self.free_whole(unit)
+        return storage
 
     def apply_updates(self) -> None:
         """Apply every deferred update now and wait until it is on the store's drives."""
@@ -160,8 +168,11 @@ class DeviceStreamer(Streamer):
         if not in_backward():  # which goes on to use what the device has
             self._refuse_early_use(unit)
         if unit not in self._on_device:
-            self._hosted(unit)
-            self._upload(unit, self._buffer(unit))
+            if unit in self._streamed and self.residencies[unit].storage is None:
+                self._upload_by_blocks(unit, self._buffer(unit))
+            else:
+                self._hosted(unit)
+                self._upload(unit, self._buffer(unit))
         return self._use(unit)
 
     def _hosted(self, unit: Unit) -> torch.Tensor:
@@ -198,21 +209,49 @@ class DeviceStreamer(Streamer):
         assert buffer.last_use is not None
         with span(f"upload {unit.name}"):
             buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, [buffer.last_use])
+        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
+        self._note_there(unit, buffer)
+
+    def _note_there(self, unit: Unit, buffer: Buffer) -> None:
         buffer.unit = unit
         self._on_device[unit] = buffer
-        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
         self.by_address[buffer.address] = unit
+
+    def _upload_by_blocks(self, unit: Unit, buffer: Buffer) -> None:
+        """Have the device copy a table, which has no buffer in host memory, into a buffer without users."""
+        (place,) = unit.places
+        self._forget(buffer)
+        assert buffer.last_use is not None
+        row_bytes, after = place.shape[1] * place.dtype.itemsize, buffer.last_use
+        source = self.blocks_of(place)
+        try:
+            for first, _ in place.blocks:
+                _, _, after = source.upload(buffer.address + place.offset + first * row_bytes, after)
+        finally:
+            source.close()
+        buffer.arrived = after
+        self._note_there(unit, buffer)
 
     def _forget(self, buffer: Buffer) -> None:
         """Declare a buffer's contents invalid."""
         if buffer.unit is not None:
             del self._on_device[buffer.unit]
             buffer.unit = None
+            self.pool.give_back(buffer)
 
     def _buffer(self, unit: Unit) -> Buffer:
         """Return a device buffer for a unit that is needed now, if need be by evicting another."""
         # Where another process took the memory in the midst of a change of plans, it may be free again.
         self.pool.reserve()
+        if unit in self._by_blocks:
+            buffer = self._buffer_beyond(unit)
+            if buffer is not None:
+                return buffer
+            raise NoBufferError(
+                f"{unit.name} is used as a whole, but device_memory leaves less than its {format_size(unit.nbytes)}: "
+                "use rows of it (torch.nn.functional.embedding), read it on the CPU (memascend.parameters_of), raise "
+                "device_memory, or offload the model with fused_loss=False, which plans memory for a head"
+            )
         for attempt in range(2):
             buffer = self._spare_buffer(unit, -1)
             if buffer is not None:
@@ -228,6 +267,12 @@ class DeviceStreamer(Streamer):
             f"alive (in use: {', '.join(in_use) or 'none'}); drop references to weights and to losses of earlier "
             "steps, or raise device_memory"
         )
+
+    def _buffer_beyond(self, unit: Unit) -> Buffer | None:
+        """Return a buffer beyond the plan, or None if the device has no room for it."""
+        with suppress(torch.OutOfMemoryError):
+            return self.pool.outside(unit.nbytes)
+        return None
 
     def _spare_buffer(self, unit: Unit, sooner_than: int) -> Buffer | None:
         """Return an empty buffer without users, or the one whose unit is used farthest away, beyond `sooner_than`."""
@@ -246,6 +291,12 @@ class DeviceStreamer(Streamer):
         hosted, in_order = 0, True
         for distance, (number, unit) in enumerate(self._order.upcoming(DEVICE_AHEAD + PREFETCH_UNITS)):
             if unit in self._on_device:
+                continue
+            if unit in self._streamed or unit in self._by_blocks or (unit in self._tables and number == 0):
+                # It is copied as it is used; of what a pass begins with, an embedding, rows are used. Ahead of that it
+                # is updated, or read.
+                if not self._is_hosted(unit) and not self._fetch_ahead(unit, number):
+                    return
                 continue
             if in_order and distance < DEVICE_AHEAD and self._upload_ahead(unit, number):
                 continue
@@ -295,13 +346,16 @@ class DeviceStreamer(Streamer):
     def _drop(self, residency: Residency) -> None:
         super()._drop(residency)
         upload = self._uploads.pop(residency.unit, None)
-        if upload is not None and not upload.arrived.is_done():
-            self._returning[self._buffer_size[residency.unit]].append(upload)
+        size = self._buffer_size.get(residency.unit)
+        if size is not None and upload is not None and not upload.arrived.is_done():
+            self._returning[size].append(upload)
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
         kept = self.residencies[unit].lease
         if kept is not None:
             return kept
+        if unit in self._streamed:
+            return super()._lease(unit)
         returning = self._returning[self._buffer_size[unit]]
         while True:
             lease = self.runtime.lease_unit(unit.nbytes)
@@ -318,6 +372,8 @@ class DeviceStreamer(Streamer):
             self._wait_written(victim.unit)
 
     def _fetch_ahead(self, unit: Unit, number: int) -> bool:
+        if unit in self._streamed:
+            return super()._fetch_ahead(unit, number)
         returning = self._returning[self._buffer_size[unit]]
         while returning and returning[0].arrived.is_done():
             returning.popleft()
@@ -380,9 +436,96 @@ class DeviceStreamer(Streamer):
         for unit in ahead - self.early_units:
             self._forget_copy(unit)
 
+    # ---- tables -----------------------------------------------------------------------------------------
+
+    def has_buffer(self, unit: Unit) -> bool:
+        """Whether there is a buffer on the device for a unit as a whole."""
+        return unit not in self._by_blocks
+
+    def is_there(self, unit: Unit) -> bool:
+        """Whether a unit is on the device as a whole, or on its way there."""
+        return unit in self._on_device and self.has_buffer(unit)
+
+    def host_table(self, unit: Unit) -> torch.Tensor:
+        """Return the bytes (uint8) of a table that has a buffer in host memory, and prefetch what comes next."""
+        self._order.record(unit)
+        storage = self._hosted(unit)
+        self._prefetch()
+        return storage
+
+    def blocks_of(self, place: Place) -> BlockSource:
+        """Return the blocks of a table from where it is: host memory or the store."""
+        if self.is_streamed(place.tensor.unit):
+            return ReadBlocks(BlockReader(self, place), self.upload_block)
+        self.host_table(place.tensor.unit)
+        return HostedBlocks(place, self.upload_part)
+
+    def table_buffer(self) -> Buffer:
+        """Return a buffer on the device for a block of a table.
+
+        Raises NoBufferError if tensors refer to the blocks in all of them.
+        """
+        self.pool.reserve()
+        buffers = self.pool.free_blocks()
+        if not buffers:
+            raise NoBufferError("no device buffer for a block of a table is free: blocks of other tables are in use")
+        return buffers[0]
+
+    def upload_part(self, unit: Unit, begin: int, nbytes: int, target: int, after: CudaEvent) -> CudaEvent:
+        """Have the device copy bytes of a unit in host memory, from byte `begin` on; returns the event of the end."""
+        lease = self.residencies[unit].lease
+        assert lease is not None and self.device.link is not None
+        arrived = self.device.link.upload(lease, begin, nbytes, target, [after])
+        self._uploads[unit] = _Upload(after, arrived)
+        return arrived
+
+    def upload_block(self, lease: LeaseBuffer, nbytes: int, target: int, after: CudaEvent) -> CudaEvent:
+        """Have the device copy what is in a buffer for a block of a table; returns the event of the end.
+
+        The buffer is free again after that, once the caller has dropped it.
+        """
+        assert self.device.link is not None
+        arrived = self.device.link.upload(lease, 0, nbytes, target, [after])
+        self._returning[self._block_bytes].append(_Upload(after, arrived))
+        return arrived
+
+    def spare_blocks(self) -> list[LeaseBuffer]:
+        """Return a buffer of host memory for a block of a table, in a list, which is empty if none is free."""
+        returning = self._returning[self._block_bytes]
+        while returning and returning[0].arrived.is_done():
+            returning.popleft()
+        return super().spare_blocks()
+
+    def lease_block(self) -> LeaseBuffer:
+        """Return a buffer of host memory for a block of a table, if need be after the oldest copy out of one.
+
+        Raises NoBufferError if all are in use: other tables are being read.
+        """
+        returning = self._returning[self._block_bytes]
+        while returning:
+            spare = self.spare_blocks()
+            if spare:
+                return spare[0]
+            if returning:
+                returning.popleft().wait(self.timeline)
+        return super().lease_block()
+
+    def free_whole(self, unit: Unit) -> None:
+        """Give back the memory beyond the budgets of a table that was in use as a whole, once views of it are gone."""
+        super().free_whole(unit)
+        if unit in self._by_blocks and self.residencies[unit].users == 0:
+            self._forget_copy(unit)
+
+    def _is_beyond(self, unit: Unit) -> bool:
+        return super()._is_beyond(unit) or (unit in self._by_blocks and not self._to_host)
+
+    # ---- host buffers that change -------------------------------------------------------------------------
+
     def let_go(self, unit: Unit) -> None:
         """Drop a unit that is about to change, from the device too."""
-        # A copy under way from a buffer that is to change may read either value: nothing uses the copy.
+        # A copy under way from a buffer that is given up holds the buffer. One that stays is about to change.
+        if self.residencies[unit].stays:
+            self._wait_uploaded(unit)
         super().let_go(unit)
         self._forget_copy(unit)
 

@@ -391,17 +391,20 @@ class Streamer:
             self._settle(self.residencies[unit])
         self._wait_written(unit)
 
-    def lease_blocks(self) -> list[LeaseBuffer]:
-        """Return the buffers for blocks of tables that are free, at least one.
+    def spare_blocks(self) -> list[LeaseBuffer]:
+        """Return a buffer for a block of a table, in a list, which is empty if none is free."""
+        lease = self.runtime.lease_unit(self._block_bytes)
+        return [] if lease is None else [lease]
+
+    def lease_block(self) -> LeaseBuffer:
+        """Return a buffer for a block of a table.
 
         Raises NoBufferError if all are in use: other tables are being read.
         """
-        leases = []
-        while (lease := self.runtime.lease_unit(self._block_bytes)) is not None:
-            leases.append(lease)
+        leases = self.spare_blocks()
         if not leases:
             raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
-        return leases
+        return leases[0]
 
     def free_whole(self, unit: Unit) -> None:
         """Give back the memory beyond the budget of a table that was in use as a whole, once views of it are gone."""
@@ -411,14 +414,18 @@ class Streamer:
 
     def _name_whole(self, unit: Unit) -> None:
         """Say the first time that a table without a buffer is in use as a whole, beyond the budget."""
-        if unit in self._streamed - self._named:
+        if unit in self._tables - self._named and self._is_beyond(unit):
             self._named.add(unit)
             _log.warning(
-                "%s is used as a whole: this takes %s beyond host_memory for as long as it is in use; lookups and the "
-                "loss read it by blocks (fused_loss=False plans host memory for the whole)",
+                "%s is used as a whole: this takes %s beyond the budget for as long as it is in use; lookups and the "
+                "loss read it by blocks (fused_loss=False plans memory for the whole)",
                 unit.name,
                 format_size(unit.nbytes),
             )
+
+    def _is_beyond(self, unit: Unit) -> bool:
+        """Whether the plan holds no room for a unit as a whole."""
+        return unit in self._streamed
 
     # ---- buffers ----------------------------------------------------------------------------------------
 

@@ -343,10 +343,10 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(laid_out_trained)
-    if ranks is not None and computing.device is None:
+    if ranks is not None:
         _refuse_pieces(model, computing)
     fused_loss = computing.fused_loss if ranks is None else None
-    units = partition(model, computing.torch_device, fused_loss, computing.gradients)
+    units = partition(model, computing.torch_device, fused_loss, computing.gradients, computing.uploads)
     if ranks is not None:
         divide(units, ranks.rank, ranks.size)
     for name, parameter in model.named_parameters():

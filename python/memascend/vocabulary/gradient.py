@@ -57,6 +57,41 @@ class RowsSource:
         return _aten.embedding_dense_backward(gradient, ids, count, padding, False)
 
 
+class FoundRowsSource:
+    """The gradient of a lookup of rows that the host knows: a device computes what they get at once.
+
+    As for the whole table, one call adds up the gradients of all tokens, so that the device adds in the same order.
+    """
+
+    needs_weights = False
+
+    def __init__(
+        self, rows: torch.Tensor, inverse: torch.Tensor, grad_output: torch.Tensor, padding_idx: int | None
+    ) -> None:
+        """Take the rows (n,) in ascending order, in host memory, which of them each token has, and as `RowsSource`."""
+        self._rows, self._inverse = rows, inverse.reshape(-1)
+        self._grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        self._padding_idx = padding_idx
+        #: The gradients of the rows (n, width), and the rows' numbers beside them.
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _find(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._found is None:
+            padding = -1 if self._padding_idx is None else int(torch.searchsorted(self._rows, self._padding_idx))
+            if padding >= 0 and (padding == len(self._rows) or self._rows[padding] != self._padding_idx):
+                padding = -1
+            found = _aten.embedding_dense_backward(self._grad_output, self._inverse, len(self._rows), padding, False)
+            self._found = found, self._rows.to(found.device, non_blocking=True)
+        return self._found
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Put the gradients of the block's rows where they belong; the others get none."""
+        gradients, rows = self._find()
+        begin, end = torch.searchsorted(self._rows, torch.tensor([first, first + count])).tolist()
+        block = gradients.new_zeros(count, gradients.shape[1])
+        return block.index_copy_(0, rows[begin:end] - first, gradients[begin:end])
+
+
 class LinearSource:
     """The gradient of logits that were computed whole."""
 

@@ -77,7 +77,7 @@ class _Loss(torch.autograd.Function):
         tokens = Tokens(hidden.detach(), labels)
         wanted = gradient_wanted and ctx.needs_input_grad[0]
         result = read_losses(tokens, table, None if bias is None else bias.detach(), recipe, wanted)
-        ctx.table, ctx.recipe, ctx.version = table, recipe, table.version
+        ctx.table, ctx.recipe, ctx.version, ctx.labels_on_host = table, recipe, table.version, tokens.on_host
         saved = (result.peak, result.total, result.rest, result.gradient)
         ctx.save_for_backward(hidden, bias, labels, result.losses, *saved)
         return result.losses
@@ -100,7 +100,7 @@ class _Loss(torch.autograd.Function):
         if needs_weight or needs_bias:
             check_version(ctx.version, table)
             source = HeadSource(
-                Tokens(hidden.detach(), labels),
+                Tokens(hidden.detach(), labels, ctx.labels_on_host),
                 None if bias is None else bias.detach(),
                 recipe,
                 Losses(peak, total, rest, losses, None),

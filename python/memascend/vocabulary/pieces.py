@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 PIECE_ELEMENTS = 1024 * 1024
 #: The most logits whose gradients meet the hidden states in one product.
 PRODUCT_ELEMENTS = 8 * PIECE_ELEMENTS
+#: The same on a device, where starting a kernel takes as long as much arithmetic.
+DEVICE_PIECE_ELEMENTS = 8 * 1024 * 1024
+DEVICE_PRODUCT_ELEMENTS = 4 * DEVICE_PIECE_ELEMENTS
+
+
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """Return the most logits of a piece on a device, and of a product."""
+    if device.type == "cuda":
+        return DEVICE_PIECE_ELEMENTS, DEVICE_PRODUCT_ELEMENTS
+    return PIECE_ELEMENTS, PRODUCT_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,11 @@ class Tokens:
 
     hidden: torch.Tensor
     labels: torch.Tensor
+    #: The labels in host memory, once they were asked for.
+    on_host: torch.Tensor | None = None
+    #: Of the block that was asked for last: its first row and how many it has, its tokens in host memory, and those and
+    #: their rows in the block where the labels are.
+    _block: tuple[tuple[int, int], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def chunks(self, rows: int, elements: int) -> Iterator[slice]:
         """Yield chunks of tokens whose logits of `rows` rows are at most `elements`."""
@@ -68,9 +83,24 @@ class Tokens:
 
     def labelled(self, chunk: slice, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which tokens of a chunk have their label in a block, and the label's row in it."""
-        columns = self.labels[chunk] - first
-        tokens = ((columns >= 0) & (columns < rows)).nonzero().squeeze(1)
-        return tokens, columns[tokens]
+        if self.labels.device.type != "cuda":
+            columns = self.labels[chunk] - first
+            tokens = ((columns >= 0) & (columns < rows)).nonzero().squeeze(1)
+            return tokens, columns[tokens]
+        # How many there are is known on the host without a wait for the device, but for the first one.
+        if self._block is None or self._block[0] != (first, rows):
+            self._block = ((first, rows), *self._find(first, rows))
+        _, on_host, tokens, columns = self._block
+        begin, end = torch.searchsorted(on_host, torch.tensor([chunk.start, chunk.stop])).tolist()
+        return tokens[begin:end] - chunk.start, columns[begin:end]
+
+    def _find(self, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tokens whose label is in a block, in host memory and beside the labels, and its rows there."""
+        if self.on_host is None:
+            self.on_host = self.labels.cpu()
+        on_host = ((self.on_host >= first) & (self.on_host < first + rows)).nonzero().squeeze(1)
+        tokens = on_host.to(self.labels.device, non_blocking=True)
+        return on_host, tokens, self.labels[tokens] - first
 
 
 @dataclass(slots=True)
@@ -90,6 +120,7 @@ class _Reading:
     def __init__(self, tokens: Tokens, table: Table, bias: torch.Tensor | None, recipe: Recipe, wanted: bool) -> None:
         self.tokens, self.table, self.bias, self.recipe, self.wanted = tokens, table, bias, recipe, wanted
         count, width = tokens.hidden.shape
+        self._piece_elements, _ = _sizes(tokens.hidden.device)
         exact: dict[str, Any] = {"dtype": recipe.exact, "device": tokens.hidden.device}
         self.peak = torch.full((count,), -torch.inf, **exact)
         self.rest = torch.zeros(count, **exact)
@@ -113,7 +144,7 @@ class _Reading:
                 ones = torch.ones((), dtype=self.recipe.exact, device=weights.device)
                 number = slope(self.recipe.steps, (), ones)
                 self.sum_gradient += weights.sum(0, keepdim=True, dtype=self.recipe.exact) * number
-            for chunk in self.tokens.chunks(rows, PIECE_ELEMENTS):
+            for chunk in self.tokens.chunks(rows, self._piece_elements):
                 self._take(chunk, first, weights, bias)
         return self._finish()
 
@@ -191,6 +222,7 @@ class HeadSource:
     ) -> None:
         """Take what the forward pass left, the gradient (N,) of the losses, and dtype and rows of the table."""
         self.tokens, self.bias, self.recipe, self.dtype, self.rows = tokens, bias, recipe, dtype, rows
+        self._piece_elements, self._product_elements = _sizes(tokens.hidden.device)
         self.peak = losses.peak.unsqueeze(1)
         self.scale = (scale / losses.total).unsqueeze(1)
         # Of the labels: the derivative is probability - (1 - smoothing) - smoothing / rows.
@@ -204,7 +236,7 @@ class HeadSource:
         """Return the gradient (count, width) of a block of rows."""
         assert weights is not None
         weights = weights.to(self.recipe.dtype)
-        chunks = list(self.tokens.chunks(count, PRODUCT_ELEMENTS))
+        chunks = list(self.tokens.chunks(count, self._product_elements))
         total: torch.Tensor | None = None
         for chunk in chunks:
             grad_logits = self._grad_logits(chunk, first, weights)  # (chunk, count)
@@ -221,7 +253,7 @@ class HeadSource:
         """Fill `bias_gradient` in a read of the table."""
         for first, block in table.blocks():
             weights = block.to(self.recipe.dtype)
-            for chunk in self.tokens.chunks(weights.shape[0], PRODUCT_ELEMENTS):
+            for chunk in self.tokens.chunks(weights.shape[0], self._product_elements):
                 self._add_to_bias(first, self._grad_logits(chunk, first, weights))
 
     def _add_to_bias(self, first: int, grad_logits: torch.Tensor) -> None:
@@ -233,7 +265,7 @@ class HeadSource:
         part = Tokens(self.tokens.hidden[chunk], self.tokens.labels[chunk])
         rows = weights.shape[0]
         result = torch.empty(part.hidden.shape[0], rows, dtype=self.recipe.dtype, device=weights.device)
-        for piece in part.chunks(rows, PIECE_ELEMENTS):
+        for piece in part.chunks(rows, self._piece_elements):
             begin = chunk.start + piece.start
             self._take(slice(begin, begin + (piece.stop - piece.start)), first, weights, result[piece])
         return result

@@ -21,6 +21,8 @@ class Table(Protocol):
     device: torch.device
     #: Rows of a block; the last block may have fewer.
     block_rows: int
+    #: Whether rows come from host memory, so that `look_up` has to know their indices there.
+    rows_from_host: bool
 
     @property
     def version(self) -> int:
@@ -30,11 +32,13 @@ class Table(Protocol):
         """Yield (first row, values of shape (n, width)) in order. Each is valid until the next is asked for."""
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, width) of `indices` (n,), int64, sorted and unique: a new tensor."""
+        """Return the rows (n, width) of `indices` (n,), int64, sorted and unique: a new tensor on `device`."""
 
 
 class MemoryTable:
     """A table over a weight in memory."""
+
+    rows_from_host = False
 
     def __init__(self, weight: torch.Tensor, rows_of_block: int | None = None) -> None:
         """Take a weight (rows, width), and the rows of a block unless they are those of a store."""
