@@ -155,7 +155,7 @@ static size_t waits, waits_room, skipped_wait, syncs, skipped_sync;
 static struct {
     char redundant, used;
 } *wait_books;
-static size_t copies[3], copied_bytes[3], pageable_copies;
+static size_t copies[3], copied_bytes[3], pageable_copies, early_reuses;
 
 static void note(struct report *report, const char *format, ...) {
     report->count++;
@@ -748,6 +748,7 @@ int cudaEventRecord(void *address, void *handle) {
              event->device, stream->device);
         return leave(INVALID_HANDLE);
     }
+    early_reuses += event->mark && !contains(&host, &event->mark->clock);
     drop(event->mark);
     follow_host(stream);
     event->mark = malloc(sizeof *event->mark);
@@ -975,6 +976,8 @@ size_t fake_d2h_copies(void) { return copies[DEVICE_TO_HOST]; }
 size_t fake_d2h_bytes(void) { return copied_bytes[DEVICE_TO_HOST]; }
 /* Copies from or to host memory that is not page-locked, which no device makes beside other work. */
 size_t fake_pageable_copies(void) { return pageable_copies; }
+/* Events that were recorded again before the host knew that they were done. CUDA allows that; who waits sees the later. */
+size_t fake_early_reuses(void) { return early_reuses; }
 
 /* Streams that were made and not destroyed. */
 size_t fake_streams(void) {

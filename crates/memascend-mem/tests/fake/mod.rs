@@ -95,6 +95,7 @@ impl Fake {
         assert_eq!(self.get(c"fake_streams"), 0);
         assert_eq!(self.get(c"fake_pending"), 0);
         assert_eq!(self.get(c"fake_races"), 0, "{}", self.text(c"fake_race_text"));
+        assert_eq!(self.get(c"fake_early_reuses"), 0, "an event that may be waited for was recorded again");
         assert_eq!(self.get(c"fake_pending_error"), 0, "an error was left for the next who asks");
     }
 
