@@ -57,7 +57,7 @@ struct entry {
 
 struct call {
     const char *name;
-    size_t count;
+    size_t count, failures;
 };
 
 /* What went wrong, and the first few times in words. */
@@ -137,6 +137,7 @@ static int used[KINDS];
 static struct call calls[32];
 static const char *failing_call;
 static int failing_code;
+static size_t spared_calls;
 static size_t limit = SIZE_MAX;
 static size_t misalignment;
 static int busy, shared_pages;
@@ -174,7 +175,10 @@ static int enter(const char *name) {
         call++;
     call->name = name;
     call->count++;
-    return failing_call && !strcmp(failing_call, name) ? failing_code : 0;
+    if (!failing_call || strcmp(failing_call, name) || (spared_calls && spared_calls--))
+        return 0;
+    call->failures++;
+    return failing_code;
 }
 
 static int leave(int code) {
@@ -846,6 +850,8 @@ void fake_fail(const char *name, int code) {
     pthread_mutex_unlock(&lock);
 }
 
+/* How many calls of a function that is made to fail succeed before. */
+void fake_set_spared_calls(size_t count) { spared_calls = count; }
 /* Bytes that may be allocated, and as many that may be registered. */
 void fake_set_limit(size_t bytes) { limit = bytes; }
 /* Bytes between a page's beginning and the addresses of cudaHostAlloc. */
@@ -866,6 +872,14 @@ size_t fake_calls(const char *name) {
     for (struct call *call = calls; call->name; call++)
         if (!strcmp(call->name, name))
             return call->count;
+    return 0;
+}
+
+/* How often a function failed by fake_fail. */
+size_t fake_failures(const char *name) {
+    for (struct call *call = calls; call->name; call++)
+        if (!strcmp(call->name, name))
+            return call->failures;
     return 0;
 }
 

@@ -86,6 +86,16 @@ impl Fake {
         }
     }
 
+    /// How often a function failed because it was told to.
+    pub fn failures(&self, name: &CStr) -> usize {
+        // SAFETY: `fake_failures` takes a C string and gives a size_t.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char) -> usize>(
+                self.symbol(c"fake_failures"),
+            )(name.as_ptr())
+        }
+    }
+
     /// Nothing is live, and nothing was called with an address that was not.
     pub fn assert_clean(&self) {
         assert_eq!(self.get(c"fake_live_allocations"), 0);
