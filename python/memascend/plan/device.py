@@ -51,7 +51,8 @@ class DevicePlan:
     budget: int
     #: Buffers of weights, by size.
     units: tuple[Line, ...]
-    #: Gradients on their way to the host, and the gradient that autograd makes meanwhile.
+    #: Gradients on their way to the host, the gradient that autograd makes meanwhile, and sums that stay from one
+    #: backward pass to the next.
     gradients: tuple[Line, ...]
     #: Other consumers of memascend, and what PyTorch holds.
     rest: tuple[Line, ...]
@@ -79,6 +80,11 @@ class DevicePlan:
     def in_flight_bytes(self) -> int:
         """Bytes of gradients that may be on their way to the host while another is made."""
         return self.gradients[0].nbytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of sums of gradients that may stay on the device from one backward pass to the next."""
+        return self.gradients[2].total
 
     def table(self) -> str:
         """Write the plan with a line per consumer, their sum and the budget."""
@@ -125,14 +131,15 @@ def make_device_plan(
     smallest, overlap = needed + min(apart, together), needed + apart
     if together < apart and budget < overlap:
         classes = by_turns
-    plan = DevicePlan(budget, tuple(kind.line for kind in classes), (leaving, made), rest, smallest, overlap)
+    sums = Line("sums of gradients", 0, 0, "from one backward pass to the next")
+    plan = DevicePlan(budget, tuple(kind.line for kind in classes), (leaving, made, sums), rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
     if estimated is None:
         ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
     else:
         ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
-    _spend_spare(plan, classes, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
+    _spend_spare(plan, classes, list(map(sum, gradients)), ahead_leaves, cache_leaves)
     if estimated is None:
         remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
         pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
@@ -154,11 +161,11 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
 
 
 def _spend_spare(
-    plan: DevicePlan, classes: Sequence[BufferClass], unit_gradients: int, ahead_leaves: int, cache_leaves: int
+    plan: DevicePlan, classes: Sequence[BufferClass], gradients: Sequence[int], ahead_leaves: int, cache_leaves: int
 ) -> None:
     """Enlarge the lines of a plan where a spare byte saves most.
 
-    `unit_gradients` are the most bytes that the gradients of one unit take. Buffers that spare the device a wait leave
+    `gradients` are the bytes of each unit's gradients. Buffers that spare the device a wait leave
     `ahead_leaves` bytes of the budget, and buffers that only cache weights leave `cache_leaves`.
     """
 
@@ -174,12 +181,19 @@ def _spend_spare(
     # With room for the gradients of a whole unit, those of one layer are copied while the layer
     # before it computes.
     leaving = plan.gradients[0]
-    more = unit_gradients - leaving.nbytes
+    more = max(gradients, default=0) - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
     # The layers first: the units at the turn from forward to backward pass are used again at once.
     for kind in sorted(classes, key=lambda kind: not kind.repeated):
         add(kind, len(kind.members), cache_leaves)
         kind.line.note = why(kind)
+    # Gradients last. One byte of a weight saves two copies to the device for each backward pass, one of a sum saves one
+    # copy to the host for each pass but one, which has the direction to itself, and the host's addition. Over ranks the
+    # host adds up what all have sent.
+    sums, room = plan.gradients[2], (plan.budget - plan.total - cache_leaves) // PAGE_BYTES * PAGE_BYTES
+    divided = any(tensor.shard is not None for kind in classes for unit in kind.members for tensor in unit.tensors)
+    if room > 0 and not divided and all(kind.line.count == len(kind.members) for kind in classes):
+        sums.nbytes, sums.count = min(sum(gradients), room), 1
 
 
 def _estimates(

@@ -148,11 +148,9 @@ impl<'a> Arrivals<'a> {
 
     /// Ends the oldest gradients, of which nothing is on its way.
     fn end_gradients(&mut self) {
-        while let Some(gradient) =
-            self.gradients.pop_front_if(|oldest| oldest.enqueued && oldest.unsettled == 0)
-        {
+        while self.gradients.front().is_some_and(|oldest| oldest.enqueued && oldest.unsettled == 0) {
             self.first += 1;
-            gradient.end();
+            self.gradients.pop_front().into_iter().for_each(Arriving::end);
         }
     }
 
