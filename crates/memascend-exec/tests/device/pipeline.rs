@@ -159,8 +159,9 @@ fn a_reader_finds_a_gradient_whole() {
             let bytes = 30 * BLOCK * 2;
             let made: Vec<_> = (1..=40_u8).map(|value| vec![value; bytes]).collect();
             let (id, _) = rig.create(Dtype::Bf16, 30 * BLOCK);
+            let ended = AtomicBool::new(false);
             std::thread::scope(|scope| {
-                let (rig, ended) = (&rig, &AtomicBool::new(false));
+                let (rig, ended) = (&rig, &ended);
                 let reader = scope.spawn(move || {
                     while !ended.load(Ordering::Relaxed) {
                         let found = rig.read(id, bytes);
