@@ -96,7 +96,7 @@ class Fake:
 
     def assert_clean(self) -> None:
         """Nothing is live or waits to run, nothing was called wrongly, and no error is left for the next who asks."""
-        names = ("misuses", "races", "streams", "pending", "cold_pages", "pending_error")
+        names = ("misuses", "races", "streams", "pending", "cold_pages", "early_reuses", "pending_error")
         books = {name: self.get(name) for name in names}
         books |= {kind: self.get(f"live_{kind}") for kind in ("allocations", "registrations", "events")}
         assert not any(books.values()), f"{books}\n{self.text('misuse')}{self.text('race')}"

@@ -361,7 +361,9 @@ def test_a_model_that_the_gpu_holds_is_copied_there_once(tmp_path):
     norms = next(unit["nbytes"] for unit in found["model"]["units"] if unit["name"] == "small modules")
     assert found["ssd_traffic"]["planned"]["read"]["weights_bytes"] == weights - norms
     _, amounts = on_gpu(folder, memory=64 << 30, grad_accum=3)
-    assert (amounts["h2d"], amounts["d2h"]) == (weights, 3 * weights)
+    # There is room for the sums of gradients, too: they leave the GPU with the last of three passes.
+    assert amounts["h2d"] == weights
+    assert amounts["d2h"] == pytest.approx(weights, rel=0.01)  # units have padding, sums have none
 
 
 def test_the_least_gpu_is_copied_to_for_every_use(tmp_path):

@@ -1,5 +1,7 @@
 //! Captured gradients: copied or added up in staging buffers, and spilled to the SSD.
 
+mod adders;
+mod arriving;
 mod dtypes;
 mod ranges;
 
@@ -10,10 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use memascend_mem::{Lease, LeaseSlice, LockExt};
 use memascend_store::Extent;
 
-use crate::device::{Copies, DeviceGradient, Download};
-use crate::{Pending, Result, Staging, Underway};
+use crate::{Pending, Result, Staging};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
+use self::adders::Adders;
+pub(crate) use self::arriving::{Arrivals, Arriving};
 pub use self::dtypes::GradientDtypes;
 pub(crate) use self::dtypes::widen;
 pub use self::ranges::GradientRanges;
@@ -29,6 +32,7 @@ pub struct Gradients {
     chunk_elements: usize,
     records: Mutex<Vec<Arc<Record>>>,
     scratch: Arc<Scratch>,
+    adders: Adders,
 }
 
 struct Record {
@@ -99,7 +103,14 @@ impl Gradients {
     /// a multiple of [`GRADIENT_BLOCK`], and at most a buffer of `staging`.
     pub fn new(staging: Staging, chunk_elements: usize) -> Self {
         assert!(chunk_elements.is_multiple_of(GRADIENT_BLOCK), "statistics are taken in whole blocks");
-        Self { staging, chunk_elements, records: Mutex::default(), scratch: Arc::default() }
+        let adders = Adders::new(1);
+        Self { staging, chunk_elements, records: Mutex::default(), scratch: Arc::default(), adders }
+    }
+
+    /// Adds up gradients of a device in `threads` threads. Their number changes no bit.
+    #[must_use]
+    pub fn adding_in(self, threads: usize) -> Self {
+        Self { adders: Adders::new(threads), ..self }
     }
 
     /// Allocates the gradient of a tensor that moves alone. `pending` counts its spills.
@@ -280,193 +291,6 @@ impl Gradients {
             index += 1;
         }
         Ok(())
-    }
-
-    /// Begins a capture from a device: until the capture has ended, every other use of the gradient
-    /// waits.
-    ///
-    /// # Panics
-    /// As [`Gradients::capture`], if the gradient is kept in another dtype than it is made in, and if
-    /// there are block sums of another number of blocks, or of a gradient that is added up.
-    pub(crate) fn begin_capture(&self, id: GradientId, source: &DeviceGradient) -> Underway {
-        let record = self.record(id);
-        record.check(source.start, source.numel);
-        assert!(!record.dtypes.rounded(), "gradients of a device are kept as they are made");
-        if let Some((_, count)) = source.sums {
-            assert!(!source.accumulate, "block sums of an addend are not those of the sum");
-            assert_eq!(count, source.numel.div_ceil(GRADIENT_BLOCK), "one sum for each block");
-        }
-        record.arriving.begin()
-    }
-
-    /// As [`Gradients::capture`], from a device. When this returns, with or without an error, no
-    /// copy reads the source any more. A gradient whose copy failed is lost.
-    ///
-    /// # Safety
-    /// The source is device memory that lives and is not written from its event until the end of
-    /// the call.
-    pub(crate) unsafe fn capture_from(
-        &self,
-        copies: &Copies,
-        id: GradientId,
-        source: &DeviceGradient,
-    ) -> Result<GradientStats> {
-        if source.numel == 0 {
-            return Ok(GradientStats::default());
-        }
-        let record = self.record(id);
-        let mut place = record.lock();
-        record.changed();
-        // SAFETY: the caller's promise.
-        let captured = unsafe { self.capture_place(copies, &record, &mut place, source) };
-        if let (Err(_), Place::Chunks { chunks, .. }) = (&captured, &mut *place) {
-            chunks.fill(Chunk::Empty);
-        }
-        captured
-    }
-
-    /// # Safety
-    /// As [`Gradients::capture_from`].
-    unsafe fn capture_place(
-        &self,
-        copies: &Copies,
-        record: &Record,
-        place: &mut Place,
-        source: &DeviceGradient,
-    ) -> Result<GradientStats> {
-        let (dtypes, element) = (record.dtypes, record.dtypes.kept_bytes());
-        let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
-        let mut stats = GradientStats::default();
-        match place {
-            Place::Packed { buffer } => {
-                copies.download_after(&source.ready)?;
-                let add = |index: usize, chunk: Arc<Lease>, _, length| {
-                    let target = buffer.narrow(source.start * element + index * piece_bytes, length);
-                    let part = LeaseSlice::new(chunk, 0, length);
-                    // SAFETY: as in `capture`; the copy has ended and the chunk is ours alone.
-                    let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                    match source.sums {
-                        Some(_) => target.copy_from_slice(part),
-                        None => dtypes.merge(target, part, source.accumulate, &mut stats),
-                    }
-                    Ok(())
-                };
-                let (source, pieces) = (source.address, 0..bytes.div_ceil(piece_bytes));
-                let download = Download { source, pieces, piece_bytes, bytes, keep: false };
-                // SAFETY: the caller's promise.
-                unsafe {
-                    copies.download(&self.staging, download, add)?;
-                }
-            }
-            Place::Chunks { extent, chunks } => {
-                record.pending.wait()?;
-                copies.download_after(&source.ready)?;
-                // SAFETY: the caller's promise.
-                unsafe { self.download_chunks(copies, record, *extent, chunks, source, &mut stats)? };
-            }
-        }
-        match source.sums {
-            // SAFETY: the caller's promise.
-            Some((address, count)) => unsafe { copies.block_sums(&self.staging, address, count) },
-            None => Ok(stats),
-        }
-    }
-
-    /// # Safety
-    /// As [`Gradients::capture_from`].
-    unsafe fn download_chunks(
-        &self,
-        copies: &Copies,
-        record: &Record,
-        extent: Extent,
-        chunks: &mut [Chunk],
-        source: &DeviceGradient,
-        stats: &mut GradientStats,
-    ) -> Result<()> {
-        let (dtypes, pending) = (record.dtypes, &record.pending);
-        let DeviceGradient { address, numel, accumulate, .. } = *source;
-        let element = dtypes.kept_bytes();
-        let (bytes, piece_bytes) = (numel * element, self.chunk_elements * element);
-        if !accumulate {
-            chunks.fill(Chunk::Empty);
-        }
-        let mut index = 0;
-        while index < chunks.len() {
-            // A run of chunks that all lie on the SSD, or of which none does.
-            let on_ssd = |chunk: &Chunk| matches!(chunk, Chunk::Ssd);
-            let spilled = on_ssd(&chunks[index]);
-            let length = chunks[index..].iter().take_while(|chunk| on_ssd(chunk) == spilled).count();
-            let range = index..index + length;
-            index += length;
-            if spilled {
-                // SAFETY: the caller's promise.
-                unsafe { self.add_to_spilled(copies, record, extent, range, source, stats)? };
-                continue;
-            }
-            let take = |index: usize, arrived: Arc<Lease>, stays, length| {
-                let part = LeaseSlice::new(Arc::clone(&arrived), 0, length);
-                if let Chunk::Host(lease) = &chunks[index] {
-                    let target = LeaseSlice::new(Arc::clone(lease), 0, length);
-                    // SAFETY: the copy has ended; one lease is ours alone, the other the record's,
-                    // whose lock is held.
-                    let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                    dtypes.merge(target, part, true, stats);
-                    return Ok(());
-                }
-                if source.sums.is_none() {
-                    // SAFETY: the copy has ended and the chunk is ours alone.
-                    dtypes.measure(unsafe { part.as_slice() }, stats);
-                }
-                drop(part);
-                if stays {
-                    chunks[index] = Chunk::Host(arrived);
-                } else {
-                    self.staging.write_chunk(extent, index * piece_bytes, arrived, length, pending);
-                    chunks[index] = Chunk::Ssd;
-                }
-                Ok(())
-            };
-            let download = Download { source: address, pieces: range, piece_bytes, bytes, keep: true };
-            // SAFETY: the caller's promise.
-            unsafe { copies.download(&self.staging, download, take)? };
-        }
-        Ok(())
-    }
-
-    /// Adds the chunks of `source` in `range` to those on the SSD.
-    ///
-    /// # Safety
-    /// As [`Gradients::capture_from`].
-    unsafe fn add_to_spilled(
-        &self,
-        copies: &Copies,
-        record: &Record,
-        extent: Extent,
-        range: Range<usize>,
-        source: &DeviceGradient,
-        stats: &mut GradientStats,
-    ) -> Result<()> {
-        let (dtypes, element) = (record.dtypes, record.dtypes.kept_bytes());
-        let (bytes, piece_bytes) = (source.numel * element, self.chunk_elements * element);
-        self.staging.read_chunks(extent, piece_bytes, range, bytes, |index, chunk, length| {
-            let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
-            let add = |_, part, _, length| {
-                let part = LeaseSlice::new(part, 0, length);
-                // SAFETY: read and copy have ended, and the chunks are ours alone.
-                let (target, part) = unsafe { (target.as_mut_slice(), part.as_slice()) };
-                dtypes.merge(target, part, true, stats);
-                Ok(())
-            };
-            let (source, pieces) = (source.address, index..index + 1);
-            let download = Download { source, pieces, piece_bytes, bytes, keep: false };
-            // SAFETY: the caller's promise.
-            unsafe {
-                copies.download(&self.staging, download, add)?;
-            }
-            drop(target);
-            self.staging.write_chunk(extent, index * piece_bytes, chunk, length, &record.pending);
-            Ok(())
-        })
     }
 
     /// Writes gradients that are kept in staging buffers to the SSD, but for `stay` chunks, and waits
@@ -671,14 +495,16 @@ impl Record {
         self.changes.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    fn lock(&self) -> MutexGuard<'_, Place> {
-        self.place.locked()
-    }
-
     /// Locks the place once no capture from a device is under way. The error of a failed one went
     /// to its caller.
     fn settled(&self) -> MutexGuard<'_, Place> {
-        let _ = self.arriving.wait();
-        self.lock()
+        loop {
+            let _ = self.arriving.wait();
+            let place = self.place.locked();
+            // A capture that has begun meanwhile locks the place for each of its pieces.
+            if self.arriving.is_idle() {
+                return place;
+            }
+        }
     }
 }

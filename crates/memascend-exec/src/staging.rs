@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, Pool, round_up_to_page};
 use memascend_nvme::Operation;
@@ -13,6 +13,8 @@ use memascend_kernels::{GRADIENT_BLOCK, Plane};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
+/// How long a thread that needs two chunks lets others have the only free one.
+const SECOND_CHUNK_POLL: Duration = Duration::from_micros(200);
 /// Chunks that gradients and activations kept in host memory leave free for transfers.
 pub const STAGING_RESERVE: usize = 8;
 /// Update slots that are not lent, so that an update that begins meanwhile does not wait for writes.
@@ -57,6 +59,20 @@ impl Lent {
     }
 }
 
+/// A chunk that is being read from the SSD.
+pub(crate) struct ChunkRead {
+    chunk: Arc<Lease>,
+    told: mpsc::Receiver<memascend_store::Result<()>>,
+}
+
+impl ChunkRead {
+    /// Waits for the read.
+    pub(crate) fn wait(self) -> Result<Arc<Lease>> {
+        self.told.recv().map_err(|_| ExecError::Closed)?.map_err(ExecError::from)?;
+        Ok(self.chunk)
+    }
+}
+
 impl Staging {
     /// Staging through buffers of `chunk_bytes` bytes of `pool`.
     ///
@@ -90,7 +106,7 @@ impl Staging {
     /// A chunk, waiting for one to come free, and whether it may keep its data in host memory: only
     /// if `keep`, and not if it is one of the last free chunks.
     pub(crate) fn chunk_for(&self, keep: bool) -> Result<(Arc<Lease>, bool)> {
-        match self.try_chunk_for(keep)? {
+        match self.try_chunk_for(keep, 0)? {
             Some(chunk) => Ok(chunk),
             None => Ok((self.chunk()?, false)),
         }
@@ -100,7 +116,7 @@ impl Staging {
     /// Waits for a chunk only when no update slot is free either.
     pub(crate) fn room_for(&self, bytes: usize) -> Result<(LeaseSlice, Option<Arc<Lease>>)> {
         let whole = round_up_to_page(bytes);
-        let found = match self.try_chunk_for(true)? {
+        let found = match self.try_chunk_for(true, 0)? {
             Some(chunk) => chunk,
             None => match self.lent.as_ref().map(|lent| lent.take(whole)).transpose()?.flatten() {
                 Some(room) => return Ok((room, None)),
@@ -111,12 +127,34 @@ impl Staging {
         Ok((LeaseSlice::new(Arc::clone(&chunk), 0, whole), stays.then_some(chunk)))
     }
 
-    /// As [`Staging::chunk_for`], without waiting.
-    pub(crate) fn try_chunk_for(&self, keep: bool) -> Result<Option<(Arc<Lease>, bool)>> {
+    /// As [`Staging::chunk_for`], without waiting, and only if more than `reserve` chunks are free.
+    pub(crate) fn try_chunk_for(&self, keep: bool, reserve: usize) -> Result<Option<(Arc<Lease>, bool)>> {
         if keep && let Some(chunk) = self.spare_chunk(STAGING_RESERVE)? {
             return Ok(Some((chunk, true)));
         }
-        Ok(self.spare_chunk(0)?.map(|chunk| (chunk, false)))
+        Ok(self.spare_chunk(reserve)?.map(|chunk| (chunk, false)))
+    }
+
+    /// Two chunks, waiting until two are free at once. A thread that held one while it waits for the other
+    /// could deadlock with another thread.
+    pub(crate) fn two_chunks(&self) -> Result<[Arc<Lease>; 2]> {
+        let deadline = Instant::now() + Duration::from_secs(PATIENCE_SECONDS);
+        loop {
+            let first = self.chunk()?;
+            if let Some(second) = self.spare_chunk(0)? {
+                return Ok([first, second]);
+            }
+            drop(first);
+            if Instant::now() > deadline {
+                return Err(ExecError::Stalled { seconds: PATIENCE_SECONDS });
+            }
+            std::thread::sleep(SECOND_CHUNK_POLL);
+        }
+    }
+
+    /// How many chunks are free.
+    pub(crate) fn free_chunks(&self) -> usize {
+        self.pool.free_buffers(self.chunk_bytes)
     }
 
     /// A chunk, if more than `reserve` are free.
@@ -235,6 +273,21 @@ impl Staging {
         units * unit
     }
 
+    /// Starts reading `bytes` bytes of `extent` at `offset` into `chunk`.
+    pub(crate) fn read_chunk(
+        &self,
+        extent: Extent,
+        offset: usize,
+        chunk: Arc<Lease>,
+        bytes: usize,
+    ) -> ChunkRead {
+        let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, round_up_to_page(bytes));
+        let (sender, told) = mpsc::sync_channel(1);
+        let done = Box::new(move |result| drop(sender.send(result)));
+        self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
+        ChunkRead { chunk, told }
+    }
+
     /// Reads the first `bytes` bytes of `extent` in pieces of `chunk_bytes`, and calls
     /// `consume(index, chunk, bytes)` for each piece in `range`, in order. Reads ahead as far as
     /// chunks are free.
@@ -255,17 +308,11 @@ impl Staging {
                 let chunk = if ahead.is_empty() { Some(self.chunk()?) } else { self.spare_chunk(1)? };
                 let Some(chunk) = chunk else { break };
                 let length = chunk_bytes.min(bytes - next * chunk_bytes);
-                let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, round_up_to_page(length));
-                let (sender, receiver) = mpsc::sync_channel(1);
-                let offset = (next * chunk_bytes) as u64;
-                let done = Box::new(move |result| drop(sender.send(result)));
-                self.store.transfer(Operation::Read, extent, offset, buffer, done);
-                ahead.push_back((next, chunk, length, receiver));
+                ahead.push_back((next, length, self.read_chunk(extent, next * chunk_bytes, chunk, length)));
                 next += 1;
             }
-            let (index, chunk, length, receiver) = ahead.pop_front().expect("a chunk was just requested");
-            receiver.recv().map_err(|_| ExecError::Closed)?.map_err(ExecError::from)?;
-            consume(index, chunk, length)?;
+            let (index, length, read) = ahead.pop_front().expect("a chunk was just requested");
+            consume(index, read.wait()?, length)?;
         }
         Ok(())
     }

@@ -128,9 +128,8 @@ impl Stashed {
     pub(crate) unsafe fn download(&self, copies: &Copies, source: usize, spill: bool) -> Result<()> {
         let staging = self.staging.upgrade().ok_or(ExecError::Closed)?;
         let (piece_bytes, bytes) = (staging.chunk_bytes(), self.bytes);
-        let pieces = 0..bytes.div_ceil(piece_bytes);
-        let download = Download { source, pieces, piece_bytes, bytes, keep: !spill };
         let add = |_, chunk, stays, bytes| self.add(&staging, chunk, stays, bytes);
+        let download = Download { source, piece_bytes, bytes, keep: !spill };
         // SAFETY: the caller's promise.
         unsafe { copies.download(&staging, download, add) }
     }

@@ -16,7 +16,7 @@ pub use allocator::{
     allocator,
 };
 pub use cuda::error::CudaError;
-pub use cuda::event::CudaEvent;
+pub use cuda::event::{CudaEvent, CudaEvents};
 pub use cuda::library::Cudart;
 pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};

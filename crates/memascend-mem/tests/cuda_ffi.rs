@@ -12,7 +12,7 @@ use std::{env, fs, io, mem, ptr, slice, thread};
 use fake::Fake;
 
 use memascend_mem::{
-    CudaAllocator, CudaError, CudaEvent, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError,
+    CudaAllocator, CudaError, CudaEvents, Cudart, HostAllocator, HostBlock, LockedAllocator, MemError,
     PAGE_BYTES, PageableAllocator, Pool, RegisteredAllocator, SizeClass, allocator,
 };
 
@@ -440,7 +440,7 @@ fn an_event_is_done_when_its_stream_has_reached_it() {
     let stream = ptr::without_provenance_mut(0x5EA);
     fake.set(c"fake_set_busy", 1);
     // SAFETY: the fake takes any stream.
-    let event = unsafe { CudaEvent::record(&cudart, stream) }.unwrap();
+    let event = unsafe { CudaEvents::new(&cudart).record(stream) }.unwrap();
     assert_eq!(fake.get(c"fake_last_stream"), 0x5EA);
     assert_eq!(fake.get(c"fake_last_flags"), 3, "an event that measures time, or that waits by spinning");
     assert!(!event.is_done().unwrap());
@@ -468,7 +468,7 @@ fn an_event_that_fails_is_an_error_and_is_destroyed_all_the_same() {
     let fake = Fake::new(&[]);
     let cudart = fake.open().unwrap();
     // SAFETY: the null pointer is the default stream.
-    let record = || unsafe { CudaEvent::record(&cudart, ptr::null_mut()) };
+    let record = || unsafe { CudaEvents::new(&cudart).record(ptr::null_mut()) };
     fake.fail(c"cudaEventCreateWithFlags", 719);
     assert!(record().unwrap_err().to_string().contains("cudaEventCreateWithFlags"));
     assert_eq!(fake.calls(c"cudaEventDestroy"), 0);
@@ -488,6 +488,50 @@ fn an_event_that_fails_is_an_error_and_is_destroyed_all_the_same() {
 }
 
 #[test]
+fn a_dropped_event_is_recorded_again_once_it_is_done() {
+    let fake = Fake::new(&[]);
+    let cudart = fake.open().unwrap();
+    let events = CudaEvents::new(&cudart);
+    // SAFETY: the null pointer is the default stream.
+    let record = || unsafe { events.record(ptr::null_mut()) }.unwrap();
+    let created = || fake.calls(c"cudaEventCreateWithFlags");
+    for _ in 0..100 {
+        record().wait().unwrap();
+        assert!(record().is_done().unwrap());
+    }
+    assert_eq!(created(), 1, "one at a time, and known to be done");
+    let queries = fake.calls(c"cudaEventQuery");
+    let event = record();
+    (0..10).for_each(|_| assert!(event.is_done().unwrap()));
+    assert_eq!(fake.calls(c"cudaEventQuery"), queries + 1, "CUDA was asked again for what is known");
+    drop(event);
+    // Dropped unseen: the next one asks, and finds it busy, done or failed.
+    drop(record());
+    fake.set(c"fake_set_busy", 1);
+    let (first, second) = (record(), record());
+    assert_eq!(created(), 3, "an event that may not be done was recorded again");
+    drop((first, second));
+    fake.set(c"fake_set_busy", 0);
+    fake.fail(c"cudaEventQuery", 719);
+    let third = record();
+    assert_eq!(created(), 4, "an event of a stream that failed was recorded again");
+    fake.fail(c"cudaEventQuery", 0);
+    let more: Vec<_> = (0..4).map(|_| record()).collect();
+    assert_eq!(created(), 5, "three were dropped, and are done");
+    drop((third, more));
+    assert_eq!((fake.calls(c"cudaEventDestroy"), fake.get(c"fake_live_events")), (0, 5));
+    // The last event ends them all; of many, most end at once.
+    let many: Vec<_> = (0..300).map(|_| record()).collect();
+    drop(many);
+    assert_eq!(fake.get(c"fake_live_events"), 256);
+    let last = record();
+    drop(events);
+    assert_eq!(fake.get(c"fake_live_events"), 256);
+    drop(last);
+    fake.assert_clean();
+}
+
+#[test]
 fn a_forked_child_releases_nothing() {
     let fake = Fake::new(&[]);
     let cudart = fake.open().unwrap();
@@ -501,7 +545,7 @@ fn a_forked_child_releases_nothing() {
             Err(error) => panic!("{error}"),
         };
         // SAFETY: the null pointer is the default stream.
-        let event = unsafe { CudaEvent::record(&cudart, ptr::null_mut()) }.unwrap();
+        let event = unsafe { CudaEvents::new(&cudart).record(ptr::null_mut()) }.unwrap();
         let calls = fake.symbol(c"fake_all_calls");
         // SAFETY: the query takes nothing and gives a size_t.
         let calls = unsafe { mem::transmute::<*mut c_void, extern "C" fn() -> usize>(calls) };
@@ -592,7 +636,7 @@ fn the_real_runtime_works_or_says_what_is_missing() {
                 assert_eq!((counters.reserved_bytes, counters.leaving_bytes), (count * 5 * MIB, 0));
             }
             // SAFETY: the null pointer is the default stream.
-            let event = unsafe { CudaEvent::record(&cudart, ptr::null_mut()) }.unwrap();
+            let event = unsafe { CudaEvents::new(&cudart).record(ptr::null_mut()) }.unwrap();
             event.wait().unwrap();
             assert!(event.is_done().unwrap());
         }

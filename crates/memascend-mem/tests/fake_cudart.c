@@ -62,7 +62,7 @@ struct entry {
 
 struct call {
     const char *name;
-    size_t count;
+    size_t count, failures;
 };
 
 /* What went wrong, and the first few times in words. */
@@ -146,6 +146,7 @@ static struct call calls[64];
 static const char *failing_call;
 static int failing_code;
 static int count_error = FAKE_COUNT_ERROR;
+static size_t spared_calls;
 static size_t limit = SIZE_MAX;
 static size_t misalignment;
 static int busy, shared_pages;
@@ -168,7 +169,7 @@ static const size_t EVERY = SIZE_MAX;
 static struct {
     char redundant, used;
 } *wait_books;
-static size_t copies[3], copied_bytes[3], pageable_copies;
+static size_t copies[3], copied_bytes[3], pageable_copies, early_reuses;
 
 static void note(struct report *report, const char *format, ...) {
     report->count++;
@@ -187,7 +188,10 @@ static int enter(const char *name) {
         call++;
     call->name = name;
     call->count++;
-    return failing_call && !strcmp(failing_call, name) ? failing_code : 0;
+    if (!failing_call || strcmp(failing_call, name) || (spared_calls && spared_calls--))
+        return 0;
+    call->failures++;
+    return failing_code;
 }
 
 static int leave(int code) {
@@ -780,6 +784,7 @@ int cudaEventRecord(void *address, void *handle) {
              event->device, stream->device);
         return leave(INVALID_HANDLE);
     }
+    early_reuses += event->mark && !contains(&host, &event->mark->clock);
     drop(event->mark);
     follow_host(stream);
     event->mark = malloc(sizeof *event->mark);
@@ -880,6 +885,8 @@ void fake_fail(const char *name, int code) {
     pthread_mutex_unlock(&lock);
 }
 
+/* How many calls of a function that is made to fail succeed before. */
+void fake_set_spared_calls(size_t count) { spared_calls = count; }
 /* Bytes that may be allocated, and as many that may be registered. */
 void fake_set_limit(size_t bytes) { limit = bytes; }
 /* Bytes between a page's beginning and the addresses of cudaHostAlloc. */
@@ -900,6 +907,14 @@ size_t fake_calls(const char *name) {
     for (struct call *call = calls; call->name; call++)
         if (!strcmp(call->name, name))
             return call->count;
+    return 0;
+}
+
+/* How often a function failed by fake_fail. */
+size_t fake_failures(const char *name) {
+    for (struct call *call = calls; call->name; call++)
+        if (!strcmp(call->name, name))
+            return call->failures;
     return 0;
 }
 
@@ -1029,6 +1044,8 @@ size_t fake_d2h_copies(void) { return copies[DEVICE_TO_HOST]; }
 size_t fake_d2h_bytes(void) { return copied_bytes[DEVICE_TO_HOST]; }
 /* Copies from or to host memory that is not page-locked, which no device makes beside other work. */
 size_t fake_pageable_copies(void) { return pageable_copies; }
+/* Events that were recorded again before the host knew that they were done. CUDA allows that; who waits sees the later. */
+size_t fake_early_reuses(void) { return early_reuses; }
 
 /* Streams that were made and not destroyed. */
 size_t fake_streams(void) {

@@ -158,7 +158,7 @@ impl Parts {
         let kept = keeps.then(|| KeptStates::new(states, states_bytes));
         let executor =
             Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept);
-        let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements));
+        let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements).adding_in(compute_threads));
         let (staging, outside) = (Arc::new(staging), Arc::default());
         let parts = Self {
             link,

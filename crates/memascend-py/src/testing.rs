@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
 
-use memascend_mem::{CudaEvent, Cudart};
+use memascend_mem::{CudaEvents, Cudart};
 use pyo3::prelude::*;
 
 use crate::apollo::{ProjectedGradient, Projection};
@@ -43,7 +43,7 @@ impl ForTests {
     fn return_after(lease: &Bound<'_, LeaseBuffer>, stream: usize) -> PyResult<()> {
         let cudart = Cudart::find().map_err(|error| memory_error(&error))?;
         // SAFETY: the caller passes the handle of a live stream of the current device.
-        let event = unsafe { CudaEvent::record(&cudart, stream as *mut c_void) };
+        let event = unsafe { CudaEvents::new(&cudart).record(stream as *mut c_void) };
         lease.get().lease.return_after(Arc::new(event.map_err(|error| memory_error(&error))?));
         Ok(())
     }

@@ -221,12 +221,13 @@ def _gpu_part(
 def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic) -> dict[str, int]:
     """Return what passes through each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
 
-    Weights and the inputs of layers that were put aside are copied to the GPU; the gradients of every pass and those
-    inputs are copied from it. Through host memory passes everything that comes from or goes to the SSD and the GPU, and
-    what the CPU computes with: an update reads gradients, weights and states and writes weights and states; the
-    gradient of a later pass is read, added to the one there, and written. What the processor's caches may serve (copies
-    of chunks, checksums) is not counted. Over ranks, what is sent and what is received pass through host memory too,
-    and what all have sent of gradients is read to be added up.
+    Weights and the inputs of layers that were put aside are copied to the GPU; the gradients of every pass, but for
+    sums that stay there until the last one, and those inputs are copied from it. Through host memory passes everything
+    that comes from or goes to the SSD and the GPU, and what the CPU computes with: an update reads gradients, weights
+    and states and writes weights and states; the gradient of a later pass is read, added to the one there, and written,
+    where it does not stay on the GPU. What the processor's caches may serve (copies of chunks, checksums) is not
+    counted. Over ranks, what is sent and what is received pass through host memory too, and what all have sent of
+    gradients is read to be added up.
     """
     layers = sum(unit.repeated for unit in units)
     inputs = stash_bytes(units, config, work) * layers * work.grad_accum
@@ -235,8 +236,9 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     ssd = moved.total
     # Over ranks a unit has the padding of every share.
     gradients = sum(unit.nbytes if work.ranks == 1 else sum(p.nbytes for p in unit.places) for unit in units)
-    h2d, d2h = moved.uploaded + inputs, gradients * work.grad_accum + inputs
-    update = weights + 2 * (weights + states) + 3 * weights * (work.grad_accum - 1)
+    later = work.grad_accum - 1
+    h2d, d2h = moved.uploaded + inputs, gradients + (gradients - moved.sums) * later + inputs
+    update = weights + 2 * (weights + states) + 3 * (weights - moved.sums) * later
     flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
     passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
     if work.ranks > 1:

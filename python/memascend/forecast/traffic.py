@@ -94,6 +94,8 @@ class Traffic:
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
     uploaded: int = 0
+    #: Bytes of sums of gradients that stay on the device until the last pass.
+    sums: int = 0
     #: Over ranks: of the units that are gathered, the bytes that each rank's store has, one as often as it is gathered.
     gathered: int = 0
 
@@ -279,7 +281,9 @@ def traffic(
                 moved.written[kind] += nbytes - kept + int(kept * work.written_share)
             moved.read["moments"] += moments_bytes(tensor, work)
             moved.written["moments"] += moments_bytes(tensor, work)
-    spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work)
+    sums_bytes = 0 if device_plan is None else device_plan.sums_bytes
+    spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work, sums_bytes)
+    moved.sums = min(sums_bytes, sum(place.nbytes for unit in units for place in unit.places))
     moved.read["gradients"] = spilled.gradients + spilled.projected_later
     moved.written["gradients"] = spilled.gradients
     moved.read["activations"] = moved.written["activations"] = spilled.activations
@@ -377,13 +381,20 @@ def _put_aside(projected: Projection) -> tuple[int, int]:
 
 
 def spill(
-    units: Sequence[Unit], plan: Plan, forward: Sequence[int], backward: Sequence[int], stash: int, work: Work
+    units: Sequence[Unit],
+    plan: Plan,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    stash: int,
+    work: Work,
+    sums_bytes: int = 0,
 ) -> Spill:
     """Predict what host memory has no room for, or must not hold, in one optimizer step in the steady state.
 
     Gradients and the inputs of recomputed layers (`stash` bytes each) share the staging buffers. An input takes its
     buffers in the forward pass and gives them back when the backward pass has left its layer. A gradient takes its
     buffers in the backward pass and gives them back in the next step's first forward pass, to the update of its unit.
+    Of accumulated gradients `sums_bytes` stay on a device until the last pass.
     """
     # Staging buffers that are free, and by tensor those that its gradient holds.
     room = max(0, plan.staging.count + plan.kept.count - STAGING_RESERVE)
@@ -392,6 +403,12 @@ def spill(
     held: dict[StoreTensor, int] = {}
     #: Those that projected gradients hold, until the step takes them.
     projected_held = 0
+    #: Tensors whose sums stay on the device until the last pass.
+    on_device = set()
+    for tensor in (tensor for number in captured for tensor in reversed(units[number].tensors)):
+        if not tensor.packed and tensor.gradient_nbytes <= sums_bytes:
+            sums_bytes -= tensor.gradient_nbytes
+            on_device.add(tensor)
     spilled = Spill()
     for _ in range(3):  # the first steps find no gradients of the step before
         spilled = Spill()
@@ -413,7 +430,9 @@ def spill(
                 for tensor in reversed(units[number].tensors):
                     if tensor.packed or (_early(plan, work) and updates_early(tensor)):
                         continue
-                    if turn == 0:
+                    if tensor in on_device and turn < work.grad_accum - 1:
+                        continue
+                    if turn == 0 or tensor not in held:
                         held[tensor] = min(-(-tensor.numel // plan.chunk_elements), room)
                         room -= held[tensor]
                     outside = max(0, tensor.numel - held[tensor] * plan.chunk_elements)
@@ -423,7 +442,8 @@ def spill(
                     spilled.gradients += outside_bytes
                     if turn == 0 and tensor.shard is not None and projection(tensor, work) is not None:
                         spilled.projected_later += outside_bytes
-                    if turn == 0 and (projected := _projection_put_aside(tensor, work)) is not None:
+                    first = turn == 0 or tensor in on_device
+                    if first and (projected := _projection_put_aside(tensor, work)) is not None:
                         elements, nbytes = _put_aside(projected)
                         chunks = min(-(-elements // plan.chunk_elements), room)
                         room, projected_held = room - chunks, projected_held + chunks

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES, as_held
+from memascend.offloading.device_sums import DeviceSums
 from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in, make_marker
 from memascend.offloading.table_gradients import add_from_device
 from memascend.vocabulary.gradient import TableGradient
@@ -41,8 +42,9 @@ class LeavingCopy(Protocol):
 class GradientCapture:
     """Captures the gradients of parameters through autograd hooks. `parameter.grad` then is a marker.
 
-    A native thread copies gradients from a device while the device goes on computing. Call `finish` before using the
-    norm or the overflow check of such a gradient.
+    A native thread copies gradients from a device while the device goes on computing. Sums of several backward passes
+    stay there as far as the plan has room (`sums`). Call `finish` before using the norm or the overflow check of such a
+    gradient.
 
     The marker is a stand-in (`memascend.offloading.stand_ins`): what a program does with it is done with the gradient.
     Setting `parameter.grad = None` discards the gradient, as in PyTorch.
@@ -78,6 +80,8 @@ class GradientCapture:
         #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
         self._leaving: deque[tuple[LeavingCopy, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
         self._leaving_bytes = 0
+        #: Gradients that are on the device alone.
+        self.sums = DeviceSums()
 
     def watch(self, place: Place) -> None:
         """Capture the gradients of a parameter from now on, if it is trained."""
@@ -190,15 +194,25 @@ class GradientCapture:
             place.marker = make_marker(place)
         place.parameter.grad = place.marker
 
-    def _keep(self, place: Place, gradient: torch.Tensor, accumulate: bool) -> None:
-        """Put a contiguous gradient into the store's keeping, or add it to the one there."""
-        gradient_id = self.allocate(place.tensor)
-        start = place.start if place.tensor.packed else 0
+    def _keep(self, place: Place, gradient: torch.Tensor, accumulate: bool, stays: bool = True) -> None:
+        """Put a contiguous gradient into memascend's keeping, or add it to the one there.
+
+        One that `stays` may be kept on the device, where later ones are added to it in place.
+        """
         place.filled = place.projection = None
         if self.device is None:
+            gradient_id, start = self._room_of(place)
             self._keep_from_host(gradient_id, place, gradient, start, accumulate)
-        else:
-            self._capture_from_device(self.device, gradient_id, place, gradient, start, accumulate)
+            return
+        if not accumulate:
+            self._discard(place)
+        leaving = self.sums.add(place, gradient, accumulate) if stays else (gradient, accumulate)
+        if leaving is not None:
+            self._capture_from_device(self.device, place, *leaving)
+
+    def _room_of(self, place: Place) -> tuple[int, int]:
+        """Return the number of the gradient in the store that a place's is in, and where it begins there."""
+        return self.allocate(place.tensor), place.start if place.tensor.packed else 0
 
     def _keep_from_host(
         self, gradient_id: int, place: Place, gradient: torch.Tensor, start: int, accumulate: bool
@@ -259,12 +273,11 @@ class GradientCapture:
     def _capture_from_device(
         self,
         device: ComputeDevice,
-        gradient_id: int,
         place: Place,
         gradient: torch.Tensor,
-        start: int,
         accumulate: bool,
     ) -> None:
+        gradient_id, start = self._room_of(place)
         # The device computes the sums of squares of a whole gradient, so that the host does not
         # read its bytes. So it does with the projection; a sum with an earlier gradient is projected in the step.
         sums = None if accumulate else device.block_sums(gradient)
@@ -276,8 +289,6 @@ class GradientCapture:
             except BaseException:
                 place.parameter.grad = place.marker  # The next step raises the error again; zero_grad clears it.
                 raise
-        else:
-            self._discard(place)
         ready = device.record()
         capture = self.runtime.capture_from_device(
             gradient_id,
@@ -311,8 +322,17 @@ class GradientCapture:
         self._release(self.in_flight_bytes)
 
     def wait_copied(self) -> None:
-        """Wait until no gradient is on its way from the device."""
+        """Wait until no gradient is on the device, or on its way from there."""
+        self._bring_down()
         self._release(-1)
+
+    def _bring_down(self) -> None:
+        """Have all gradients leave that are on the device alone."""
+        assert self.device is not None or not self.sums.nbytes
+        for place in self.sums.places():
+            gradient = self.sums.take(place)
+            assert self.device is not None and gradient is not None
+            self._capture_from_device(self.device, place, gradient, accumulate=False)
 
     def _release(self, most_bytes: int) -> None:
         """Drop gradients that have been copied from the device.
@@ -335,6 +355,8 @@ class GradientCapture:
 
         Raises the error of a copy that failed: the gradient must not be used.
         """
+        if place in self.sums:
+            self._bring_down()  # all of them: what asks for one is a step, as a rule, which asks for the others next
         if place.capturing:
             with self.timeline.waiting("d2h"):
                 place.sum_squares, place.non_finite = place.capturing[0].wait()
@@ -404,7 +426,7 @@ class GradientCapture:
         # The update that waits for the step's gradient reads it from where the new one goes.
         self.streamer.apply_update(place.tensor.unit)
         self._discard(place)
-        self._keep(place, values, accumulate=False)
+        self._keep(place, values, accumulate=False, stays=False)
         place.added += 1
 
     def clear(self, place: Place) -> None:
@@ -427,7 +449,8 @@ class GradientCapture:
         self._accumulating.discard(place)
 
     def _discard(self, place: Place) -> None:
-        """Wait for the end of a copy whose gradient is no longer wanted, even if it fails."""
+        """Forget a gradient, and wait for the end of its copy, even if that fails."""
+        self.sums.take(place)
         for capture in place.capturing:
             with suppress(MemascendError):
                 capture.wait()

@@ -247,7 +247,9 @@ class Session:
 
     def _make_gradients(self, capturing: tuple[Any, ...], allocator: str) -> GradientCapture:
         if self.membership is None:
-            return GradientCapture(*capturing)
+            gradients = GradientCapture(*capturing)
+            gradients.sums.room = 0 if self.device_plan is None else self.device_plan.sums_bytes
+            return gradients
         joined = self.membership.ranks, self.units, *capturing
         return JoinedGradients(*joined) if self.device is None else DownloadedGradients(*joined, allocator=allocator)
 
@@ -484,6 +486,7 @@ class Session:
                 raise
             self.device_plan, self._computing = plan, computing
             self.gradients.in_flight_bytes, self.gradients.made_bytes = plan.in_flight_bytes, plan.made_bytes
+            self.gradients.sums.room = plan.sums_bytes
             self.opened_with["device_memory"] = budget
 
     def follow_machine(self) -> None:

@@ -57,7 +57,8 @@ class DevicePlan:
     units: tuple[Line, ...]
     #: Buffers for blocks of tables.
     blocks: Line
-    #: Gradients on their way to the host, and the gradient that autograd makes meanwhile.
+    #: Gradients on their way to the host, the gradient that autograd makes meanwhile, and sums that stay from one
+    #: backward pass to the next.
     gradients: tuple[Line, ...]
     #: Other consumers of memascend, and what PyTorch holds.
     rest: tuple[Line, ...]
@@ -97,6 +98,11 @@ class DevicePlan:
     def in_flight_bytes(self) -> int:
         """Bytes of gradients that may be on their way to the host while another is made."""
         return self.gradients[0].nbytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of sums of gradients that may stay on the device from one backward pass to the next."""
+        return self.gradients[2].total
 
     def table(self) -> str:
         """Write the plan with a line per consumer, their sum and the budget."""
@@ -147,15 +153,18 @@ def make_device_plan(
     smallest, overlap = needed + min(apart, together), needed + apart
     if together < apart and budget < overlap:
         classes = by_turns
-    plan = DevicePlan(budget, tuple(kind.line for kind in classes), blocks, (leaving, made), rest, smallest, overlap)
+    sums = Line("sums of gradients", 0, 0, "from one backward pass to the next")
+    leaving_made = (leaving, made, sums)
+    plan = DevicePlan(budget, tuple(kind.line for kind in classes), blocks, leaving_made, rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
     if estimated is None:
         ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
     else:
         ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
-    _spend_spare(plan, classes, tables, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
+    _spend_spare(plan, classes, tables, list(map(sum, gradients)), ahead_leaves, cache_leaves)
     plan = _with_whole_tables(plan, tables, cache_leaves)
+    _keep_sums(plan, classes, sum(map(sum, gradients)), cache_leaves)
     if estimated is None:
         remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
         pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
@@ -184,9 +193,10 @@ def _make_gradients_whole(plan: DevicePlan, tables: Sequence[Unit], cache_leaves
     """
     trained = (place for table in tables for place in table.places if place.parameter.requires_grad)
     largest = max((place.nbytes for place in trained), default=0)
-    more = sum(max(0, largest - line.nbytes) for line in plan.gradients)
+    lines = plan.gradients[:2]
+    more = sum(max(0, largest - line.nbytes) for line in lines)
     if plan.total + round_up(more, PAGE_BYTES) + 2 * PAGE_BYTES <= plan.budget - cache_leaves:
-        for line in plan.gradients:
+        for line in lines:
             line.nbytes = max(line.nbytes, largest)
 
 
@@ -220,13 +230,13 @@ def _spend_spare(
     plan: DevicePlan,
     classes: Sequence[BufferClass],
     tables: Sequence[Unit],
-    unit_gradients: int,
+    gradients: Sequence[int],
     ahead_leaves: int,
     cache_leaves: int,
 ) -> None:
     """Enlarge the lines of a plan where a spare byte saves most.
 
-    `unit_gradients` are the most bytes that the gradients of one unit take. Buffers that spare the device a wait leave
+    `gradients` are the bytes of each unit's gradients. Buffers that spare the device a wait leave
     `ahead_leaves` bytes of the budget, and buffers that only cache weights leave `cache_leaves`.
     """
 
@@ -242,13 +252,26 @@ def _spend_spare(
     # With room for the gradients of a whole unit, those of one layer are copied while the layer
     # before it computes.
     leaving = plan.gradients[0]
-    more = unit_gradients - leaving.nbytes
+    more = max(gradients, default=0) - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
     _make_gradients_whole(plan, tables, cache_leaves)
     # The layers first: the units at the turn from forward to backward pass are used again at once.
     for kind in sorted(classes, key=lambda kind: not kind.repeated):
         add(kind, len(kind.members), cache_leaves)
         kind.line.note = why(kind)
+
+
+def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int, cache_leaves: int) -> None:
+    """Give sums of gradients, of `gradients` bytes in all, what is left beyond `cache_leaves` where all weights stay.
+
+    One byte of a weight saves two copies to the device for each backward pass, one of a sum saves one copy to the host
+    for each pass but one, which has the direction to itself, and the host's addition. Over ranks the host adds up what
+    all have sent.
+    """
+    sums, room = plan.gradients[2], (plan.budget - plan.total - cache_leaves) // PAGE_BYTES * PAGE_BYTES
+    divided = any(tensor.shard is not None for kind in classes for unit in kind.members for tensor in unit.tensors)
+    if room > 0 and not divided and all(kind.line.count == len(kind.members) for kind in classes):
+        sums.nbytes, sums.count = min(gradients, room), 1
 
 
 def _estimates(

@@ -92,8 +92,7 @@ unsafe fn apply(
         copies.wait_for(&unread)?;
     }
     let piece_bytes = update.chunk_bytes();
-    let pieces = 0..bytes.div_ceil(piece_bytes);
-    let download = Download { source: address, pieces, piece_bytes, bytes, keep: true };
+    let download = Download { source: address, piece_bytes, bytes, keep: true };
     let take = |index, chunk, _, _| update.arrived(index, chunk);
     // SAFETY: the caller's promise.
     unsafe { copies.download(staging, download, take)? };
@@ -113,8 +112,7 @@ unsafe fn bytes_of(copies: &Copies, staging: &Staging, source: usize, bytes: usi
         found.extend_from_slice(unsafe { piece.as_slice() });
         Ok(())
     };
-    let pieces = 0..bytes.div_ceil(piece_bytes);
     // SAFETY: the caller's promise.
-    unsafe { copies.download(staging, Download { source, pieces, piece_bytes, bytes, keep: false }, take)? };
+    unsafe { copies.download(staging, Download { source, piece_bytes, bytes, keep: false }, take)? };
     Ok(found)
 }

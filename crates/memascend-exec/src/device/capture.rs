@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use super::{Copies, DeviceEvent, Outcome, Promise};
-use crate::{GradientId, Gradients, Result};
+use crossbeam_channel::{Receiver, TryRecvError};
 use memascend_kernels::GradientStats;
+
+use super::{Copies, DeviceEvent, Outcome};
+use crate::Result;
+use crate::gradients::{Arrivals, Arriving};
 
 /// A gradient on its way from the device.
 pub struct Capture(pub(super) Arc<Outcome<GradientStats>>);
@@ -42,24 +45,38 @@ pub struct DeviceGradient {
     pub ready: DeviceEvent,
 }
 
-/// The capture as a job for a thread of the device. The gradient counts as being captured from now
-/// on.
-pub(super) fn job(
-    copies: Arc<Copies>,
-    gradients: Arc<Gradients>,
-    id: GradientId,
-    source: DeviceGradient,
-    promise: Promise<GradientStats>,
-) -> impl FnOnce() + Send {
-    let arriving = gradients.begin_capture(id, &source);
-    move || {
-        // SAFETY: the caller of `DeviceLink::capture` vouches for the source until the capture has
-        // ended.
-        let captured = copies.enter().and_then(|()| unsafe { gradients.capture_from(&copies, id, &source) });
-        // Drop the gradients before signalling, so that a caller that closes the store then is the
-        // last to hold it.
-        drop((copies, gradients));
-        arriving.end(Ok(()));
-        promise.keep(captured);
+/// A gradient for the thread of captures.
+pub(super) enum Coming {
+    Captured(Arriving),
+    /// Applied by a job, which waits for chunks.
+    Applied(Box<dyn FnOnce() + Send>),
+}
+
+/// Captures gradients, in a thread of its own, until no more can come. Where pieces have arrived, the copies of further
+/// gradients are enqueued before those pieces are taken over.
+pub(super) fn run(copies: &Copies, coming: &Receiver<Coming>) {
+    let mut arrivals = Arrivals::new(copies);
+    loop {
+        let next = if arrivals.is_empty() {
+            coming.recv().map_err(|_| TryRecvError::Disconnected)
+        } else {
+            if coming.is_empty() {
+                arrivals.wait();
+            }
+            coming.try_recv()
+        };
+        match next {
+            // SAFETY: the caller of `DeviceLink::capture` vouches for the source until the capture has ended.
+            Ok(Coming::Captured(gradient)) => unsafe { arrivals.add(gradient) },
+            Ok(Coming::Applied(job)) => {
+                // A thread that waits for chunks holds none.
+                while !arrivals.is_empty() {
+                    arrivals.settle();
+                }
+                job();
+            }
+            Err(TryRecvError::Disconnected) if arrivals.is_empty() => return,
+            Err(_) => arrivals.settle(),
+        }
     }
 }

@@ -1,23 +1,13 @@
 //! Copies in the streams of a device.
 
-use std::collections::VecDeque;
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_mem::{CudaError, CudaEvent, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
+use memascend_mem::{CudaEvent, CudaEvents, CudaStream, Cudart, Fence, Lease, LeaseSlice, MemError};
 
+use super::pieces::{Never, Pieces};
 use crate::{ExecError, Result, Staging};
-use memascend_kernels::GradientStats;
-
-/// Pieces on their way from the device at once: one arriving, one queued behind it, one being
-/// processed, and one more for a thread that wakes up late.
-const IN_FLIGHT: usize = 4;
-/// Bytes of a block's sum.
-const SUM_BYTES: usize = size_of::<f64>();
-/// Bytes of the flag behind the sums.
-const FLAG_BYTES: usize = size_of::<u32>();
 
 /// Copies so far, and how often a thread waited for the device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -110,13 +100,11 @@ unsafe impl Sync for HostCopy {}
 
 /// What to copy from the device, and how to cut it.
 pub(crate) struct Download {
-    /// Device address of the first piece.
+    /// Device address of the first byte.
     pub(crate) source: usize,
-    /// Indices of the pieces to copy.
-    pub(crate) pieces: Range<usize>,
     /// Bytes of a piece: at most those of a chunk.
     pub(crate) piece_bytes: usize,
-    /// Bytes of all pieces together, counted from piece 0.
+    /// Bytes of all pieces together.
     pub(crate) bytes: usize,
     /// Whether chunks may stay in host memory if enough are free.
     pub(crate) keep: bool,
@@ -127,6 +115,7 @@ pub(crate) struct Download {
 pub(crate) struct Copies {
     cudart: Arc<Cudart>,
     index: i32,
+    events: Arc<CudaEvents>,
     /// Weights on their way to the device.
     pub(super) upload: CudaStream,
     /// Bytes put aside, on their way back.
@@ -137,15 +126,16 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    pub(super) fn open(cudart: Arc<Cudart>, index: i32, counters: Arc<Counters>) -> Result<Self> {
-        let stream = || CudaStream::new(&cudart);
+    pub(crate) fn open(cudart: Arc<Cudart>, index: i32, counters: Arc<Counters>) -> Result<Self> {
+        let events = CudaEvents::new(&cudart);
+        let stream = || CudaStream::new(&events);
         let streams = cudart.on_device(index, || Ok((stream()?, stream()?, stream()?)));
         let (upload, restore, download) = streams.map_err(device_error)?;
-        Ok(Self { cudart, index, upload, restore, download, counters })
+        Ok(Self { cudart, index, events, upload, restore, download, counters })
     }
 
     /// Makes the device current in the calling thread, which is one of this module.
-    pub(super) fn enter(&self) -> Result<()> {
+    pub(crate) fn enter(&self) -> Result<()> {
         self.cudart.set_device(self.index).map_err(device_error)
     }
 
@@ -155,6 +145,16 @@ impl Copies {
         work: impl FnOnce(&Arc<Cudart>) -> memascend_mem::Result<T>,
     ) -> Result<T> {
         self.cudart.on_device(self.index, || work(&self.cudart)).map_err(device_error)
+    }
+
+    /// Records an event into a stream of the device.
+    ///
+    /// # Safety
+    /// `stream` is 0, the device's default stream, or the handle of a live `cudaStream_t` of the device.
+    pub(super) unsafe fn record(&self, stream: usize) -> Result<DeviceEvent> {
+        // SAFETY: the caller's promise; the device is current.
+        let event = self.on_device(|_| unsafe { self.events.record(stream as *mut _) })?;
+        Ok(self.event(event))
     }
 
     pub(super) fn event(&self, event: impl Into<Arc<CudaEvent>>) -> DeviceEvent {
@@ -168,12 +168,17 @@ impl Copies {
 
     /// Has the calling thread, which is one of this module, wait for `event`.
     pub(super) fn wait_for(&self, event: &DeviceEvent) -> Result<()> {
-        wait(&event.event, &self.counters.waits_worker)
+        self.wait_worker(&event.event)
+    }
+
+    /// As [`Copies::wait_for`].
+    pub(super) fn wait_worker(&self, event: &CudaEvent) -> Result<()> {
+        wait(event, &self.counters.waits_worker)
     }
 
     /// Waits until all that was put into a stream is done.
     pub(super) fn drain(&self, stream: &CudaStream) -> Result<()> {
-        wait(&stream.record().map_err(device_error)?, &self.counters.waits_worker)
+        self.wait_worker(&stream.record().map_err(device_error)?)
     }
 
     /// Enqueues a copy of a range of `lease` to device address `target` in one of the streams.
@@ -227,170 +232,66 @@ impl Copies {
         })
     }
 
-    /// Copies bytes of the device into chunks of `staging`, and calls `consume(index, chunk, stays,
-    /// bytes)` for each piece in order, once its bytes have arrived; `stays` says whether the chunk
-    /// may stay in host memory. When this returns, with or without an error, no copy reads the
-    /// source any more.
+    /// Enqueues a copy from the device, behind those enqueued before.
     ///
     /// # Safety
-    /// [`Download::source`] is the address of [`Download::bytes`] bytes of device memory, which
-    /// live and are not written during the call.
+    /// As [`CudaStream::copy_to_host`].
+    pub(super) unsafe fn enqueue_download(
+        &self,
+        target: NonNull<u8>,
+        source: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.download.copy_to_host(target, source, bytes) }.map_err(device_error)?;
+        self.counters.d2h_copies.fetch_add(1, Ordering::Relaxed);
+        self.counters.d2h_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Copies bytes of the device into chunks of `staging`, and calls `consume(index, chunk, stays, bytes)` for each piece
+    /// in order, once its bytes have arrived; `stays` says whether the chunk may stay in host memory. When this returns,
+    /// with or without an error, no copy reads the source any more.
+    ///
+    /// # Safety
+    /// [`Download::source`] is the address of [`Download::bytes`] bytes of device memory, which live and are not written
+    /// during the call.
     pub(crate) unsafe fn download(
         &self,
         staging: &Staging,
         download: Download,
         mut consume: impl FnMut(usize, Arc<Lease>, bool, usize) -> Result<()>,
     ) -> Result<()> {
-        let Download { source, pieces, piece_bytes, bytes, keep } = download;
-        let mut arriving: VecDeque<Arriving> = VecDeque::new();
-        for index in pieces {
+        let Download { source, piece_bytes, bytes, keep } = download;
+        let mut pieces = Pieces::<(usize, bool)>::new(self);
+        let mut settle = |pieces: &mut Pieces<(usize, bool)>| {
+            let Some((arrived, settled)) = pieces.settle() else { return Ok(()) };
+            arrived?;
+            settled.into_iter().try_for_each(|piece| {
+                let length = piece.room.bytes();
+                let ((index, stays), chunk) = piece.into_parts();
+                consume(index, chunk, stays, length)
+            })
+        };
+        for (index, offset) in (0..bytes).step_by(piece_bytes).enumerate() {
             let (chunk, stays) = loop {
-                let room = arriving.len() < IN_FLIGHT;
-                if let Some(chunk) = if room { staging.try_chunk_for(keep)? } else { None } {
-                    break chunk;
-                }
-                match arriving.pop_front() {
-                    Some(first) => first.settle(&mut consume)?,
-                    // Wait only without holding a chunk: two threads that hold chunks and wait
-                    // could deadlock.
-                    None => break staging.chunk_for(keep)?,
+                match pieces.chunk(staging, keep)? {
+                    Some(found) => break found,
+                    None => settle(&mut pieces)?,
                 }
             };
-            let length = piece_bytes.min(bytes - index * piece_bytes);
-            let target = LeaseSlice::new(Arc::clone(&chunk), 0, length);
-            // SAFETY: the chunk is fresh, and is dropped only after the copy; the source is the
-            // caller's promise.
-            unsafe { self.download.copy_to_host(target.address(), source + index * piece_bytes, length) }
-                .map_err(device_error)?;
-            drop(target);
-            self.counters.d2h_copies.fetch_add(1, Ordering::Relaxed);
-            self.counters.d2h_bytes.fetch_add(length as u64, Ordering::Relaxed);
-            let event = end_of_copy(&self.download, &chunk).map_err(device_error)?;
-            arriving.push_back(Arriving { copies: self, index, chunk: Some(chunk), stays, length, event });
+            let length = piece_bytes.min(bytes - offset);
+            // SAFETY: the chunk is fresh; the source is the caller's promise.
+            unsafe { pieces.enqueue(source + offset, chunk, 0, length, (index, stays), false)? };
         }
-        arriving.into_iter().try_for_each(|piece| piece.settle(&mut consume))
-    }
-
-    /// Copies `count` sums of squares of blocks from device address `source`, and the flag behind
-    /// them that says whether an element is not finite, and adds them up as the kernels do.
-    ///
-    /// # Safety
-    /// As [`Copies::download`]; the flag is a `u32`.
-    pub(crate) unsafe fn block_sums(
-        &self,
-        staging: &Staging,
-        source: usize,
-        count: usize,
-    ) -> Result<GradientStats> {
-        let mut stats = GradientStats::default();
-        let (piece_bytes, bytes) = (staging.chunk_bytes(), count * SUM_BYTES + FLAG_BYTES);
-        let add = |_: usize, chunk: Arc<Lease>, _: bool, length: usize| {
-            let piece = LeaseSlice::new(chunk, 0, length);
-            // SAFETY: the copy has ended and the chunk is ours alone.
-            let (words, flag) = unsafe { piece.as_slice() }.as_chunks::<SUM_BYTES>();
-            // Chunks are whole pages and hold whole sums: the flag, which is shorter than a sum, is
-            // the remainder of the last chunk.
-            words.iter().for_each(|word| stats.add_block(f64::from_ne_bytes(*word)));
-            stats.non_finite |= flag.iter().any(|byte| *byte != 0);
-            Ok(())
-        };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let pieces = 0..bytes.div_ceil(piece_bytes);
-            self.download(staging, Download { source, pieces, piece_bytes, bytes, keep: false }, add)?;
+        while !pieces.is_empty() {
+            settle(&mut pieces)?;
         }
-        Ok(stats)
+        Ok(())
     }
 }
 
-/// Records an event behind a copy from or to `lease` that was just enqueued.
+/// Records an event behind a copy from `lease` that was just enqueued.
 fn end_of_copy(stream: &CudaStream, lease: &Lease) -> memascend_mem::Result<Arc<CudaEvent>> {
     stream.record().map(Arc::new).inspect_err(|_| lease.return_after(Arc::new(Never)))
-}
-
-/// Never returns a buffer to its pool: the end of the copy is unknown, and the device may use the
-/// buffer at any time.
-struct Never;
-
-impl Fence for Never {
-    fn is_done(&self) -> memascend_mem::Result<bool> {
-        Err(CudaError::CopyLost.into())
-    }
-}
-
-/// A piece on its way from the device.
-struct Arriving<'a> {
-    copies: &'a Copies,
-    index: usize,
-    chunk: Option<Arc<Lease>>,
-    stays: bool,
-    length: usize,
-    event: Arc<CudaEvent>,
-}
-
-impl Arriving<'_> {
-    /// Waits for the copy, and passes the piece to its consumer.
-    fn settle(
-        mut self,
-        consume: &mut impl FnMut(usize, Arc<Lease>, bool, usize) -> Result<()>,
-    ) -> Result<()> {
-        wait(&self.event, &self.copies.counters.waits_worker)?;
-        match self.chunk.take() {
-            Some(chunk) => consume(self.index, chunk, self.stays, self.length),
-            None => Ok(()),
-        }
-    }
-}
-
-impl Drop for Arriving<'_> {
-    fn drop(&mut self) {
-        // The piece is dropped under way because an earlier one failed.
-        if let Some(chunk) = self.chunk.take()
-            && wait(&self.event, &self.copies.counters.waits_worker).is_err()
-        {
-            chunk.return_after(Arc::clone(&self.event) as Arc<dyn Fence>);
-        }
-    }
-}
-
-#[cfg(test)]
-#[path = "../../../memascend-mem/tests/fake/mod.rs"]
-mod fake;
-
-#[cfg(test)]
-mod tests {
-    use memascend_mem::{CudaAllocator, PAGE_BYTES, Pool, SizeClass};
-    use memascend_store::{Store, StoreOptions};
-
-    use super::fake::Fake;
-    use super::*;
-
-    /// 16,384 sums fill the smallest chunk of bf16 gradients: those of a tensor of 2 GiB. Here
-    /// chunks are a page.
-    #[test]
-    fn sums_that_fill_more_than_a_chunk_are_added_in_order() {
-        let fake = Fake::new(&[]);
-        {
-            let cudart = fake.open().unwrap();
-            let directory = tempfile::tempdir().unwrap();
-            let store = Store::create(&[directory.path().to_owned()], &StoreOptions::default()).unwrap();
-            let class = SizeClass::new("test", PAGE_BYTES, 3);
-            let pool = Pool::new(&CudaAllocator::with(Arc::clone(&cudart)), &[class]).unwrap();
-            let staging = Staging::new(Arc::new(store), pool, PAGE_BYTES);
-            let copies = Copies::open(cudart, 0, Arc::default()).unwrap();
-            // The flag is behind the last sum, and where the sums fill their chunks, in one of its
-            // own.
-            for (count, non_finite) in [(1, false), (1500, true), (1024, true), (1024, false)] {
-                let sums: Vec<f64> = (0..count).map(|index| 1.0 / f64::from(index + 1)).collect();
-                let mut source: Vec<u8> = sums.iter().flat_map(|sum| sum.to_ne_bytes()).collect();
-                source.extend((u32::from(non_finite) << 8).to_ne_bytes());
-                let address = source.as_ptr().addr();
-                // SAFETY: the source lives, unchanged, beyond the call.
-                let stats = unsafe { copies.block_sums(&staging, address, sums.len()) }.unwrap();
-                let expected = sums.iter().fold(0.0, |sum, next| sum + next);
-                assert_eq!((stats.sum_squares.to_bits(), stats.non_finite), (expected.to_bits(), non_finite));
-            }
-        }
-        fake.assert_clean();
-    }
 }

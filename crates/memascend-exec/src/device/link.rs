@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
-use crossbeam_channel::{Sender, unbounded};
-use memascend_mem::{CudaEvent, Cudart, Lease, LockExt, Origin};
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use memascend_mem::{Cudart, Lease, LockExt, Origin};
 
+use super::capture::Coming;
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent, HostCopy};
 use super::{AppliedGradient, Applying, Capture, Outcome, Restore, applying, capture, restore};
 use crate::{ArrivingUpdate, DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
@@ -25,33 +26,30 @@ pub struct DeviceLink {
 
 struct Open {
     copies: Arc<Copies>,
-    captures: Worker,
-    stashes: Worker,
+    captures: Worker<Coming>,
+    stashes: Worker<Job>,
 }
 
-/// A thread that runs jobs one after another.
-struct Worker {
-    jobs: Sender<Job>,
+/// A thread that does jobs in their order.
+struct Worker<J> {
+    jobs: Sender<J>,
     thread: JoinHandle<()>,
 }
 
 type Job = Box<dyn FnOnce() + Send>;
 
-impl Worker {
-    fn start(name: &str) -> Self {
-        let (jobs, accepted) = unbounded::<Job>();
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
-            for job in accepted {
-                job();
-            }
-        });
+impl<J: Send + 'static> Worker<J> {
+    /// Starts a thread that runs `run`, which returns when no more jobs can come.
+    fn start(name: &str, run: impl FnOnce(Receiver<J>) + Send + 'static) -> Self {
+        let (jobs, accepted) = unbounded::<J>();
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || run(accepted));
         Self { jobs, thread: thread.expect("the system can start a thread") }
     }
 
     /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome
     /// with an error.
-    fn send(&self, job: impl FnOnce() + Send + 'static) {
-        let _ = self.jobs.send(Box::new(job));
+    fn send(&self, job: J) {
+        let _ = self.jobs.send(job);
     }
 
     /// Waits until all jobs are done.
@@ -70,10 +68,11 @@ impl DeviceLink {
     pub fn open(cudart: Arc<Cudart>, index: i32) -> Result<Self> {
         let counters = Arc::default();
         let copies = Arc::new(Copies::open(cudart, index, Arc::clone(&counters))?);
+        let captured = Arc::clone(&copies);
         let open = Open {
             copies,
-            captures: Worker::start("memascend-gradients"),
-            stashes: Worker::start("memascend-stashes"),
+            captures: Worker::start("memascend-gradients", move |coming| capture::run(&captured, &coming)),
+            stashes: Worker::start("memascend-stashes", |jobs| jobs.into_iter().for_each(|job: Job| job())),
         };
         Ok(Self { index, open: Mutex::new(Some(open)), counters, origin: Origin::here() })
     }
@@ -99,10 +98,8 @@ impl DeviceLink {
     /// `stream` is 0, the device's default stream, or the handle of a live `cudaStream_t` of the
     /// device.
     pub unsafe fn record(&self, stream: usize) -> Result<DeviceEvent> {
-        let copies = self.copies()?;
         // SAFETY: the caller's promise.
-        let event = copies.on_device(|cudart| unsafe { CudaEvent::record(cudart, stream as *mut _) })?;
-        Ok(copies.event(event))
+        unsafe { self.copies()?.record(stream) }
     }
 
     /// Makes later work in `stream` wait for `event`.
@@ -175,8 +172,8 @@ impl DeviceLink {
     ) -> Result<Capture> {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
-        let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
-        captures.send(capture::job(Arc::clone(copies), Arc::clone(gradients), id, source, promise));
+        let Open { captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
+        captures.send(Coming::Captured(gradients.begin_capture(id, source, promise)));
         Ok(Capture(outcome))
     }
 
@@ -196,7 +193,8 @@ impl DeviceLink {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
         let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
-        captures.send(applying::job(Arc::clone(copies), Arc::clone(staging), source, update, promise));
+        let job = applying::job(Arc::clone(copies), Arc::clone(staging), source, update, promise);
+        captures.send(Coming::Applied(Box::new(job)));
         Ok(Applying(outcome))
     }
 
@@ -220,7 +218,7 @@ impl DeviceLink {
         let stash = Stash::arriving(staging, bytes, copied);
         let job =
             restore::stash_job(Arc::clone(copies), stash.stashed(), source, ready.clone(), spill, promise);
-        stashes.send(job);
+        stashes.send(Box::new(job));
         Ok(stash)
     }
 
@@ -234,7 +232,8 @@ impl DeviceLink {
         let (outcome, promise) = Outcome::new(&self.counters);
         let open = self.lock();
         let Open { copies, stashes, .. } = open.as_ref().ok_or(ExecError::Closed)?;
-        stashes.send(restore::job(Arc::clone(copies), stash.stashed(), target, after.clone(), promise));
+        let job = restore::job(Arc::clone(copies), stash.stashed(), target, after.clone(), promise);
+        stashes.send(Box::new(job));
         Ok(Restore(outcome))
     }
 

@@ -6,6 +6,7 @@ mod capture;
 mod copies;
 mod link;
 mod outcome;
+mod pieces;
 mod restore;
 
 pub use applying::{AppliedGradient, Applying, FindFactors, ProjectedNumbers};
@@ -16,3 +17,4 @@ pub use restore::Restore;
 
 pub(crate) use copies::{Copies, Download};
 pub(crate) use outcome::{Outcome, Promise};
+pub(crate) use pieces::{Piece, Pieces};

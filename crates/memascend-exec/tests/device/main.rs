@@ -9,6 +9,7 @@ mod copies;
 mod fake;
 mod gradients;
 mod link;
+mod pipeline;
 mod rig;
 #[path = "../support/mod.rs"]
 mod support;

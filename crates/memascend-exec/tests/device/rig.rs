@@ -57,6 +57,15 @@ impl Rig {
     }
 
     pub fn on(fake: Arc<Fake>, device: i32, staging_chunks: usize, timing: Timing) -> Self {
+        Self::with(fake, device, staging_chunks, 1, timing)
+    }
+
+    /// Gradients are added in so many threads.
+    pub fn adding_in(staging_chunks: usize, threads: usize, timing: Timing) -> Self {
+        Self::with(Arc::new(Fake::new(&[])), 0, staging_chunks, threads, timing)
+    }
+
+    fn with(fake: Arc<Fake>, device: i32, staging_chunks: usize, threads: usize, timing: Timing) -> Self {
         fake.set(c"fake_set_seed", timing.seed);
         fake.set(c"fake_set_lateness", timing.lateness);
         fake.set(c"fake_set_lazy", usize::from(timing.lazy));
@@ -67,7 +76,7 @@ impl Rig {
         let pools = Pool::carve(&CudaAllocator::with(Arc::clone(&cudart)), &groups).unwrap();
         let [chunks, packs] = <[Pool; 2]>::try_from(pools).unwrap();
         let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), CHUNK_ELEMENTS * 4);
-        let gradients = Arc::new(Gradients::new(staging.clone(), CHUNK_ELEMENTS));
+        let gradients = Arc::new(Gradients::new(staging.clone(), CHUNK_ELEMENTS).adding_in(threads));
         let link = Arc::new(DeviceLink::open(cudart, device).unwrap());
         Self { link, gradients, staging: Arc::new(staging), chunks, packs, bench, fake }
     }
@@ -106,6 +115,15 @@ impl Rig {
         let source = DeviceGradient { start, address, numel, accumulate, sums, ready };
         // SAFETY: the caller's promise.
         unsafe { self.link.capture(&self.gradients, id, source) }
+    }
+
+    /// Captures bf16 `values`, which its caller keeps, after an event that is recorded already.
+    pub fn capture_after(&self, id: GradientId, values: &[u8], sums: &Sums, ready: DeviceEvent) -> Capture {
+        let (address, numel) = (values.as_ptr().addr(), values.len() / 2);
+        let sums = Some((sums.bytes.as_ptr().addr(), sums.count));
+        let source = DeviceGradient { start: 0, address, numel, accumulate: false, sums, ready };
+        // SAFETY: the caller's promise.
+        unsafe { self.link.capture(&self.gradients, id, source) }.unwrap()
     }
 
     /// Puts `source` aside, which its caller keeps, unchanged, until it is copied.

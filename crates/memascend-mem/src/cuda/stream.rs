@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use crate::cuda::event::CudaEvents;
 use crate::{CudaError, CudaEvent, Cudart, Origin, Result};
 
 /// `cudaStreamNonBlocking`: the stream does not wait for the default stream, which libraries use on
@@ -17,7 +18,7 @@ const TO_HOST: c_int = 2;
 /// the value destroys the stream; copies enqueued before are still carried out.
 #[derive(Debug)]
 pub struct CudaStream {
-    cudart: Arc<Cudart>,
+    events: Arc<CudaEvents>,
     stream: NonNull<c_void>,
     origin: Origin,
 }
@@ -29,22 +30,26 @@ unsafe impl Send for CudaStream {}
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
-    /// Creates a stream of the calling thread's current device.
-    pub fn new(cudart: &Arc<Cudart>) -> Result<Self> {
+    /// Creates a stream of the calling thread's current device, of which `events` are too.
+    pub fn new(events: &Arc<CudaEvents>) -> Result<Self> {
         const CREATE: &str = "cudaStreamCreateWithFlags";
-        let mut stream = ptr::null_mut();
+        let (cudart, mut stream) = (events.cudart(), ptr::null_mut());
         // SAFETY: the function writes one pointer.
         let code = unsafe { (cudart.functions.stream_create_with_flags)(&mut stream, STREAM_FLAGS) };
         cudart.check(CREATE, code)?;
         let stream = NonNull::new(stream).ok_or(CudaError::InvalidValue { call: CREATE })?;
-        Ok(Self { cudart: Arc::clone(cudart), stream, origin: Origin::here() })
+        Ok(Self { events: Arc::clone(events), stream, origin: Origin::here() })
+    }
+
+    fn cudart(&self) -> &Cudart {
+        self.events.cudart()
     }
 
     /// An event that is done when everything enqueued in the stream so far is done. The stream's
     /// device must be the calling thread's current device.
     pub fn record(&self) -> Result<CudaEvent> {
         // SAFETY: the stream is live.
-        unsafe { CudaEvent::record(&self.cudart, self.stream.as_ptr()) }
+        unsafe { self.events.record(self.stream.as_ptr()) }
     }
 
     /// Makes everything enqueued in the stream from now on wait for `event`. The calling thread
@@ -83,9 +88,9 @@ impl CudaStream {
     ) -> Result<()> {
         // SAFETY: the stream is live, and the ranges are by the caller's promise.
         let code = unsafe {
-            (self.cudart.functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
+            (self.cudart().functions.memcpy_async)(target, source, bytes, kind, self.stream.as_ptr())
         };
-        Ok(self.cudart.check("cudaMemcpyAsync", code)?)
+        Ok(self.cudart().check("cudaMemcpyAsync", code)?)
     }
 }
 
@@ -97,7 +102,7 @@ impl Drop for CudaStream {
         }
         // SAFETY: the stream is live and never used again. CUDA frees a stream with work in it only
         // once the work is done.
-        let code = unsafe { (self.cudart.functions.stream_destroy)(self.stream.as_ptr()) };
-        let _ = self.cudart.check("cudaStreamDestroy", code);
+        let code = unsafe { (self.cudart().functions.stream_destroy)(self.stream.as_ptr()) };
+        let _ = self.cudart().check("cudaStreamDestroy", code);
     }
 }

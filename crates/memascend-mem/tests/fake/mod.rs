@@ -86,6 +86,16 @@ impl Fake {
         }
     }
 
+    /// How often a function failed because it was told to.
+    pub fn failures(&self, name: &CStr) -> usize {
+        // SAFETY: `fake_failures` takes a C string and gives a size_t.
+        unsafe {
+            mem::transmute::<*mut c_void, extern "C" fn(*const libc::c_char) -> usize>(
+                self.symbol(c"fake_failures"),
+            )(name.as_ptr())
+        }
+    }
+
     /// Nothing is live, and nothing was called with an address that was not.
     pub fn assert_clean(&self) {
         assert_eq!(self.get(c"fake_live_allocations"), 0);
@@ -95,6 +105,7 @@ impl Fake {
         assert_eq!(self.get(c"fake_streams"), 0);
         assert_eq!(self.get(c"fake_pending"), 0);
         assert_eq!(self.get(c"fake_races"), 0, "{}", self.text(c"fake_race_text"));
+        assert_eq!(self.get(c"fake_early_reuses"), 0, "an event that may be waited for was recorded again");
         assert_eq!(self.get(c"fake_pending_error"), 0, "an error was left for the next who asks");
     }
 
