@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 from memascend.layout.units import partition
-from memascend.machine import limits
+from memascend.machine import cgroups, limits
 from memascend.plan import host
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_every_cgroup_above_counts_and_page_cache_is_free(
     entry = "0::/outer/inner" if version == 2 else "4:cpu,memory:/outer/inner"
     (tmp_path / "self").write_text(f"{entry}\n")
     real = Path.read_text
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(
         Path, "read_text", lambda path, *a: real(tmp_path / "self" if str(path) == "/proc/self/cgroup" else path, *a)
     )
@@ -165,7 +165,7 @@ def memory_cgroup() -> Iterator[Callable[[int], Path]]:
 
 def _own_memory_cgroup() -> tuple[Path, str]:
     """Return the memory cgroup to make others in (this process's own, or the root), and the name of a limit's file."""
-    first = limits.CGROUPS / "memory"
+    first = cgroups.CGROUPS / "memory"
     if (first / "memory.limit_in_bytes").exists():
         entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
         own = next(path for _, controllers, path in entries if "memory" in controllers.split(","))
@@ -173,10 +173,10 @@ def _own_memory_cgroup() -> tuple[Path, str]:
         # In a container the path may be that of the host.
         return parent if parent.exists() else first, "memory.limit_in_bytes"
     # A group of the second version has either processes or limited groups, and only the root may have both.
-    control = limits.CGROUPS / "cgroup.subtree_control"
+    control = cgroups.CGROUPS / "cgroup.subtree_control"
     if "memory" not in control.read_text().split():
         control.write_text("+memory")
-    return limits.CGROUPS, "memory.max"
+    return cgroups.CGROUPS, "memory.max"
 
 
 #: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a

@@ -38,13 +38,17 @@ def curve(
     `seconds` gives the least time of a step from what it moves. Each entry has `budget_bytes`, `read_bytes`,
     `written_bytes`, `bytes_per_parameter` and, with `seconds`, `seconds_at_least`.
     """
-    least, most = smallest.total, make_plan(units, _NO_LIMIT, update=smallest.update).total
+    least, most = (
+        smallest.total,
+        make_plan(units, _NO_LIMIT, update=smallest.update, threads=smallest.update_threads).total,
+    )
     count = max(1, math.ceil(math.log(most / least, RATIO))) if most > least else 0
     budgets = [least, *(math.ceil(least * (most / least) ** (number / count)) for number in range(1, count + 1))]
     parameters = sum(place.numel for unit in units for place in unit.places)
     points = []
     for budget in budgets:
-        moved = traffic(model, units, make_plan(units, budget, update=smallest.update), config, work, device_plan)
+        plan = make_plan(units, budget, update=smallest.update, threads=smallest.update_threads)
+        moved = traffic(model, units, plan, config, work, device_plan)
         point = {
             "budget_bytes": budget,
             "read_bytes": moved.read.total(),

@@ -123,18 +123,18 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
         least = smallest_plan(units, update="backward").total
-        early = make_plan(units, max(plan.budget, least), update="backward")
+        early = make_plan(units, max(plan.budget, least), update="backward", threads=plan.update_threads)
         yield "--update backward (without clipping)", early, work
     seldom = replace(work, period=_PERIOD)
     may_be_seldom = 0 < work.period < _PERIOD
     if may_be_seldom:
         yield f"--durability every:{_PERIOD}", plan, seldom
-    most = make_plan(units, _NO_LIMIT, update=plan.update).total
+    most = make_plan(units, _NO_LIMIT, update=plan.update, threads=plan.update_threads).total
     for budget in (2 * plan.total, most):
         if plan.total < budget <= most:
             # Whole MiB, so that the text is a size that --host-memory takes.
             mib = math.ceil(budget / _MIB)
-            larger = make_plan(units, mib * _MIB, update=plan.update)
+            larger = make_plan(units, mib * _MIB, update=plan.update, threads=plan.update_threads)
             yield f"--host-memory {mib}MiB", larger, work
             if may_be_seldom:
                 yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger, seldom

@@ -28,6 +28,7 @@ from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.transformers_models import empty_model
 from memascend.machine.limits import resident_memory
+from memascend.machine.threads import update_threads
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
@@ -110,8 +111,9 @@ def forecast(
         _check_over_ranks(gradients, update)
     model = empty_model(config, _directory(path), getattr(torch, dtype))
     units = divided(model, gpu is not None, gradients, ranks)
-    smallest = smallest_plan(units, update=update)
-    plan = smallest if budget is None else make_plan(units, budget, update=update)
+    threads = update_threads(gpu is not None)
+    smallest = smallest_plan(units, update=update, threads=threads)
+    plan = smallest if budget is None else make_plan(units, budget, update=update, threads=threads)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Work(

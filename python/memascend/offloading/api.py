@@ -11,6 +11,7 @@ from memascend.durable.record import source_of
 from memascend.errors import MemascendError
 from memascend.layout.division import divide
 from memascend.layout.units import CPU, partition
+from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
 from memascend.offloading.locations import paths_of
@@ -266,7 +267,8 @@ def offload(
         if ranks is not None:
             over_ranks.compare_layout(ranks, units)
             divide(units, ranks.rank, ranks.size)
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update)
+        threads = update_threads(computing.device is not None, options.get("compute_threads"))
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update, threads)
         session = Session(
             model,
             units,

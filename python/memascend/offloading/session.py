@@ -25,6 +25,7 @@ from memascend.errors import DeviceError, HostMemoryError, MemascendError, Pinne
 from memascend.layout.units import round_up
 from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
+from memascend.machine.waits import threads_in_use
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.automatic import Watch, growing_alone
 from memascend.offloading.downloads import DownloadedGradients
@@ -188,7 +189,8 @@ class Session:
                 if plan.total <= plan.smallest_bytes:
                     raise
                 most = None if plan.most is None else plan.most.budget
-                smaller = make_plan(self.units, max(plan.smallest_bytes, plan.total // 2), most, plan.update)
+                budget = max(plan.smallest_bytes, plan.total // 2)
+                smaller = make_plan(self.units, budget, most, plan.update, plan.update_threads)
                 _log.info("%s: trying %s", error, format_size(smaller.total))
                 plan = smaller
         if plan is not wanted:
@@ -584,6 +586,7 @@ class Session:
         stats["notices"] = self.runtime.notices + self.notices
         stats["generation"] = self.runtime.generation
         stats["seconds"] = self.timeline.seconds()
+        stats["threads"] = threads_in_use(self.plan.update_threads)
         if self.membership is not None:
             ranks = self.membership.ranks
             stats |= {"rank": ranks.rank, "ranks": ranks.size, "network_bytes_sent": ranks.sent_bytes}

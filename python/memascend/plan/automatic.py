@@ -43,23 +43,24 @@ def plan_for(
     host_memory: str | int | None,
     host_memory_max: str | int | None = None,
     update: str = "forward",
+    threads: int = 1,
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
-    None is the least budget that works; `update` is as in `make_plan`. Raises BudgetError as `make_plan` does,
+    None is the least budget that works; `update` and `threads` are as in `make_plan`. Raises BudgetError as `make_plan` does,
     ValueError for what is neither a size nor "auto".
     """
     most = None if host_memory_max is None else parse_size(host_memory_max)
     if host_memory is None:
-        return smallest_plan(units, most, update), False
+        return smallest_plan(units, most, update, threads), False
     if host_memory != AUTO:
-        return make_plan(units, parse_size(host_memory), most, update), False
+        return make_plan(units, parse_size(host_memory), most, update, threads), False
     if most is None:
-        most = _most(units, update)
-    least = smallest_plan(units, most, update).total
+        most = _most(units, update, threads)
+    least = smallest_plan(units, most, update, threads).total
     left = min((bound.left - bound.reserve for bound in limits.memory_bounds()), default=most)
     # What a step takes beside the plan is not known yet.
-    return make_plan(units, min(most, max(least, left // 2)), most, update), True
+    return make_plan(units, min(most, max(least, left // 2)), most, update, threads), True
 
 
 def least_of(units: Sequence[Unit]) -> Plan:
@@ -67,12 +68,12 @@ def least_of(units: Sequence[Unit]) -> Plan:
     return smallest_plan(units, _most(units))
 
 
-def _most(units: Sequence[Unit], update: str = "forward") -> int:
+def _most(units: Sequence[Unit], update: str = "forward", threads: int = 1) -> int:
     """Return the largest budget that a run can use, or that the machine has, with limits that may be raised later."""
-    unlimited = make_plan(units, 1 << 62, 1 << 62, update)
+    unlimited = make_plan(units, 1 << 62, 1 << 62, update, threads)
     usable = unlimited.total + HEAP_BYTES
     machine = min(limits.total_memory(), int(limits.address_space_left() * ADDRESSES_SHARE))
-    return max(min(usable, machine), smallest_plan(units, usable, update).total)
+    return max(min(usable, machine), smallest_plan(units, usable, update, threads).total)
 
 
 def held_by(plan: Plan) -> int:
