@@ -85,6 +85,44 @@ def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> Non
     assert shares == sorted(shares) and shares[0] == host.CHUNK_ELEMENTS_MIN < shares[-1]
 
 
+def test_more_threads_have_more_slots_where_there_is_room() -> None:
+    units = partition(tiny.build("llama"))
+    counts = {}
+    for threads in (1, 2, 3, 8):
+        made = host.make_plan(units, 4096 * MIB, threads=threads)
+        assert made.update_threads == threads
+        assert made.total <= made.budget and made.chunk_elements == host.make_plan(units, 4096 * MIB).chunk_elements
+        assert ("for 8 threads" in made.table()) == (threads == 8)
+        counts[threads] = made.slots.count
+    assert counts == {1: 8, 2: 8, 3: 9, 8: 24}
+    # Whole slots, as many as the transfers' share has room for.
+    budget = next(mib * MIB for mib in range(16, 4096) if host.make_plan(units, mib * MIB, threads=8).slots.count > 8)
+    assert host.make_plan(units, budget, threads=8).slots.count < 24
+    transfers = host.make_plan(units, budget, threads=8)
+    assert transfers.slots.total + transfers.staging.total <= budget * host.TRANSFER_SHARE
+
+
+def test_the_least_plan_is_the_same_for_any_number_of_threads() -> None:
+    units = partition(tiny.build("llama"))
+    least = host.smallest_plan(units)
+    for threads in (2, 64):
+        made = host.smallest_plan(units, threads=threads)
+        assert (made.total, made.slots.count, made.overlap_bytes) == (least.total, 8, least.overlap_bytes)
+
+
+def test_a_budget_that_changes_keeps_its_slots() -> None:
+    """The update pipeline is neither grown nor shrunk: the least is what works with as many slots."""
+    units, most = partition(tiny.build("llama")), 1024 * MIB
+    made = host.make_plan(units, 512 * MIB, most, threads=6)
+    assert made.most is not None and made.slots.count == made.most.slots.count == 18
+    least = host.replan(made, units, made.smallest_bytes)
+    assert least.slots.count == 18 and least.update_threads == 6
+    assert host.replan(least, units, most).slots.count == 18
+    with pytest.raises(memascend.BudgetError) as caught:
+        host.replan(made, units, made.smallest_bytes - 1)
+    assert caught.value.smallest_bytes == made.smallest_bytes
+
+
 def test_a_refusal_names_the_knobs() -> None:
     with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
         host.make_plan(partition(tiny.build("llama", torch.float32)), MIB)

@@ -38,16 +38,14 @@ def curve(
     `seconds` gives the least time of a step from what it moves. Each entry has `budget_bytes`, `read_bytes`,
     `written_bytes`, `bytes_per_parameter` and, with `seconds`, `seconds_at_least`.
     """
-    least, most = (
-        smallest.total,
-        make_plan(units, _NO_LIMIT, update=smallest.update, threads=smallest.update_threads).total,
-    )
+    update, threads = smallest.update, smallest.update_threads
+    least, most = smallest.total, make_plan(units, _NO_LIMIT, update=update, threads=threads).total
     count = max(1, math.ceil(math.log(most / least, RATIO))) if most > least else 0
     budgets = [least, *(math.ceil(least * (most / least) ** (number / count)) for number in range(1, count + 1))]
     parameters = sum(place.numel for unit in units for place in unit.places)
     points = []
     for budget in budgets:
-        plan = make_plan(units, budget, update=smallest.update, threads=smallest.update_threads)
+        plan = make_plan(units, budget, update=update, threads=threads)
         moved = traffic(model, units, plan, config, work, device_plan)
         point = {
             "budget_bytes": budget,

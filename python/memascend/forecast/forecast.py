@@ -229,7 +229,8 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     inputs are copied from it. Through host memory passes everything that comes from or goes to the SSD and the GPU, and
     what the CPU computes with: an update reads gradients, weights and states and writes weights and states; the
     gradient of a later pass is read, added to the one there, and written. What the processor's caches may serve (copies
-    of chunks, checksums) is not counted. Over ranks, what is sent and what is received pass through host memory too,
+    of chunks, checksums) is not counted. The update's bytes stand by themselves, too: a few threads move fewer than
+    memory has room for. Over ranks, what is sent and what is received pass through host memory too,
     and what all have sent of gradients is read to be added up.
     """
     layers = sum(unit.repeated for unit in units)
@@ -240,9 +241,11 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     # Over ranks a unit has the padding of every share.
     gradients = sum(unit.nbytes if work.ranks == 1 else sum(p.nbytes for p in unit.places) for unit in units)
     h2d, d2h = moved.uploaded + inputs, gradients * work.grad_accum + inputs
-    update = weights + 2 * (weights + states) + 3 * weights * (work.grad_accum - 1)
+    update = weights + 2 * (weights + states)
+    sums = 3 * weights * (work.grad_accum - 1)
     flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
-    passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
+    passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "update": update}
+    passed["dram"] = ssd + h2d + d2h + update + sums
     if work.ranks > 1:
         passed["network"] = between_ranks(units, work, moved)["busiest_bytes"]
         passed["dram"] += 2 * passed["network"] + gradients * work.grad_accum

@@ -1,4 +1,4 @@
-"""The processors that this process really has: its affinity mask, its cgroups' quota of time, and which share a core."""
+"""The processors that this process really has: affinity mask, quota of time of its cgroups, and which share a core."""
 
 from __future__ import annotations
 

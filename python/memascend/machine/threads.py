@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memascend.errors import MemascendError
+from memascend.errors import DataError
 from memascend.machine.processors import Processors, processors
 
 VARIABLE = "MEMASCEND_THREADS"
@@ -34,7 +34,7 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Return what `MEMASCEND_THREADS` says now. Raises MemascendError where that has another form."""
+    """Return what `MEMASCEND_THREADS` says now. Raises DataError, a ValueError, where that has another form."""
     chosen: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         name, _, value = part.partition("=")
@@ -43,7 +43,7 @@ def settings() -> Settings:
         elif name in ("torch", "update") and value.isascii() and value.isdigit() and int(value) > 0:
             chosen[name] = int(value)
         else:
-            raise MemascendError(
+            raise DataError(
                 f"{VARIABLE} has {part!r}: give torch=N and update=N, numbers of threads, and waits= one of "
                 f"{', '.join(WAITS)}, each at most once and separated by commas"
             )
@@ -53,7 +53,7 @@ def settings() -> Settings:
 def update_threads(beside_device: bool, given: int | None = None) -> int:
     """Return how many threads update weights: those `given` as an option, or in the environment, else what is chosen.
 
-    Neither changes a bit. Raises ValueError for less than one, MemascendError as `settings` does.
+    Neither changes a bit. Raises ValueError for less than one, DataError as `settings` does.
     """
     if given is not None:
         if given < 1:

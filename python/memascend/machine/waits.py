@@ -140,11 +140,11 @@ def watch(wanted: Callable[[], bool]) -> None:
     """Have a thread of this process choose how PyTorch's threads wait, as long as `wanted` returns True.
 
     Does nothing where such a thread runs, where the user has set one of `VARIABLES` or "waits=spin", and where PyTorch
-    has one thread or another OpenMP than GNU's. Raises MemascendError for a wrong MEMASCEND_THREADS.
+    has one thread or another OpenMP than GNU's. Raises DataError for a wrong MEMASCEND_THREADS.
     """
     global _waits
     mode = settings().waits
-    if mode == "spin" or torch.get_num_threads() == 1 or _set_by_user() or not is_gnu(library()):
+    if mode == "spin" or torch.get_num_threads() == 1 or set_by_user() or not is_gnu(library()):
         return
     with _lock:
         if _waits is not None:
@@ -168,14 +168,15 @@ def _choose(waits: Waits, wanted: Callable[[], bool]) -> None:
     waits.close()
 
 
-def _set_by_user() -> list[str]:
+def set_by_user() -> list[str]:
+    """Return what the user has set of `VARIABLES`, as "NAME=value"."""
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 
 def state() -> str:
     """Return how PyTorch's threads wait now, and why: for `memascend.stats`."""
     waits = _waits
-    if given := _set_by_user():
+    if given := set_by_user():
         return f"as {', '.join(given)} says"
     if waits is None:
         return "as OpenMP does by itself"

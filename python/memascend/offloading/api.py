@@ -232,7 +232,8 @@ def offload(
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
-            "locked", "pageable"), `huge_pages` (bool, default True: in pages of 2 MiB), `compute_threads` (int).
+            "locked", "pageable"), `huge_pages` (bool, default True: in pages of 2 MiB), `compute_threads` (int: threads
+            that update weights; by default they follow the processors, see `MEMASCEND_THREADS` in the documentation).
 
     Raises:
         BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message say what would do.

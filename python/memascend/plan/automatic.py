@@ -47,8 +47,8 @@ def plan_for(
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
-    None is the least budget that works; `update` and `threads` are as in `make_plan`. Raises BudgetError as `make_plan` does,
-    ValueError for what is neither a size nor "auto".
+    None is the least budget that works; `update` and `threads` are as in `make_plan`. Raises BudgetError as `make_plan`
+    does, ValueError for what is neither a size nor "auto".
     """
     most = None if host_memory_max is None else parse_size(host_memory_max)
     if host_memory is None:
