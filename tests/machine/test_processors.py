@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import needs
 import pytest
+import torch
 
 from memascend.errors import DataError
 from memascend.machine import cgroups, processors, threads
@@ -130,6 +131,28 @@ def test_one_variable_sets_them(machine: Callable[..., processors.Processors], m
     assert threads.update_threads(True, 7) == 7, "the option of a model comes first"
     with pytest.raises(ValueError, match="compute_threads=0: at least one"):
         threads.update_threads(True, 0)
+
+
+def test_a_program_of_ours_computes_with_no_more_threads_than_a_quota_pays_for(
+    machine: Callable[..., processors.Processors], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (threads.VARIABLE, *threads._NUMBERS):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        machine(8)
+        threads.set_torch_threads()
+        assert torch.get_num_threads() == 4
+        write(tmp_path / "groups", {"cpu.max": "250000 100000"})
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        threads.set_torch_threads()
+        assert torch.get_num_threads() == 4, "the user has said how many"
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        threads.set_torch_threads()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("wrong", ["update", "update=0", "update=-1", "waits=never", "threads=2", "update=٣"])

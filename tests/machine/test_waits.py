@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from memascend.machine import waits
+from memascend.machine import neighbours, waits
 from memascend.machine.processors import Processors
 
 if TYPE_CHECKING:
@@ -124,6 +124,25 @@ def test_a_busy_neighbour_has_threads_yield() -> None:
             loop.kill()
             loop.wait()
     assert seen["open"] < SLEEPS, seen
+
+
+def test_neighbours_are_what_others_use_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User, nice, system, irq, softirq and steal on processors 0 and 2, less this process's own time."""
+    now, own = [10.0], [1.0]
+    busy = {"cpu": 900, "cpu0": 100, "cpu1": 500, "cpu2": 100}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: own[0])
+    monkeypatch.setattr(neighbours, "_SECONDS_PER_TICK", 0.01)
+    line = "{} {} 10 20 9999 99 1 2 {} 77 0"
+    monkeypatch.setattr(neighbours, "lines_of", lambda _: [line.format(name, n, n) for name, n in busy.items()])
+    counted = neighbours.Neighbours()
+    now[0], own[0] = 12.0, 2.5
+    busy |= {"cpu0": 150, "cpu1": 700, "cpu2": 175}
+    # 125 ticks of user time and as many of steal: 2.5 s in 2 s, of which 1.5 s are its own.
+    assert counted.processors() == pytest.approx(0.5)
+    now[0], own[0] = 13.0, 4.0
+    assert counted.processors() == 0.0, "clocks differ"
 
 
 # ---- when ---------------------------------------------------------------------------------------------------

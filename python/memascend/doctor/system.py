@@ -138,10 +138,7 @@ def _processor() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     here, compute = processors(), torch.get_num_threads()
-    try:
-        update, beside_device = threads.update_threads(False), threads.update_threads(True)
-    except MemascendError as error:
-        return problem("threads", str(error), f"Correct {threads.VARIABLE}, or unset it")
+    update, beside_device = threads.update_threads(False), threads.update_threads(True)
     text = (
         f"PyTorch computes with {compute}, {update} {'update' if update > 1 else 'updates'} weights ({beside_device} "
         "where a GPU computes), and one moves the bytes of each volume"
