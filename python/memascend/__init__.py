@@ -120,6 +120,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
       (`waits_worker`) waited for the device.
     - Where the store is divided over ranks: `rank`, `ranks`, and `network_bytes_sent`, the weights and gradients that
       this rank has sent to others.
+    - `threads`: `torch`, those that PyTorch computes with; `update`, those that update weights; `waits`, how PyTorch's
+      wait for each other now ("spin", "yield", or what decides that); and `processors`, of this process: `logical`,
+      `physical` (cores) and `quota` (processors' worth of time that its cgroups allow, or None).
     - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `notices`: what the user should know about them.
     - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
       of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and

@@ -7,10 +7,12 @@ import sys
 
 import lab
 import pytest
+import torch
 
 from memascend.command import main
 from memascend.doctor import findings, software, storage, system
-from memascend.machine import drives
+from memascend.machine import drives, threads, waits
+from memascend.machine.processors import Processors
 
 
 def test_the_page_of_this_machine(tmp_path, capsys):
@@ -25,6 +27,8 @@ def test_the_page_of_this_machine(tmp_path, capsys):
         "page-locked memory",
         "memory",
         "processor",
+        "threads",
+        "waits",
         "GPU",
     )
     for subject in (*subjects, str(tmp_path)):
@@ -32,6 +36,43 @@ def test_the_page_of_this_machine(tmp_path, capsys):
     assert page.splitlines()[-1].startswith("0 problems")
     # What it has tried is gone.
     assert not list(tmp_path.iterdir())
+
+
+def test_threads_and_waits(tmp_path, monkeypatch, capsys):
+    def told(*variables):
+        for name in (threads.VARIABLE, *waits.VARIABLES):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables:
+            monkeypatch.setenv(name, value)
+        code = main.main(["doctor", "--store", str(tmp_path), "--no-measure", "--json"])
+        lines = {line["subject"]: line for line in json.loads(capsys.readouterr().out)}
+        return code, lines["threads"], lines["waits"]
+
+    monkeypatch.setattr(threads, "processors", lambda: Processors(16, 16))
+    monkeypatch.setattr(system, "processors", lambda: Processors(16, 16))
+    before = torch.get_num_threads()
+    try:
+        _, found, waiting = told()
+        assert "4 update weights (8 where a GPU computes)" in found["text"]
+        assert waiting["text"] == "PyTorch's one thread waits for no other"
+        _, found, waiting = told((threads.VARIABLE, "torch=3,update=2"))
+        assert "PyTorch computes with 3, 2 update weights (2 where" in found["text"]
+        assert "spin for " in waiting["text"] and "(libgomp.so.1); beside busy programs" in waiting["text"]
+        _, _, waiting = told(("OMP_WAIT_POLICY", "passive"))
+        assert waiting["text"].endswith("as OMP_WAIT_POLICY=passive says")
+        monkeypatch.setattr(system, "processors", lambda: Processors(16, 16, 2.5, "a cgroup"))
+        _, found, _ = told()
+        assert found["level"] == "note" and "3 take turns on 2" in found["text"]
+        assert "torch.set_num_threads(2)" in found["remedy"]
+        monkeypatch.setattr(waits, "is_gnu", lambda _: False)
+        monkeypatch.setattr(waits, "spin_seconds", lambda: 0.2)
+        _, _, waiting = told()
+        assert waiting["level"] == "note" and "OMP_WAIT_POLICY=passive" in waiting["remedy"]
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setenv(threads.VARIABLE, "threads=2")
+    assert main.main(["doctor"]) == main.BAD_INPUT
+    assert "MEMASCEND_THREADS has 'threads=2'" in capsys.readouterr().err
 
 
 def test_a_missing_store_is_a_problem(tmp_path, capsys):

@@ -181,3 +181,8 @@ def test_the_table_of_a_gpu_shows_every_rate() -> None:
         "host memory, copy": (40, "GB/s"),
     }
     assert gpu_text(GPU).startswith("A GPU, 24.0 GiB")
+
+
+def test_an_update_is_timed_with_a_runs_threads() -> None:
+    rate = gpu.measure_update(2, seconds=0.05)
+    assert 1e8 < rate.per_second < 1e12 and rate.source == "measured just now, 2 threads"

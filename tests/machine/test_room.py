@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from memascend.machine import limits, pressure
+from memascend.machine import cgroups, limits, pressure
 from memascend.machine.pressure import Growth, Stalls
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
             "/proc/meminfo": proc / "meminfo",
             "/proc/pressure/memory": proc / "memory",
         }
-        monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+        monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
         monkeypatch.setattr(Path, "read_text", lambda path, *a, **k: real(faked.get(str(path), path), *a, **k))
         return proc
 

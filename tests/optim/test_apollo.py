@@ -200,6 +200,15 @@ def test_neither_budget_nor_threads_matter(
     tiny.assert_same(tiny.train(model, "qwen3", optimizer=make(variant, model), accumulate=2), expected)
 
 
+@pytest.mark.parametrize("variant", ["apollo", "mini", "apollo without master"])
+def test_update_threads_change_no_bit(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
+    model = build(variant, "llama")
+    expected = tiny.train(model, "llama", optimizer=make(variant, model))
+    for threads in (1, 2, 3, 5):
+        model = offloaded(build(variant, "llama"), store=tmp_path / str(threads), compute_threads=threads)
+        tiny.assert_same(tiny.train(model, "llama", optimizer=make(variant, model)), expected)
+
+
 def test_threads_and_pieces_change_no_bit_of_a_step() -> None:
     def run(threads: int) -> torch.Tensor:
         torch.manual_seed(1)

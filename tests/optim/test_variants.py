@@ -103,6 +103,16 @@ def test_neither_budget_nor_threads_matter(
     assert weights.keys() == expected.weights.keys()
 
 
+@variants
+def test_update_threads_change_no_bit(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
+    model = build(variant)
+    expected = tiny.train(model, "plain", optimizer=make(variant, model))
+    for threads in (1, 2, 3, 5):
+        model = offloaded(build(variant), store=tmp_path / str(threads), compute_threads=threads)
+        assert memascend.stats(model)["threads"]["update"] == threads
+        tiny.assert_same(tiny.train(model, "plain", optimizer=make(variant, model)), expected)
+
+
 def test_the_seed_matters_and_parameters_round_apart() -> None:
     def run(seed: int) -> list[torch.Tensor]:
         parameters = [nn.Parameter(torch.ones(40_000, dtype=HALF)) for _ in range(2)]

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 from memascend.layout.units import partition
-from memascend.machine import limits
+from memascend.machine import cgroups, limits
 from memascend.plan import host
 
 if TYPE_CHECKING:
@@ -85,6 +85,44 @@ def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> Non
     assert shares == sorted(shares) and shares[0] == host.CHUNK_ELEMENTS_MIN < shares[-1]
 
 
+def test_more_threads_have_more_slots_where_there_is_room() -> None:
+    units = partition(tiny.build("llama"))
+    counts = {}
+    for threads in (1, 2, 3, 8):
+        made = host.make_plan(units, 4096 * MIB, threads=threads)
+        assert made.update_threads == threads
+        assert made.total <= made.budget and made.chunk_elements == host.make_plan(units, 4096 * MIB).chunk_elements
+        assert ("for 8 threads" in made.table()) == (threads == 8)
+        counts[threads] = made.slots.count
+    assert counts == {1: 8, 2: 8, 3: 9, 8: 24}
+    # Whole slots, as many as the transfers' share has room for.
+    budget = next(mib * MIB for mib in range(16, 4096) if host.make_plan(units, mib * MIB, threads=8).slots.count > 8)
+    assert host.make_plan(units, budget, threads=8).slots.count < 24
+    transfers = host.make_plan(units, budget, threads=8)
+    assert transfers.slots.total + transfers.staging.total <= budget * host.TRANSFER_SHARE
+
+
+def test_the_least_plan_is_the_same_for_any_number_of_threads() -> None:
+    units = partition(tiny.build("llama"))
+    least = host.smallest_plan(units)
+    for threads in (2, 64):
+        made = host.smallest_plan(units, threads=threads)
+        assert (made.total, made.slots.count, made.overlap_bytes) == (least.total, 8, least.overlap_bytes)
+
+
+def test_a_budget_that_changes_keeps_its_slots() -> None:
+    """The update pipeline is neither grown nor shrunk: the least is what works with as many slots."""
+    units, most = partition(tiny.build("llama")), 1024 * MIB
+    made = host.make_plan(units, 512 * MIB, most, threads=6)
+    assert made.most is not None and made.slots.count == made.most.slots.count == 18
+    least = host.replan(made, units, made.smallest_bytes)
+    assert least.slots.count == 18 and least.update_threads == 6
+    assert host.replan(least, units, most).slots.count == 18
+    with pytest.raises(memascend.BudgetError) as caught:
+        host.replan(made, units, made.smallest_bytes - 1)
+    assert caught.value.smallest_bytes == made.smallest_bytes
+
+
 def test_a_refusal_names_the_knobs() -> None:
     with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
         host.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
@@ -133,7 +171,7 @@ def test_every_cgroup_above_counts_and_page_cache_is_free(
     entry = "0::/outer/inner" if version == 2 else "4:cpu,memory:/outer/inner"
     (tmp_path / "self").write_text(f"{entry}\n")
     real = Path.read_text
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(
         Path, "read_text", lambda path, *a: real(tmp_path / "self" if str(path) == "/proc/self/cgroup" else path, *a)
     )
@@ -165,7 +203,7 @@ def memory_cgroup() -> Iterator[Callable[[int], Path]]:
 
 def _own_memory_cgroup() -> tuple[Path, str]:
     """Return the memory cgroup to make others in (this process's own, or the root), and the name of a limit's file."""
-    first = limits.CGROUPS / "memory"
+    first = cgroups.CGROUPS / "memory"
     if (first / "memory.limit_in_bytes").exists():
         entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
         own = next(path for _, controllers, path in entries if "memory" in controllers.split(","))
@@ -173,10 +211,10 @@ def _own_memory_cgroup() -> tuple[Path, str]:
         # In a container the path may be that of the host.
         return parent if parent.exists() else first, "memory.limit_in_bytes"
     # A group of the second version has either processes or limited groups, and only the root may have both.
-    control = limits.CGROUPS / "cgroup.subtree_control"
+    control = cgroups.CGROUPS / "cgroup.subtree_control"
     if "memory" not in control.read_text().split():
         control.write_text("+memory")
-    return limits.CGROUPS, "memory.max"
+    return cgroups.CGROUPS, "memory.max"
 
 
 #: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import needs
 import pytest
 
-from memascend.machine import limits
+from memascend.machine import cgroups, limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ SLACK = 160 * MIB
 @pytest.fixture
 def group() -> Iterator[Path]:
     """Make a memory cgroup of version 1 without a limit; skips where that is not allowed."""
-    mounted = limits.CGROUPS / "memory"
+    mounted = cgroups.CGROUPS / "memory"
     if not (mounted / "memory.limit_in_bytes").exists():
         needs.unmet("root", "the memory controller of version 1 of cgroups is not mounted")
     entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())

@@ -49,6 +49,7 @@ from memascend.integrations.trainer_position import Position
 from memascend.layout.units import partition
 from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
+from memascend.machine.threads import update_threads
 from memascend.offloading.api import offload_of
 from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
@@ -241,7 +242,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
         automatic = settings.host_memory == AUTO
         on_device = settings.device is not None
-        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), on_device=on_device)
+        options: dict[str, Any] = {"on_device": on_device, "threads": update_threads(on_device)}
+        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])

@@ -15,6 +15,7 @@ from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
 from memascend.command.subcommands import SUBCOMMANDS
 from memascend.errors import DataError
+from memascend.machine.threads import set_torch_threads
 
 __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
@@ -36,6 +37,7 @@ def _main(words: Sequence[str]) -> int:
         tell(f"error: {error}")
         return BAD_INPUT
     try:
+        set_torch_threads()
         return SUBCOMMANDS[chosen.command](chosen)
     except KeyboardInterrupt as interrupt:
         with launched.one_speaks():

@@ -32,6 +32,7 @@ from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.of_store import savings_of_store
 from memascend.formats.config import load_bare_config
 from memascend.machine import drives, gpu
+from memascend.machine.threads import update_threads
 from memascend.offloading.computing import Computing
 from memascend.report.page import page_of, write_page
 from memascend.report.run import read_run
@@ -226,6 +227,7 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
         return None
     given = {"flops": chosen.flops, "h2d": chosen.pcie, "d2h": chosen.pcie, "dram": chosen.dram, "ssd": chosen.ssd}
     rates = gpu.rates_for(dtype, given, chosen.store)
+    rates["update"] = gpu.measure_update(update_threads(beside_device=True))
     if (network := _network(chosen)) is not None:
         rates["network"] = network
     elif (chosen.ranks or 1) > 1:

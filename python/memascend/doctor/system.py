@@ -13,7 +13,8 @@ from memascend._memascend import FileEngine, HostBuffer, instruction_set
 from memascend.common.sizes import format_size
 from memascend.doctor.findings import Finding, note, ok, problem
 from memascend.errors import MemascendError
-from memascend.machine import limits, products
+from memascend.machine import limits, products, threads, waits
+from memascend.machine.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 LOCKED_BYTES = 64 << 20
 #: Less than this leaves no room for a model beside PyTorch.
 SMALL_BYTES = 4 << 30
+#: Threads that spin for less lose little of the time that others need.
+SPINNING_SECONDS = 0.001
 #: Which memory gets huge pages: "always [madvise] never", with the choice in brackets.
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -122,14 +125,50 @@ def _swap() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0))
-    yield ok("processor", f"{cores} cores for this process; kernels for {instruction_set()}")
+    yield ok("processor", f"{processors().text()}; kernels for {instruction_set()}")
+    yield _threads()
+    yield _waits()
     if products.is_slow(torch.bfloat16):
         yield note(
             "bfloat16", products.rates_text(torch.bfloat16), "Train in float32: --dtype auto does, by this figure"
         )
     else:
         yield ok("bfloat16", products.rates_text(torch.bfloat16))
+
+
+def _threads() -> Finding:
+    here, compute = processors(), torch.get_num_threads()
+    update, beside_device = threads.update_threads(False), threads.update_threads(True)
+    text = (
+        f"PyTorch computes with {compute}, {update} {'update' if update > 1 else 'updates'} weights ({beside_device} "
+        "where a GPU computes), and one moves the bytes of each volume"
+    )
+    if compute > here.threads:
+        return note(
+            "threads",
+            f"{text}; {compute} take turns on {here.threads}, and each loop waits for the last of them",
+            f"torch.set_num_threads({here.threads}), or OMP_NUM_THREADS={here.threads}; the command line does so",
+        )
+    return ok("threads", text)
+
+
+def _waits() -> Finding:
+    if torch.get_num_threads() == 1:
+        return ok("waits", "PyTorch's one thread waits for no other")
+    library, spinning = waits.library(), waits.spin_seconds()
+    name = "an unknown OpenMP" if library is None else library.name
+    text = f"PyTorch's threads spin for {spinning * 1000:.1f} ms before they sleep ({name})"
+    if given := waits.set_by_user():
+        return ok("waits", f"{text}, as {', '.join(given)} says")
+    if waits.is_gnu(library):
+        return ok("waits", f"{text}; beside busy programs, memascend has them sleep at once")
+    if spinning < SPINNING_SECONDS:
+        return ok("waits", text)
+    return note(
+        "waits",
+        f"{text}: beside busy programs a step takes many times as long",
+        "export OMP_WAIT_POLICY=passive before Python starts, where other programs use the machine",
+    )
 
 
 def _gpu() -> Finding:

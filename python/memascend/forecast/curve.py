@@ -38,7 +38,11 @@ def curve(
     `seconds` gives the least time of a step from what it moves. Each entry has `budget_bytes`, `read_bytes`,
     `written_bytes`, `bytes_per_parameter` and, with `seconds`, `seconds_at_least`.
     """
-    options: dict[str, Any] = {"update": smallest.update, "on_device": smallest.on_device}
+    options: dict[str, Any] = {
+        "update": smallest.update,
+        "on_device": smallest.on_device,
+        "threads": smallest.update_threads,
+    }
     least, most = smallest.total, make_plan(units, _NO_LIMIT, **options).total
     count = max(1, math.ceil(math.log(most / least, RATIO))) if most > least else 0
     budgets = [least, *(math.ceil(least * (most / least) ** (number / count)) for number in range(1, count + 1))]

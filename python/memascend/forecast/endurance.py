@@ -122,19 +122,21 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
     if work.optimizer == "adamw":
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
-        least = smallest_plan(units, update="backward", on_device=plan.on_device).total
-        early = make_plan(units, max(plan.budget, least), update="backward", on_device=plan.on_device)
+        options: dict[str, Any] = {"update": "backward", "on_device": plan.on_device}
+        least = smallest_plan(units, **options).total
+        early = make_plan(units, max(plan.budget, least), **options, threads=plan.update_threads)
         yield "--update backward (without clipping)", early, work
     seldom = replace(work, period=_PERIOD)
     may_be_seldom = 0 < work.period < _PERIOD
     if may_be_seldom:
         yield f"--durability every:{_PERIOD}", plan, seldom
-    most = make_plan(units, _NO_LIMIT, update=plan.update, on_device=plan.on_device).total
+    options = {"update": plan.update, "on_device": plan.on_device, "threads": plan.update_threads}
+    most = make_plan(units, _NO_LIMIT, **options).total
     for budget in (2 * plan.total, most):
         if plan.total < budget <= most:
             # Whole MiB, so that the text is a size that --host-memory takes.
             mib = math.ceil(budget / _MIB)
-            larger = make_plan(units, mib * _MIB, update=plan.update, on_device=plan.on_device)
+            larger = make_plan(units, mib * _MIB, **options)
             yield f"--host-memory {mib}MiB", larger, work
             if may_be_seldom:
                 yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger, seldom

@@ -28,6 +28,7 @@ from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
+from memascend.machine.threads import update_threads
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
@@ -108,8 +109,10 @@ def forecast(
         _check_over_ranks(gradients, update)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))
     units = divided(model, gpu is not None, gradients, ranks)
-    smallest = smallest_plan(units, update=update, on_device=gpu is not None)
-    plan = smallest if budget is None else make_plan(units, budget, update=update, on_device=gpu is not None)
+    on_device = gpu is not None
+    options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
+    smallest = smallest_plan(units, **options)
+    plan = smallest if budget is None else make_plan(units, budget, **options)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Work(
@@ -226,8 +229,9 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     that comes from or goes to the SSD and the GPU, and what the CPU computes with: an update reads gradients, weights
     and states and writes weights and states; the gradient of a later pass is read, added to the one there, and written,
     where it does not stay on the GPU. What the processor's caches may serve (copies of chunks, checksums) is not
-    counted. Over ranks, what is sent and what is received pass through host memory too, and what all have sent of
-    gradients is read to be added up.
+    counted. The update's bytes stand by themselves, too: a few threads move fewer than memory has room for. Over ranks,
+    what is sent and what is received pass through host memory too, and what all have sent of gradients is read to be
+    added up.
     """
     layers = sum(unit.repeated for unit in units)
     inputs = stash_bytes(units, config, work) * layers * work.grad_accum
@@ -238,9 +242,11 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     gradients = sum(unit.nbytes if work.ranks == 1 else sum(p.nbytes for p in unit.places) for unit in units)
     later = work.grad_accum - 1
     h2d, d2h = moved.uploaded + inputs, gradients + (gradients - moved.sums) * later + inputs
-    update = weights + 2 * (weights + states) + 3 * (weights - moved.sums) * later
+    update = weights + 2 * (weights + states)
+    sums = 3 * (weights - moved.sums) * later
     flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
-    passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "dram": ssd + h2d + d2h + update}
+    passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "update": update}
+    passed["dram"] = ssd + h2d + d2h + update + sums
     if work.ranks > 1:
         passed["network"] = between_ranks(units, work, moved)["busiest_bytes"]
         passed["dram"] += 2 * passed["network"] + gradients * work.grad_accum

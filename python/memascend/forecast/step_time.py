@@ -26,6 +26,7 @@ RESOURCES = {
     "h2d": "PCIe to the GPU",
     "d2h": "PCIe from the GPU",
     "dram": "host memory",
+    "update": "updates by the processor",
 }
 #: Experts of which a token is sent to some: as one tensor of three dimensions, or as modules.
 _EXPERTS = re.compile(r"\.experts\b")

@@ -19,6 +19,7 @@ from memascend.formats.transformers_models import (
 from memascend.formats.weights import Sources, WeightFiles
 from memascend.layout.division import divide
 from memascend.layout.units import Unit, absent_like, partition
+from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
 from memascend.offloading.locations import paths_of
@@ -109,7 +110,9 @@ def from_pretrained(
             load_generation_config(model, directory)
             sources = Sources(model, files)
             units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
-            plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
+            on_device = computing.device is not None
+            threads = update_threads(on_device, options.get("compute_threads"))
+            plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
             materialise(model, units)
             session = Session(
                 model,

@@ -17,6 +17,7 @@ from typing import Any
 
 from memascend._memascend import Volume, device_uuid
 from memascend.errors import StoreError
+from memascend.machine.processors import processors
 
 #: A directory or a raw block device that a store lies on, by its path or as `UUID=...`.
 Location = str | os.PathLike[str]
@@ -268,7 +269,7 @@ def _cpu_seconds() -> float:
 
 def _polling_options() -> tuple[str, ...]:
     """Return the options of the engine that are worth a try: each keeps a processor busy."""
-    return POLLING if len(os.sched_getaffinity(0)) >= PROCESSORS_TO_SPARE else ()
+    return POLLING if processors().threads >= PROCESSORS_TO_SPARE else ()
 
 
 def _load() -> dict[str, Any]:

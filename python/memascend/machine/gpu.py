@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend._memascend import Rule, StepScalars, step_host
 from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
 from memascend.machine.cuda import open_device
@@ -33,6 +34,9 @@ BATCH = 8
 #: Bytes of each of the two arrays that a copy in host memory goes between: more than any cache
 #: holds.
 HOST_BYTES = 512 << 20
+#: Elements of an update that is timed: more bytes than most caches hold. What AdamW moves for each of bfloat16 weights:
+#: weight, low half and two moments read and written, and the gradient read.
+UPDATE_ELEMENTS, UPDATE_BYTES = 1 << 22, 2 * (2 + 2 + 4 + 4) + 2
 #: What each rate is of, and the option that gives it.
 NAMES = {
     "flops": ("the GPU's arithmetic", "--flops"),
@@ -109,6 +113,22 @@ def measure_host_memory(*, size: int = HOST_BYTES, seconds: float = 1.0) -> floa
     """
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     return 2 * size * _per_second(lambda: target.copy_(source), seconds)
+
+
+def measure_update(threads: int, *, seconds: float = 0.3) -> Rate:
+    """Measure how many bytes per second `threads` threads read and write when they update weights by AdamW."""
+    planes = [torch.zeros(UPDATE_ELEMENTS, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int16)]
+    weight, gradient = (torch.ones(UPDATE_ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
+    rule = Rule("adamw", "float32", "bfloat16", True)
+    scalars = StepScalars.adamw(
+        1e-3, (0.9, 0.999), 1e-8, 0.01, 1, decoupled=True, grad_scale=1.0, maximize=False, seed=0
+    )
+    addresses = [plane.data_ptr() for plane in planes]
+    updates = _per_second(
+        lambda: step_host(rule, UPDATE_ELEMENTS, weight.data_ptr(), addresses, gradient.data_ptr(), scalars, threads),
+        seconds,
+    )
+    return Rate(UPDATE_BYTES * UPDATE_ELEMENTS * updates, f"measured just now, {threads} threads")
 
 
 def _per_second(work: Callable[[], Any], seconds: float, finish: Callable[[], None] = lambda: None) -> float:

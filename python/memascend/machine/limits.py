@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memascend.machine.cgroups import groups_above, lines_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CGROUPS = Path("/sys/fs/cgroup")
 #: What a budget that follows the machine leaves alone, as a share of a limit, and at most. Of the machine: what other
 #: programs take while a step lasts. Tools that kill before the kernel does (earlyoom) act below a tenth, too.
 SYSTEM_RESERVE, SYSTEM_RESERVE_BYTES = 1 / 10, 8 << 30
@@ -134,18 +135,10 @@ def own_group() -> Path | None:
 
 def _kib(file: str, name: str, absent: int = 1 << 62) -> int:
     """Return the bytes of a line `name:  N kB`, or `absent` where there is none."""
-    for line in _lines(file):
+    for line in lines_of(file):
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10
     return absent
-
-
-def _lines(file: str | Path) -> list[str]:
-    """Return the lines of a file of /proc or a cgroup; none where the file cannot be read, as in some sandboxes."""
-    try:
-        return Path(file).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _rlimits(limits: tuple[int, ...]) -> Iterator[tuple[int, int, str]]:
@@ -163,25 +156,15 @@ def _rlimits(limits: tuple[int, ...]) -> Iterator[tuple[int, int, str]]:
 
 def _groups() -> Iterator[_Group]:
     """Yield each memory cgroup from this process's own up to the root."""
-    for entry in _lines("/proc/self/cgroup"):
-        _, controllers, path = entry.split(":", 2)
-        limits: tuple[str, ...]
-        if controllers == "":
-            # Beside hierarchies of the first version, that of the second has a place of its own.
-            root = CGROUPS / "unified" if (CGROUPS / "unified").is_dir() else CGROUPS
+    limits: tuple[str, ...]
+    for version, directory, name in groups_above("memory"):
+        if version == 2:
             limits, soft_limit, usage = ("memory.max", "memory.high"), None, "memory.current"
-        elif "memory" in controllers.split(","):
-            root, usage = CGROUPS / "memory", "memory.usage_in_bytes"
-            limits, soft_limit = ("memory.limit_in_bytes",), "memory.soft_limit_in_bytes"
         else:
-            continue
-        # In a container the path may be the host's: then only the root of the mounted hierarchy
-        # applies.
-        group = root / path.lstrip("/")
-        for directory in [group, *group.parents]:
-            if directory.is_relative_to(root) and (directory / usage).exists():
-                shown = "/" + str(directory.relative_to(root)) if directory != root else "/"
-                yield _Group(directory, shown, limits, soft_limit, usage)
+            limits, soft_limit = ("memory.limit_in_bytes",), "memory.soft_limit_in_bytes"
+            usage = "memory.usage_in_bytes"
+        if (directory / usage).exists():
+            yield _Group(directory, name, limits, soft_limit, usage)
 
 
 def _lefts(group: _Group, names: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
@@ -197,7 +180,7 @@ def _lefts(group: _Group, names: tuple[str, ...]) -> Iterator[tuple[int, int, st
 
 def _counters(group: _Group) -> Callable[[str], int]:
     """Return a function that gives a counter of a cgroup, with the groups within it, by name; 0 for an unknown one."""
-    counters = dict(line.split(maxsplit=1) for line in _lines(group.directory / "memory.stat"))
+    counters = dict(line.split(maxsplit=1) for line in lines_of(group.directory / "memory.stat"))
     # Those of the first version count the group alone, and have others for the whole.
     prefix = "total_" if any(name.startswith("total_") for name in counters) else ""
     return lambda name: int(counters.get(prefix + name, 0))

@@ -12,6 +12,7 @@ from memascend.errors import MemascendError, closed_error
 from memascend.layout.division import divide
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
+from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
 from memascend.offloading.locations import paths_of
@@ -234,7 +235,8 @@ def offload(
         options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
             decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
             bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
-            "locked", "pageable"), `huge_pages` (bool, default True: in pages of 2 MiB), `compute_threads` (int).
+            "locked", "pageable"), `huge_pages` (bool, default True: in pages of 2 MiB), `compute_threads` (int: threads
+            that update weights; by default they follow the processors, see `MEMASCEND_THREADS` in the documentation).
 
     Raises:
         BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message say what would do.
@@ -270,7 +272,9 @@ def offload(
         if ranks is not None:
             over_ranks.compare_layout(ranks, units)
             divide(units, ranks.rank, ranks.size)
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
+        on_device = computing.device is not None
+        threads = update_threads(on_device, options.get("compute_threads"))
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
         session = Session(
             model,
             units,

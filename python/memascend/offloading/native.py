@@ -21,6 +21,7 @@ import torch
 
 from memascend._memascend import Runtime, keep_large_blocks, return_large_blocks_to_system
 from memascend.errors import StoreError
+from memascend.machine import waits
 from memascend.machine.drives import notices_of, store_options
 from memascend.plan.host import check_available
 
@@ -118,7 +119,7 @@ def open_runtime(
             resume=resume,
             in_place=in_place,
             device=device,
-            **{**measured, **options},
+            **{"compute_threads": plan.update_threads, **measured, **options},
         )
     )
 
@@ -182,6 +183,15 @@ def _is_ours(error: StoreError) -> bool:
 def close_at_exit(holder: StoreHolder) -> None:
     """Have `holder.close(failed, ended=True)` called when the interpreter ends, if it still lives then."""
     _open_holders.add(holder)
+    waits.watch(_any_open)
+
+
+def _any_open() -> bool:
+    """Whether a store is open, for a thread that looks while others open and close them."""
+    try:
+        return any(not holder.runtime.closed for holder in list(_open_holders))
+    except RuntimeError:  # One was opened just now.
+        return True
 
 
 def close_when_unused(holder: StoreHolder) -> None:

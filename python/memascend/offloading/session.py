@@ -33,6 +33,7 @@ from memascend.errors import (
 from memascend.layout.units import round_up
 from memascend.machine.drives import notices_of
 from memascend.machine.products import warn_of_slow
+from memascend.machine.waits import threads_in_use
 from memascend.offloading.activations import InputStash, forget_recomputed
 from memascend.offloading.automatic import Watch, growing_alone
 from memascend.offloading.downloads import DownloadedGradients
@@ -205,7 +206,7 @@ class Session:
                     raise
                 most = None if plan.most is None else plan.most.budget
                 half = max(plan.smallest_bytes, plan.total // 2)
-                smaller = make_plan(self.units, half, most, plan.update, plan.on_device)
+                smaller = make_plan(self.units, half, most, plan.update, plan.on_device, plan.update_threads)
                 _log.info("%s: trying %s", error, format_size(smaller.total))
                 plan = smaller
         if plan is not wanted:
@@ -616,6 +617,7 @@ class Session:
         stats["notices"] = self.runtime.notices + self.notices
         stats["generation"] = self.runtime.generation
         stats["seconds"] = self.timeline.seconds()
+        stats["threads"] = threads_in_use(self.plan.update_threads)
         if self.membership is not None:
             ranks = self.membership.ranks
             stats |= {"rank": ranks.rank, "ranks": ranks.size, "network_bytes_sent": ranks.sent_bytes}

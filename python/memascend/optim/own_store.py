@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import parse_size
 from memascend.layout.units import Unit, lay_out
+from memascend.machine.threads import update_threads
 from memascend.offloading.native import close_at_exit, open_runtime
 from memascend.optim.room import allocate_states
 from memascend.plan.host import make_states_plan
@@ -37,7 +38,9 @@ class StatesStore:
         """
         self.unit = Unit("parameters", repeated=False)
         lay_out(self.unit, ((f"parameter{index}", parameter) for index, parameter in enumerate(rules)))
-        plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory))
+        on_device = any(parameter.device.type != "cpu" for parameter in rules)
+        threads = update_threads(on_device, options.get("compute_threads"))
+        plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory), threads)
         self.runtime = open_runtime(plan, paths, options)
         try:
             self.unit.index = self.runtime.add_unit()

@@ -44,23 +44,24 @@ def plan_for(
     host_memory_max: str | int | None = None,
     update: str = "forward",
     on_device: bool = False,
+    threads: int = 1,
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
-    None is the least budget that works; `update` and `on_device` are as in `make_plan`. Raises BudgetError as
-    `make_plan` does, ValueError for what is neither a size nor "auto".
+    None is the least budget that works; `update`, `on_device` and `threads` are as in `make_plan`. Raises
+    BudgetError as `make_plan` does, ValueError for what is neither a size nor "auto".
     """
     most = None if host_memory_max is None else parse_size(host_memory_max)
     if host_memory is None:
-        return smallest_plan(units, most, update, on_device), False
+        return smallest_plan(units, most, update, on_device, threads), False
     if host_memory != AUTO:
-        return make_plan(units, parse_size(host_memory), most, update, on_device), False
+        return make_plan(units, parse_size(host_memory), most, update, on_device, threads), False
     if most is None:
-        most = _most(units, update, on_device)
-    least = smallest_plan(units, most, update, on_device).total
+        most = _most(units, update, on_device, threads)
+    least = smallest_plan(units, most, update, on_device, threads).total
     left = min((bound.left - bound.reserve for bound in limits.memory_bounds()), default=most)
     # What a step takes beside the plan is not known yet.
-    return make_plan(units, min(most, max(least, left // 2)), most, update, on_device), True
+    return make_plan(units, min(most, max(least, left // 2)), most, update, on_device, threads), True
 
 
 def least_of(units: Sequence[Unit]) -> Plan:
@@ -68,12 +69,12 @@ def least_of(units: Sequence[Unit]) -> Plan:
     return smallest_plan(units, _most(units))
 
 
-def _most(units: Sequence[Unit], update: str = "forward", on_device: bool = False) -> int:
+def _most(units: Sequence[Unit], update: str = "forward", on_device: bool = False, threads: int = 1) -> int:
     """Return the largest budget that a run can use, or that the machine has, with limits that may be raised later."""
-    unlimited = make_plan(units, 1 << 62, 1 << 62, update, on_device)
+    unlimited = make_plan(units, 1 << 62, 1 << 62, update, on_device, threads)
     usable = unlimited.total + HEAP_BYTES
     machine = min(limits.total_memory(), int(limits.address_space_left() * ADDRESSES_SHARE))
-    return max(min(usable, machine), smallest_plan(units, usable, update, on_device).total)
+    return max(min(usable, machine), smallest_plan(units, usable, update, on_device, threads).total)
 
 
 def held_by(plan: Plan) -> int:

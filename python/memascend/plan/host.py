@@ -32,8 +32,11 @@ UPDATE_BYTES_PER_ELEMENT = 12
 UPDATE_BYTES_PER_FLOAT16_ELEMENT = 14
 #: Of that, the gradient is not kept from one step to the next. AdamW's states of a weight, by its dtype.
 STATE_BYTES_PER_ELEMENT = {torch.bfloat16: 10, torch.float16: 12, torch.float32: 8}
-#: Chunks of an update in the pipeline at once: some being read, one computed, some being written.
+#: Chunks of an update in the pipeline at once: some being read, one computed, some being written. This many work with
+#: any number of threads, and are all that the least plan has.
 UPDATE_SLOTS = 8
+#: With room, each thread that updates has one chunk that it computes, one that is read and one that is written.
+UPDATE_SLOTS_PER_THREAD = 3
 #: What the ends of tensors and of buffers cost, as a share of the states that stay.
 STATES_ROUNDING = 0.02
 #: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
@@ -77,6 +80,14 @@ class Line:
         return round_up(self.nbytes, PAGE_BYTES) * self.count
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What stays as it is where a budget changes."""
+
+    chunk_elements: int
+    slots: int
+
+
 @dataclass(slots=True)
 class Plan:
     """Host memory of one run, to the byte: everything memascend holds, in the arena and beside it."""
@@ -116,6 +127,8 @@ class Plan:
     update: str = "forward"
     #: Whether gradients are made on a device.
     on_device: bool = False
+    #: Threads that run the kernels of updates.
+    update_threads: int = 1
     #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
     most: Plan | None = None
 
@@ -163,23 +176,28 @@ def table_of(lines: Sequence[Line]) -> str:
 
 
 def make_plan(
-    units: Sequence[Unit], budget: int, most: int | None = None, update: str = "forward", on_device: bool = False
+    units: Sequence[Unit],
+    budget: int,
+    most: int | None = None,
+    update: str = "forward",
+    on_device: bool = False,
+    threads: int = 1,
 ) -> Plan:
     """Size the pool for `units`: first what is needed, then where a spare byte saves most.
 
-    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`; `on_device` says
-    that a device makes the gradients.
+    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`, which `threads`
+    threads carry out; `on_device` says that a device makes the gradients.
 
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
     if most is None:
-        return _plan(units, budget, update, on_device)
+        return _plan(units, budget, update, on_device, threads)
     if most < budget:
         raise BudgetError(
             f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
         )
-    plan = _plan(units, budget, update, on_device, elastic=True)
-    plan.most = _plan(units, most, update, on_device, elastic=True, chunk_elements=plan.chunk_elements)
+    plan = _plan(units, budget, update, on_device, threads, elastic=True)
+    plan.most = _plan(units, most, update, on_device, threads, elastic=True, sizes=_sizes_of(plan))
     return plan
 
 
@@ -196,9 +214,15 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
             "was opened with",
             plan.smallest_bytes,
         )
-    changed = _plan(units, budget, plan.update, plan.on_device, elastic=True, chunk_elements=plan.chunk_elements)
+    changed = _plan(
+        units, budget, plan.update, plan.on_device, plan.update_threads, elastic=True, sizes=_sizes_of(plan)
+    )
     changed.most = plan.most
     return changed
+
+
+def _sizes_of(plan: Plan) -> Sizes:
+    return Sizes(plan.chunk_elements, plan.slots.count)
 
 
 def _plan(
@@ -206,13 +230,14 @@ def _plan(
     budget: int,
     update: str,
     on_device: bool,
+    threads: int,
     *,
     elastic: bool = False,
-    chunk_elements: int | None = None,
+    sizes: Sizes | None = None,
 ) -> Plan:
-    """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks of `chunk_elements`."""
+    """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    plan = Plan(budget, update=update, on_device=on_device)
+    plan = Plan(budget, update=update, on_device=on_device, update_threads=threads)
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
@@ -239,13 +264,14 @@ def _plan(
     classes = classes_apart(units)
     by_turns = classes if elastic else classes_by_turns(units, plan.blocks.nbytes)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
-    least = plan.total + _transfer_bytes(tensors, chunk_elements or CHUNK_ELEMENTS_MIN, STAGING_CHUNKS)
+    smallest = sizes or Sizes(CHUNK_ELEMENTS_MIN, UPDATE_SLOTS)
+    least = plan.total + _transfer_bytes(tensors, smallest.chunk_elements, STAGING_CHUNKS, smallest.slots)
     plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
     plan.smallest_bytes = least + min(apart, together)
     if together < apart and budget < least + apart:
         plan.by_turns, classes = True, by_turns
     plan.units = [kind.line for kind in classes]
-    _fit_transfers(plan, tensors, STAGING_CHUNKS, chunk_elements)
+    _fit_transfers(plan, tensors, STAGING_CHUNKS, sizes)
     if elastic:
         plan.smallest_bytes = plan.total  # with chunks of this size, which stays
 
@@ -400,21 +426,25 @@ def _weights_of(members: Sequence[Unit]) -> str:
 
 
 def smallest_plan(
-    units: Sequence[Unit], most: int | None = None, update: str = "forward", on_device: bool = False
+    units: Sequence[Unit],
+    most: int | None = None,
+    update: str = "forward",
+    on_device: bool = False,
+    threads: int = 1,
 ) -> Plan:
     """Return the plan with the least budget that works; the other arguments are those of `make_plan`."""
     try:
-        return make_plan(units, 1, most, update, on_device)
+        return make_plan(units, 1, most, update, on_device, threads)
     except BudgetError as error:
-        return make_plan(units, error.smallest_bytes, most, update, on_device)
+        return make_plan(units, error.smallest_bytes, most, update, on_device, threads)
 
 
-def make_states_plan(unit: Unit, budget: int | None) -> Plan:
+def make_states_plan(unit: Unit, budget: int | None, threads: int = 1) -> Plan:
     """Size the buffers that move the optimizer states of parameters in memory; without a budget, the best sizes.
 
-    Raises BudgetError as `make_plan` does.
+    `threads` and errors are as in `make_plan`.
     """
-    plan = Plan(1 << 62 if budget is None else budget)
+    plan = Plan(1 << 62 if budget is None else budget, update_threads=threads)
     _add_bookkeeping(plan, [unit])
     # Weights and gradients stay where they are; staging is for `state_dict` alone.
     plan.smallest_bytes = plan.total + _transfer_bytes(unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
@@ -430,9 +460,12 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
     plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
 
 
-def _transfer_bytes(tensors: Sequence[StoreTensor], chunk_elements: int, staging: int) -> int:
+def _transfer_bytes(
+    tensors: Sequence[StoreTensor], chunk_elements: int, staging: int, slots: int = UPDATE_SLOTS
+) -> int:
     chunk_elements = min(chunk_elements, _largest_chunk(tensors))
-    return chunk_elements * (_update_bytes(tensors) * _slot_count(tensors) + _staged_bytes(tensors) * staging)
+    slots = slots if _are_updated(tensors) else 0
+    return chunk_elements * (_update_bytes(tensors) * slots + _staged_bytes(tensors) * staging)
 
 
 def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:
@@ -440,9 +473,9 @@ def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:
     return max((tensor.gradient_dtype.itemsize for tensor in tensors), default=2)
 
 
-def _slot_count(tensors: Sequence[StoreTensor]) -> int:
-    """Chunks of an update in the pipeline at once; none where everything is frozen."""
-    return UPDATE_SLOTS if any(tensor.trained for tensor in tensors) else 0
+def _are_updated(tensors: Sequence[StoreTensor]) -> bool:
+    """Whether there is anything to update: an update pipeline is not needed where everything is frozen."""
+    return any(tensor.trained for tensor in tensors)
 
 
 def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
@@ -458,28 +491,44 @@ def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
     return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
 
 
-def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, chunk_elements: int | None = None) -> None:
-    """Size the buffers through which bytes move, for chunks of `chunk_elements` if given.
+def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, sizes: Sizes | None = None) -> None:
+    """Size the buffers through which bytes move; those of `sizes` if given.
 
-    Raises BudgetError when not even the smallest fit.
+    Larger chunks come first, then slots for more threads. Raises BudgetError when not even the smallest fit.
     """
-    largest = _largest_chunk(tensors)
+    trained = _are_updated(tensors)
 
-    def size(chunk_elements: int) -> None:
+    def size(chunk_elements: int, slots: int = UPDATE_SLOTS) -> None:
         plan.chunk_elements, nbytes = chunk_elements, chunk_elements * _staged_bytes(tensors)
-        slot = chunk_elements * _update_bytes(tensors)
-        plan.slots = Line("update pipeline", slot, _slot_count(tensors), "moments, masters, gradient of a chunk")
+        slot, note = chunk_elements * _update_bytes(tensors), "moments, masters, gradient of a chunk"
+        if plan.update_threads > 1:
+            note += f", for {plan.update_threads} threads"
+        plan.slots = Line("update pipeline", slot, slots if trained else 0, note)
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
         plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
 
-    largest = min(largest, CHUNK_ELEMENTS_MAX) if chunk_elements is None else 0
+    largest = min(_largest_chunk(tensors), CHUNK_ELEMENTS_MAX) if sizes is None else 0
     for elements in range(largest, CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
         size(elements)
-        if plan.total <= plan.budget and plan.slots.total + plan.staging.total <= plan.budget * TRANSFER_SHARE:
-            return
-    size(chunk_elements or CHUNK_ELEMENTS_MIN)
+        if _transfers_left(plan) >= 0:
+            break
+    else:
+        if sizes is None:
+            size(CHUNK_ELEMENTS_MIN)
+        else:
+            size(sizes.chunk_elements, sizes.slots)
+    if sizes is None and plan.slots.count:
+        wanted = UPDATE_SLOTS_PER_THREAD * plan.update_threads - plan.slots.count
+        slot = plan.slots.total // plan.slots.count
+        plan.slots.count += max(0, min(wanted, _transfers_left(plan) // slot))
     if plan.total > plan.budget:
         raise _too_small(plan, max((tensor.dtype.itemsize for tensor in tensors), default=2))
+
+
+def _transfers_left(plan: Plan) -> int:
+    """Return the bytes that the budget and the transfers' share of it leave, less than 0 where they are exceeded."""
+    share = int(plan.budget * TRANSFER_SHARE) - plan.slots.total - plan.staging.total
+    return min(plan.budget - plan.total, share)
 
 
 def why(kind: BufferClass) -> str:

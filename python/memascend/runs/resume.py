@@ -21,6 +21,7 @@ from memascend.formats.transformers_models import model_of_record
 from memascend.layout.division import divide
 from memascend.layout.tables import find_tables
 from memascend.layout.units import StoreMoments, StorePlane, partition
+from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
@@ -158,7 +159,9 @@ def resume(
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)
         units = _divide(model, record, computing, ranks)
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update, computing.device is not None)
+        on_device = computing.device is not None
+        threads = update_threads(on_device, options.get("compute_threads"))
+        plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
         session = Session(
             model,
             units,
