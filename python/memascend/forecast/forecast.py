@@ -28,6 +28,7 @@ from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
+from memascend.machine.segments import Segments
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
@@ -189,6 +190,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
             activations=gpu.activations,
             fused_loss=gpu.fused_loss,
             free=gpu.memory,
+            segments=Segments.of(),
         )
     except BudgetError as error:
         free = math.ceil(error.smallest_bytes / (1 - MARGIN_SHARE))

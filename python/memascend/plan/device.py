@@ -1,26 +1,30 @@
 """The device memory plan: what memascend and PyTorch hold there, a line per consumer, checked before anything starts.
 
 What memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. What PyTorch holds is
-estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains. CUDA's context and the
-code of kernels (a few hundred MB) are outside the budget.
+estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains, and in the least plan
+what a short batch takes. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
+the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import round_up
+from memascend.machine.segments import BLOCK_BYTES, LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, taken_bytes
 from memascend.plan.estimates import Shape
 from memascend.plan.host import Line, classes_apart, classes_by_turns, table_of, why
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from memascend.layout.units import Unit
+    from memascend.machine.segments import Segments
+    from memascend.plan.estimates import Tensors
     from memascend.plan.host import BufferClass
 
 #: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two
@@ -35,13 +39,14 @@ AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
 #: The error that estimates may have: buffers that only cache weights leave this share more than
 #: estimated.
 ESTIMATES_OFF = 1 / 4
-#: What PyTorch gives cuBLAS and cuBLASLt to work in, 32 MiB for each on Hopper (8 and 1 before),
-#: once for the thread that computes forward and once for autograd's.
-WORKSPACE_BYTES = 4 * 32 * 2**20
+#: Without `tokens`, the least plan has room for a batch of so many, or, where nothing is known of the model's layers,
+#: for so many bytes.
+LEAST_TOKENS = 256
+LEAST_ACTIVATIONS_BYTES = 2 * LARGE_SEGMENT_BYTES
 #: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
-#: The allocator's smallest block. An absent parameter takes one, which its gradient's stand-in shares.
-BLOCK_BYTES = 512
+
+_ESTIMATE = "estimate: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ def make_device_plan(
     activations: str = "recompute",
     fused_loss: bool = False,
     free: int | None = None,
+    segments: Segments | None = None,
 ) -> DevicePlan:
     """Divide the memory of a device: first what is needed, then where a spare byte saves most.
 
@@ -102,11 +108,14 @@ def make_device_plan(
         budget: bytes that may be taken; None takes `free` less a margin of 1/16.
         tokens: tokens of one forward pass (sequences x length), if known.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
-            estimated, and buffers beyond the least leave room for activations.
+            estimated, and buffers beyond the least leave room for activations: the least plan for those of
+            `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
         activations: where the inputs of recomputed layers wait ("recompute": on the device, "host", "ssd"), or "keep",
             where layers are not recomputed.
         fused_loss: whether the loss makes the logits in pieces, as Liger-Kernel's fused linear cross entropy does.
         free: bytes that the device has free.
+        segments: how PyTorch's allocator cuts the device's memory. None: each tensor takes its bytes and no more, and
+            cuBLAS nothing.
 
     Raises:
         BudgetError: the budget does not hold what is needed; the message says what would lower that.
@@ -117,8 +126,10 @@ def make_device_plan(
         budget = int(free * (1 - MARGIN_SHARE))
     gradients = [[place.nbytes for place in unit.places if place.parameter.requires_grad] for unit in units]
     leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
-    estimated = _estimates(units, tokens, config, activations, fused_loss, leaving.total + made.total)
-    rest = (stand_ins, *(estimated or ()))
+    computing = _Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments)
+    estimated = None if tokens is None else computing.lines(tokens)
+    unknown = None if estimated else _unknown_line(computing)
+    rest = (stand_ins, *(estimated or (unknown,)), *_segment_lines(gradients, segments))
     needed = leaving.total + made.total + sum(line.total for line in rest)
     classes, by_turns = classes_apart(units), classes_by_turns(units)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
@@ -128,15 +139,17 @@ def make_device_plan(
     plan = DevicePlan(budget, tuple(kind.line for kind in classes), (leaving, made), rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
-    if estimated is None:
-        ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
+    if unknown is not None:
+        # The unknown's line is a part of the plan already.
+        ahead_leaves, cache_leaves = (
+            max(0, int(budget * share) - unknown.total) for share in (AHEAD_LEAVES, CACHE_LEAVES)
+        )
     else:
-        ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
+        ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated or ()) * ESTIMATES_OFF)
     _spend_spare(plan, classes, max(map(sum, gradients), default=0), ahead_leaves, cache_leaves)
-    if estimated is None:
-        remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
-        pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
-        plan = replace(plan, rest=(*plan.rest, pytorch))
+    if unknown is not None:
+        unknown.nbytes = round_up(unknown.nbytes, PAGE_BYTES) + (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
+        unknown.note = "what remains, for PyTorch"
     return plan
 
 
@@ -182,58 +195,105 @@ def _spend_spare(
         kind.line.note = why(kind)
 
 
-def _estimates(
-    units: Sequence[Unit], tokens: int | None, config: Any, activations: str, fused_loss: bool, gradients: int
-) -> list[Line] | None:
-    """Return what PyTorch holds at the worst moment, or None without the tokens and widths that tell."""
-    shape = Shape.of(config)
-    layers = sum(unit.repeated for unit in units)
-    if tokens is None or shape is None or not layers:
-        return None
-    itemsize = next(unit for unit in units if unit.repeated).tensors[0].dtype.itemsize
-    estimate = "estimate: "
-    lines = []
-    if activations == "keep":
-        saved = shape.kept_bytes(tokens, itemsize)
-        lines.append(Line("activations of layers", saved, layers, f"{estimate}all that is not recomputed"))
-    else:
-        here = layers if activations == "recompute" else min(layers, PASSING_INPUTS)
-        note = "each waits here" if activations == "recompute" else "on their way"
-        lines.append(Line("inputs of layers", tokens * shape.hidden * itemsize, here, estimate + note))
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        # Autograd adds the gradient of the embedding, which comes last, to the head's.
-        nbytes = shape.vocabulary * shape.hidden * itemsize
-        lines.append(Line("gradient of the tied embedding", nbytes, 1, f"{estimate}there until the pass is through"))
-    layer, logits = shape.layer_bytes(tokens, itemsize), _loss_bytes(shape, tokens, itemsize, fused_loss)
-    # At the loss there are no gradients of weights yet, unless the loss makes them: their room
-    # serves the logits.
-    beyond = logits if fused_loss else logits - gradients
-    if beyond > layer:
-        note = "with gradients" if fused_loss else f"{format_size(logits)} in all, before weights' gradients"
-        lines.append(Line("logits", beyond, 1, estimate + note))
-    else:
-        note = f"{estimate}with gradients (logits, before: {format_size(logits)})"
-        lines.append(Line("one layer, recomputed", layer, 1, note))
-    holes = int(HOLES_SHARE * (sum(line.total for line in lines) + gradients))
-    lines.append(Line("workspace and holes", WORKSPACE_BYTES + holes, 1, "allowance: cuBLAS, PyTorch's allocator"))
-    return lines
+def _unknown_line(computing: _Estimate) -> Line:
+    """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
+    least = computing.lines(LEAST_TOKENS)
+    if least is None:
+        note = f"allowance: {format_size(LEAST_ACTIVATIONS_BYTES)}, as batch_tokens or the layers' widths are not known"
+        return Line("activations", LEAST_ACTIVATIONS_BYTES if computing.segments else 0, 1, note)
+    note = f"estimate: of {LEAST_TOKENS} tokens, as batch_tokens is not given"
+    return Line("activations", sum(line.total for line in least), 1, note)
 
 
-def _loss_bytes(shape: Shape, tokens: int, itemsize: int, fused: bool) -> int:
-    """Return the bytes of the logits and their gradients at once; the caller of the model holds the logits too."""
+def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None) -> list[Line]:
+    """Return the lines of what the allocator's segments take beyond tensors, and of cuBLAS' workspaces."""
+    if segments is None:
+        return []
+    # Gradients on their way are those of about one unit. The weights lie in one tensor.
+    rounding = max((sum(taken_bytes(nbytes) - nbytes for nbytes in unit) for unit in gradients), default=0)
+    rest = segments.begun_bytes + OWN_SEGMENT_BYTES + rounding
+    return [
+        Line("rest of segments", rest, 1, "allowance: PyTorch's allocator"),
+        Line("workspaces", segments.workspaces_bytes, 1, "of cuBLAS and cuBLASLt, in two threads"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
+
+    units: Sequence[Unit]
+    config: Any
+    activations: str
+    fused_loss: bool
+    #: Bytes for gradients of weights.
+    gradients: int
+    segments: Segments | None
+
+    def lines(self, tokens: int) -> list[Line] | None:
+        """Return what PyTorch holds at the worst moment, or None without the widths that tell."""
+        shape = Shape.of(self.config)
+        layers = sum(unit.repeated for unit in self.units)
+        if shape is None or not layers:
+            return None
+        itemsize = next(unit for unit in self.units if unit.repeated).tensors[0].dtype.itemsize
+        lines = self._waiting_lines(shape, tokens, layers, itemsize)
+        layer = self._taken(shape.layer_tensors(tokens, itemsize))
+        logits = self._taken(_loss_tensors(shape, tokens, itemsize, self.fused_loss))
+        # At the loss there are no gradients of weights yet, unless the loss makes them: their room
+        # serves the logits.
+        beyond = logits if self.fused_loss else logits - self.gradients
+        if beyond > layer:
+            note = "with gradients" if self.fused_loss else f"{format_size(logits)} in all, before weights' gradients"
+            lines.append(Line("logits", beyond, 1, _ESTIMATE + note))
+        else:
+            note = f"{_ESTIMATE}with gradients (logits, before: {format_size(logits)})"
+            lines.append(Line("one layer, recomputed", layer, 1, note))
+        holes = int(HOLES_SHARE * (sum(line.total for line in lines) + self.gradients))
+        lines.append(Line("holes", holes, 1, "allowance: PyTorch's allocator"))
+        return lines
+
+    def _waiting_lines(self, shape: Shape, tokens: int, layers: int, itemsize: int) -> list[Line]:
+        """Return the lines of what is there while layers and the loss are computed."""
+        lines = []
+        if self.activations == "keep":
+            saved = self._taken(shape.kept_tensors(tokens, itemsize))
+            lines.append(Line("activations of layers", saved, layers, f"{_ESTIMATE}all that is not recomputed"))
+        else:
+            here = layers if self.activations == "recompute" else min(layers, PASSING_INPUTS)
+            note = "each waits here" if self.activations == "recompute" else "on their way"
+            each = self._taken([(tokens * shape.hidden * itemsize, 1)])
+            lines.append(Line("inputs of layers", each, here, _ESTIMATE + note))
+        if getattr(self.config.get_text_config(), "tie_word_embeddings", False):
+            # Autograd adds the gradient of the embedding, which comes last, to the head's.
+            nbytes = self._taken([(shape.vocabulary * shape.hidden * itemsize, 1)])
+            note = f"{_ESTIMATE}there until the pass is through"
+            lines.append(Line("gradient of the tied embedding", nbytes, 1, note))
+        return lines
+
+    def _taken(self, tensors: Tensors) -> int:
+        """Return the bytes that tensors take of the device's memory."""
+        size: Callable[[int], int] = int if self.segments is None else taken_bytes
+        return sum(size(nbytes) * count for nbytes, count in tensors)
+
+
+def _loss_tensors(shape: Shape, tokens: int, itemsize: int, fused: bool) -> Tensors:
+    """Return the logits and their gradients at once; the caller of the model holds the logits too."""
     if not fused:
-        return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
+        return [*shape.logits_tensors(tokens), (tokens * shape.vocabulary * itemsize, 1)]
     # Liger-Kernel takes as many tokens at a time as make logits of about the size of the hidden
     # states, and makes the gradients of both at once. Shapes: logits (piece, vocabulary), hidden
     # states (tokens, hidden).
     pieces = -(-shape.vocabulary // shape.hidden)
     piece = 1 << (-(-tokens // pieces) - 1).bit_length()
-    return 2 * piece * shape.vocabulary * itemsize + tokens * shape.hidden * itemsize
+    return [(piece * shape.vocabulary * itemsize, 2), (tokens * shape.hidden * itemsize, 1)]
 
 
 def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_loss: bool) -> BudgetError:
     knobs = []
     consumers = {line.consumer for line in plan.rest if line.count}
+    if "activations" in consumers:
+        knobs.append("batch_tokens, if a batch has few tokens: what it takes is estimated then")
     if consumers & {"inputs of layers", "one layer, recomputed", "logits", "activations of layers"}:
         knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences)")
     if activations == "keep":

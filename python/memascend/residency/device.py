@@ -41,14 +41,15 @@ if TYPE_CHECKING:
 
 
 class _Upload(NamedTuple):
-    """A copy to the device, and the event that the device waits for before the copy."""
+    """A copy to the device, and the events that the device waits for before the copy."""
 
-    after: CudaEvent
+    after: list[CudaEvent]
     arrived: CudaEvent
 
     def wait(self, timeline: Timeline) -> None:
         """Wait for the copy. The time in which the device still computes before the copy is not counted as copying."""
-        self.after.wait()
+        for event in self.after:
+            event.wait()
         with timeline.waiting("h2d"):
             self.arrived.wait()
 
@@ -111,8 +112,8 @@ class DeviceStreamer(Streamer):
         for buffers in self.pool.buffers.values():
             for buffer in buffers:
                 # PyTorch orders the memory's next use after its own stream only.
-                if buffer.last_use is not None:
-                    buffer.last_use.wait()
+                for event in buffer.last_uses.values():
+                    event.wait()
                 if buffer.arrived is not None:
                     with self.timeline.waiting("h2d"):
                         buffer.arrived.wait()
@@ -195,12 +196,12 @@ class DeviceStreamer(Streamer):
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
         self._forget(buffer)
-        assert buffer.last_use is not None
+        after = list(buffer.last_uses.values())
         with span(f"upload {unit.name}"):
-            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, [buffer.last_use])
+            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, after)
         buffer.unit = unit
         self._on_device[unit] = buffer
-        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
+        self._uploads[unit] = _Upload(after, buffer.arrived)
         self.by_address[buffer.address] = unit
 
     def _forget(self, buffer: Buffer) -> None:
