@@ -60,7 +60,9 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
 
 
 def check_in_force(model: nn.Module, device: SimulatedDevice, budget: int) -> None:
-    plan = make_device_plan(memascend.offload_of(model).units, budget, config=model.config)
+    session = memascend.offload_of(model)
+    activations = session.opened_with["activations"]
+    plan = make_device_plan(session.units, budget, config=model.config, activations=activations)
     assert in_force(model, device) == (
         memascend.plan_of(model),
         budget,

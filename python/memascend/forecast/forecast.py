@@ -8,7 +8,7 @@ rates of the machine. What ZeRO-Infinity would hold for the same model stands be
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,8 @@ class Gpu:
     activations: str = "recompute"
     #: Whether the loss makes the logits in pieces.
     fused_loss: bool = False
+    #: How PyTorch's allocator cuts its memory; the least favourable of all GPUs unless it is known.
+    segments: Segments | None = field(default_factory=Segments.of)
 
 
 def forecast(
@@ -190,7 +192,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
             activations=gpu.activations,
             fused_loss=gpu.fused_loss,
             free=gpu.memory,
-            segments=Segments.of(),
+            segments=gpu.segments,
         )
     except BudgetError as error:
         free = math.ceil(error.smallest_bytes / (1 - MARGIN_SHARE))
