@@ -120,7 +120,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
       (`waits_worker`) waited for the device.
     - Where the store is divided over ranks: `rank`, `ranks`, and `network_bytes_sent`, the weights and gradients that
       this rank has sent to others.
-    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `notices`: what the user should know about them.
+    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `host_bytes_in_huge_pages`: of the arena, when it
+      was reserved; None where the system does not tell. `notices`: what the user should know about them.
     - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
       of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and
       writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`
