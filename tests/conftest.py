@@ -20,6 +20,7 @@ from simulated_device import SimulatedDevice
 
 import memascend
 from memascend.layout import tables
+from memascend.offloading import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,6 +51,15 @@ def _accelerate() -> Iterator[None]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _models_leave_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close what a test that failed has left open on a device, where it would limit what the next one gets."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        for holder in list(native._open_holders):
+            holder.close(failed=True)
 
 
 @pytest.fixture(scope="module")

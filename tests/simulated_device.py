@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from memascend.plan.device import DevicePlan
     from memascend.residency.cuda import Occupancy
 
-#: What is computed where no stream was made: on the default stream.
-COMPUTE_STREAM = 0
 #: Operations that look at sizes only, though their schemas do not say so.
 WITHOUT_DATA = frozenset(("aten::_unsafe_view", "aten::resize_", "aten::set_"))
 
@@ -58,9 +56,14 @@ class SimulatedDevice(ComputeDevice):
         """Identifies the device among those of all processes."""
         return self._identity
 
+    @property
+    def segments(self) -> None:
+        """Return None: a tensor takes its bytes."""
+        return None
+
     def stream(self) -> int:
         """Return the handle of the stream that is computed on."""
-        return COMPUTE_STREAM
+        return self.fake.get("computing")
 
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes; what is cached counts as free."""

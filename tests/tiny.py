@@ -347,7 +347,7 @@ def smallest_device_budget(model: nn.Module, **options: Any) -> int:
     from memascend.plan.device import make_device_plan
 
     try:
-        make_device_plan(partition(model), 1, **options)
+        make_device_plan(partition(model), 1, **{"config": getattr(model, "config", None)} | options)
     except memascend.BudgetError as error:
         return error.smallest_bytes
     raise AssertionError("a budget of one byte was accepted")

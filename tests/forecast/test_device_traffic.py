@@ -107,7 +107,8 @@ def compare(
     if update == "backward":
         step()  # which updates what the first step has left, and gradients that it makes
     before, after = step(), step()
-    gpu = Gpu(device_memory * 16 // 15 + 1, {name: Rate(1.0, "given") for name in NAMES}, activations)
+    rates = {name: Rate(1.0, "given") for name in NAMES}
+    gpu = Gpu(device_memory * 16 // 15 + 1, rates, activations, segments=None)
     found = forecast(
         saved(config, tmp_path / "config"),
         seq_len=LENGTH,

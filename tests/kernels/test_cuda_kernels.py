@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- the CUDA kernels, without a device ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_the_kernels_compile(architecture: int) -> None:
+def compiled(architecture: str, *options: str) -> tuple[bytes, str, str]:
+    """Return (binary, PTX, the compiler's notes) of the kernels for an architecture."""
     with warnings.catch_warnings():
         # CuPy warns when it finds no CUDA toolkit. NVRTC is all that is needed.
         warnings.simplefilter("ignore")
@@ -42,15 +43,60 @@ def test_the_kernels_compile(architecture: int) -> None:
             needs.unmet("cupy", f"NVRTC cannot be loaded: {error}")
     program = nvrtc.createProgram(launcher.source(), "memascend.cu", (), ())
     try:
-        options = (*launcher.OPTIONS, f"--gpu-architecture=sm_{architecture}")
-        nvrtc.compileProgram(program, options)
-        assert nvrtc.getProgramLog(program).strip("\0\n ") == ""
-        binary = nvrtc.getCUBIN(program)
+        nvrtc.compileProgram(program, (*launcher.OPTIONS, f"--gpu-architecture={architecture}", *options))
+        log = nvrtc.getProgramLog(program).strip("\0\n ")
+        if architecture.startswith("compute"):
+            ptx = nvrtc.getPTX(program)
+            return b"", ptx.decode() if isinstance(ptx, bytes) else ptx, log
+        return nvrtc.getCUBIN(program), "", log
     finally:
         nvrtc.destroyProgram(program)
+
+
+#: Bytes of shared memory of the kernels that keep more than sums there.
+SHARED = {"projection_product": 16 * (66 + 64) * 4, "overflow_block_sums": 8 * 32 * 16 + 256}
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_the_kernels_compile_without_spills(architecture: int) -> None:
+    binary, _, notes = compiled(f"sm_{architecture}", "--ptxas-options=-v")
     assert binary[:4] == b"\x7fELF"
-    for name in launcher.KERNELS:
+    compilations = notes.split("Compiling entry function '")[1:]
+    found = {properties.partition("'")[0]: properties for properties in compilations}
+    assert found.keys() == set(launcher.KERNELS)
+    for name, properties in found.items():
         assert name.encode() in binary
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in properties, (name, properties)
+        (registers,) = map(int, re.findall(r"Used (\d+) registers", properties))
+        # Three blocks of 256 threads on a processor at least.
+        assert registers <= 80, (name, registers)
+        shared = int((re.findall(r"(\d+) bytes smem", properties) or ["0"])[0])
+        assert shared <= SHARED.get(name, 2100), (name, shared)
+    assert "warning" not in notes
+
+
+def test_vectors_are_loaded_from_global_memory() -> None:
+    """Not by loads that find out where an address lies, which PTX writes without a state space."""
+    _, ptx, _ = compiled("compute_90")
+    accesses = re.findall(r"\b((?:ld|st)\.\S*v4\.\S+)", ptx)
+    assert len(accesses) > 100
+    assert all(".global." in access or ".shared." in access for access in accesses), set(accesses)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 16), (128, 300), (4, 100)])
+def test_stores_of_a_projection_have_banks_of_their_own(rows: int, columns: int) -> None:
+    """Where channels are rows, and where they are columns: 32 threads store to 32 banks at once."""
+    constants = {name: value for name, value in re.findall(r"\b(SIDE|DEEP|STEP) = ([^,;]+)[,;]", launcher.source())}
+    side, deep = int(constants["SIDE"]), int(constants["DEEP"])
+    assert constants["STEP"] == "SIDE + 32 / DEEP"
+    step = side + 32 // deep
+    for first in range(0, deep * side, 32):
+        threads = range(first, first + 32)
+        if rows < columns:
+            stores = [(at // side, at % side) for at in threads]
+        else:
+            stores = [(at % deep, at // deep) for at in threads]
+        assert len({(down * step + beside) % 32 for down, beside in stores}) == 32
 
 
 @pytest.mark.parametrize(("built_for", "extra"), [("12.4", "cuda12"), ("13.2", "cuda13"), (None, "cuda13")])

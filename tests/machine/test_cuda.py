@@ -93,14 +93,18 @@ assert fake.get("all_calls") == calls, "nothing was asked for"
     alone(script, runtime(), allocator)
 
 
-def test_auto_is_cuda_where_cuda_works(runtime: Callable[..., Path]) -> None:
+def test_auto_is_pinned_by_cuda_where_cuda_works(runtime: Callable[..., Path]) -> None:
+    """In huge pages, which are registered; without them CUDA allocates."""
     script = """
 fake, before = Fake(), status_bytes("VmLck")
-tensor = memascend.empty_pinned(MIB, torch.uint8)
-assert fake.get("live_allocations") == 1 and status_bytes("VmLck") == before
+tensor = memascend.empty_pinned(4 * MIB, torch.uint8)
+assert tensor.data_ptr() % (2 * MIB) == 0, "it cannot lie in huge pages"
+assert fake.get("live_registrations") == 1 and status_bytes("VmLck") == before
 copy = memascend.pin_memory(torch.arange(5))
-assert fake.get("live_allocations") == 2 and copy.tolist() == [0, 1, 2, 3, 4]
-del tensor, copy
+assert fake.get("live_registrations") == 2 and copy.tolist() == [0, 1, 2, 3, 4]
+small_pages = memascend.empty_pinned(4 * MIB, torch.uint8, huge_pages=False)
+assert (fake.get("live_registrations"), fake.get("live_allocations")) == (2, 1)
+del tensor, copy, small_pages
 fake.assert_clean()
 """
     alone(script, runtime())

@@ -90,8 +90,34 @@ def test_a_gpu_is_measured_and_remembered(capfd: pytest.CaptureFixture[str]) -> 
     # The stand-in device (tests/rehearsal) multiplies on one core.
     least = 1e8 if "REHEARSAL" in os.environ else 1e11
     assert least < found["flops"]["float32"] <= found["flops"]["bfloat16"] * 1.1
+    assert found["pinned"].keys() == {"registered", "cuda"}
+    assert all(1e9 < rate < 1e12 for rates in found["pinned"].values() for rate in rates.values())
     known = rates_for("bfloat16", NOTHING | {"ssd": 1e9})
     assert known["h2d"].per_second == found["h2d"]
+
+
+def kinds(registered: float, cuda: float) -> dict[str, dict[str, float]]:
+    return {"registered": {"h2d": registered, "d2h": registered}, "cuda": {"h2d": cuda, "d2h": cuda}}
+
+
+@pytest.mark.parametrize(
+    ("measured", "preferred"),
+    [
+        (kinds(20e9, 20e9), None),
+        (kinds(20e9, 21e9), None),
+        (kinds(20e9, 23e9), "cuda"),
+        (kinds(23e9, 20e9), None),
+        ({"registered": {"h2d": 10e9, "d2h": 30e9}, "cuda": {"h2d": 30e9, "d2h": 10e9}}, None),
+        ({"registered": {}, "cuda": {"h2d": 1e9, "d2h": 1e9}}, None),
+        ({"registered": {"h2d": "fast", "d2h": 1}, "cuda": {"h2d": 1e9, "d2h": 1e9}}, None),
+        ("fast", None),
+        (None, None),
+    ],
+)
+def test_memory_of_cudas_own_is_preferred_where_copies_are_faster_by_far(measured: Any, preferred: str | None) -> None:
+    assert gpu.preferred_pinned() is None
+    gpu.remember(GPU | {"pinned": measured})
+    assert gpu.preferred_pinned() == preferred
 
 
 # ---- remembering and choosing -------------------------------------------------------------------------------

@@ -18,14 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import memascend
 from memascend.errors import BudgetError
 from memascend.layout.units import PAGE_BYTES, Unit, partition, round_up
+from memascend.machine.segments import Segments, taken_bytes
 from memascend.plan import device as plan_device
-from memascend.plan.device import MARGIN_SHARE, make_device_plan
+from memascend.plan.device import LEAST_ACTIVATIONS_BYTES, LEAST_TOKENS, MARGIN_SHARE, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.vocabulary import pieces
 
 pytestmark = pytest.mark.core
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 CONFIGS = Path(__file__).parents[2] / "benches" / "configs"
 SHAPE = LlamaConfig(
     vocab_size=4096,
@@ -108,6 +109,7 @@ def test_any_plan_keeps_its_budget_and_serves_every_unit(seed, request):
     units, draw = census(seed), random.Random(seed)
     known = {"tokens": draw.randint(1, 4096), "config": SHAPE} if seed % 2 else {}
     known["activations"] = draw.choice(["recompute", "host", "ssd", "keep"])
+    known["segments"] = draw.choice([None, Segments.of(8), Segments.of()])
     with pytest.raises(BudgetError) as refused:
         make_device_plan(units, 1, **known)
     smallest = refused.value.smallest_bytes
@@ -127,18 +129,21 @@ def test_any_plan_keeps_its_budget_and_serves_every_unit(seed, request):
 
 
 def test_what_remains_is_for_activations_where_nothing_is_known_of_them():
-    units = partition(tiny.build("llama"))
-    least = make_device_plan(units, GIB).smallest_bytes
+    model = tiny.build("llama")
+    units, units_config = partition(model), model.config
+    least = make_device_plan(units, GIB, config=units_config).smallest_bytes
     for budget in (least, 2 * least, 64 * least):
-        plan = make_device_plan(units, budget)
+        plan = make_device_plan(units, budget, config=units_config)
         remains = plan.rest[-1]
-        assert remains.consumer == "activations and workspace"
+        assert remains.consumer == "activations"
+        known = make_device_plan(units, GIB, tokens=LEAST_TOKENS, config=units_config)
+        assert remains.total >= sum(line.total for line in known.rest[1:])
         assert budget - PAGE_BYTES < plan.total <= budget
         if budget >= 4 * least:
             assert remains.total >= budget / 2 - PAGE_BYTES
     # A configuration that is none of a language model, or none at all, says nothing either.
     for config in (None, object()):
-        assert make_device_plan(units, GIB, tokens=512, config=config).rest[-1].consumer == "activations and workspace"
+        assert make_device_plan(units, GIB, tokens=512, config=config).rest[-1].consumer == "activations"
 
 
 def test_without_a_budget_it_is_what_is_free_less_a_margin():
@@ -249,7 +254,8 @@ def test_the_loss_in_pieces_holds_what_is_estimated(small_tables, monkeypatch, s
     with Held(head) as held:
         loss = memascend.linear_cross_entropy(hidden, head.weight, labels, label_smoothing=smoothing)
     del loss
-    assert held.peak == pytest.approx(plan_device.loss_in_pieces_bytes(shape, tokens, 2), rel=0.1)
+    estimated = sum(nbytes * count for nbytes, count in plan_device.loss_in_pieces(shape, tokens, 2))
+    assert held.peak == pytest.approx(estimated, rel=0.1)
 
 
 def test_the_table_says_what_is_an_estimate():
@@ -280,7 +286,7 @@ def test_frozen_parameters_have_no_gradients():
         ({"tokens": 65_536}, ["fewer than 65536 tokens", "activations='host' or 'ssd'", "fused linear cross entropy"]),
         ({"tokens": 65_536, "activations": "ssd", "fused_loss": True}, ["fewer than 65536 tokens"]),
         ({"tokens": 65_536, "activations": "keep"}, ["recompute=True"]),
-        ({}, ["a model whose"]),
+        ({}, ["a model whose", "batch_tokens, if a batch has few tokens"]),
     ],
 )
 def test_too_little_names_the_option_the_least_and_what_helps(known, helps):
@@ -291,3 +297,66 @@ def test_too_little_names_the_option_the_least_and_what_helps(known, helps):
     assert all(help_ in message for help_ in helps)
     assert ("fused" in message) == (known.get("tokens") is not None and not known.get("fused_loss", False))
     assert ("activations=" in message) == (known.get("tokens") is not None and "activations" not in known)
+
+
+# ---- segments of PyTorch's allocator ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"),
+    [
+        (0, 0),
+        (1, 512),
+        (512, 512),
+        (MIB, MIB),
+        (MIB + 1, 20 * MIB // 19),
+        (5 * MIB, 5 * MIB),
+        (7 * MIB, 10 * MIB),
+        (10 * MIB - 512, 10 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (32 * MIB, 32 * MIB),
+    ],
+)
+def test_tensors_take_pieces_of_segments(nbytes, taken):
+    assert taken_bytes(nbytes) == taken
+
+
+def test_workspaces_are_those_of_the_device_and_of_the_environment(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    assert Segments.of(9) == Segments.of(12) == Segments.of() == Segments(32 * MIB, MIB)
+    assert Segments.of(9).workspaces_bytes == 2 * 33 * MIB
+    # Two of 8.125 MiB share a segment of 20 MiB.
+    assert Segments.of(8).workspaces_bytes == 2 * (10 + 1) * MIB
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert Segments.of(9) == Segments(8 * MIB + 128 * 1024, 4 * MIB)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "nonsense")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "nonsense")
+    assert Segments.of(8) == Segments(8 * MIB + 128 * 1024, MIB)
+
+
+def test_segments_and_workspaces_are_in_the_least_plan():
+    units = llama_units()
+    for known in ({}, {"tokens": 2048}):
+        without, plan = (make_device_plan(units, GIB, config=SHAPE, segments=s, **known) for s in (None, Segments.of()))
+        more = plan.smallest_bytes - without.smallest_bytes
+        # At the very least the workspaces, a small and a large segment.
+        assert more > Segments.of().workspaces_bytes + 22 * MIB
+        assert {"rest of segments", "workspaces"} <= {line.consumer for line in plan.rest}
+    # Nothing is known of the layers: PyTorch has some room all the same.
+    least = make_device_plan(units, GIB, segments=Segments.of()).smallest_bytes
+    (activations,) = (
+        line for line in make_device_plan(units, least, segments=Segments.of()).rest if line.consumer == "activations"
+    )
+    assert activations.total == LEAST_ACTIVATIONS_BYTES
+
+
+def test_estimates_are_of_whole_segments():
+    # Logits of 1000 tokens: three of 15.6 MiB in float32, which take 16 each; 7.8 in bfloat16, which take 10.
+    tokens, room = 1000, 2 * 4096 * 512 * 2
+    plan = make_device_plan(llama_units(), GIB, tokens=tokens, config=SHAPE, segments=Segments.of())
+    found = {line.consumer: line for line in plan.rest}
+    assert found["logits"].nbytes == (3 * 16 + 10) * MIB - room
+    assert found["inputs of layers"].nbytes == tokens * 512 * 2  # less than a MiB: a multiple of 512 bytes

@@ -23,11 +23,11 @@ RATES = {name: Rate(1.0, "given") for name in ("flops", "h2d", "d2h", "dram", "s
 def test_copies_and_bytes_sent_are_those_of_a_real_run(
     spare: int, accumulate: int, tmp_path: Path, library: Path
 ) -> None:
-    config, device_memory = MODELS["llama"], 150 << 20
+    config, device_memory = MODELS["llama"], 22 << 20
     options: dict[str, Any] = {"seq_len": 128, "batch_size": 2, "grad_accum": accumulate, "ranks": 2}
     file = saved(config, tmp_path / "config")
     budget = forecast(file, **options)["host_memory"]["smallest_bytes"] + (8 << 20)
-    gpu = Gpu((device_memory + spare) * 16 // 15 + 1, RATES, "recompute")
+    gpu = Gpu((device_memory + spare) * 16 // 15 + 1, RATES, "recompute", segments=None)
     found = forecast(file, budget=budget, gpu=gpu, **options)
     results = rank_programs.run(
         "on_device",

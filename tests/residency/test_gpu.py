@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from memascend import _memascend
 from memascend._memascend import ForTests, Runtime
 from memascend.common.timeline import span
 from memascend.kernels import launcher
+from memascend.machine.segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Segments, taken_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -293,7 +295,9 @@ def test_training_is_that_of_a_model_on_the_device(
     losses, trained = train_on_cuda(model)
     assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
     tiny.assert_same_weights(trained, weights)
-    assert memascend.stats(model)["host_allocator"] == "cuda"
+    stats = memascend.stats(model)
+    # Huge pages stay under CUDA's pinning.
+    assert stats["host_allocator"] == "registered" and stats["host_bytes_in_huge_pages"] > 0
     memascend.close(model)
 
 
@@ -301,7 +305,10 @@ def test_training_is_that_of_a_model_on_the_device(
 def test_weights_are_updated_in_the_backward_pass(store: Path, device_memory: str) -> None:
     expected, weights = train_on_cuda(tiny.build("llama").cuda(), plain=True)
     model = tiny.build("llama")
-    bytes_there = 2 * tiny.smallest_device_budget(model) + (64 << 20) if device_memory == "some" else device_memory
+    bytes_there: str | int = device_memory
+    if device_memory == "some":
+        segments = Segments.of(torch.cuda.get_device_capability()[0])
+        bytes_there = tiny.smallest_device_budget(model, segments=segments) + (64 << 20)
     memascend.offload(
         model, store=store, host_memory="20MiB", device="cuda", device_memory=bytes_there, update="backward"
     )
@@ -310,6 +317,167 @@ def test_weights_are_updated_in_the_backward_pass(store: Path, device_memory: st
     tiny.assert_same_weights(trained, weights)
     assert memascend.offload_of(model).plan.applied.count == 0
     memascend.close(model)
+
+
+@pytest.mark.filterwarnings("error:.*AccumulateGrad")
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+def test_training_inside_another_stream_is_the_same(store: Path, activations: str) -> None:
+    """On a stream of its own, on the default one again, and on a third: the same bits, and no warning of PyTorch's."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # Else the first test that is warned would be the only one.
+    try:
+        expected, weights = train_on_cuda(tiny.build("llama").cuda())
+        model = memascend.offload(
+            tiny.build("llama"),
+            store=store,
+            host_memory="64MiB",
+            device="cuda",
+            device_memory="512MiB",
+            activations=activations,
+        )
+        default = torch.cuda.current_stream()
+        for number, stream in enumerate((torch.cuda.Stream(), default, torch.cuda.Stream())):
+            stream.wait_stream(default)
+            with torch.cuda.stream(stream):
+                if number == 0:
+                    losses, trained = train_on_cuda(model)
+                    assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+                    tiny.assert_same_weights(trained, weights)
+                else:
+                    model(**{name: ids.cuda() for name, ids in tiny.batch("llama", 0).items()}).loss.backward()
+            default.wait_stream(stream)
+        memascend.close(model)
+    finally:
+        torch.set_warn_always(always)
+
+
+# ---- the allocator's segments, and PyTorch's limit -----------------------------------------------------------
+
+
+def limit_is_lifted() -> bool:
+    """Whether PyTorch's allocator may have more of the device than any budget of these tests."""
+    return torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+@pytest.mark.parametrize("nbytes", [512, MIB, MIB + 1, 3 * MIB, 7 * MIB, 10 * MIB - 512, 10 * MIB, 11 * MIB, 33 * MIB])
+def test_tensors_take_segments_as_planned(nbytes: int) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    count = max(1, 64 * MIB // nbytes) if nbytes > MIB else 8
+    tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    reserved = torch.cuda.memory_reserved() - before
+    begun = SMALL_SEGMENT_BYTES if nbytes <= MIB else LARGE_SEGMENT_BYTES if nbytes < 10 * MIB else 0
+    assert reserved <= count * taken_bytes(nbytes) + begun
+    # Segments that other tensors have begun may hold some of them.
+    assert reserved >= count * taken_bytes(nbytes) - 2 * begun
+    del tensors
+
+
+def workspaces_of_the_stand_in() -> list[torch.Tensor]:
+    """What cuBLAS takes on a device: a device that is simulated below PyTorch multiplies on the CPU."""
+    if "Rehearsal" not in torch.cuda.get_device_name():
+        return []
+    found = Segments.of(torch.cuda.get_device_capability()[0])
+    sizes = 2 * [found.cublas_bytes, found.cublaslt_bytes]
+    return [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in sizes]
+
+
+class Plain(torch.nn.Module):
+    """Layers of which no configuration says anything, with tensors of all sizes of segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [512, 2048, 512, 4096, 1100, 512]
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(widths)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("case", ["plain", "llama", "256 tokens", "1024 tokens"])
+def test_the_least_budget_works(store: Path, case: str, activations: str) -> None:
+    """With `batch_tokens` for that many, without it for 256 where the model's layers are known."""
+    torch.manual_seed(0)
+    tokens = int(case.split()[0]) if "tokens" in case else 256
+    given = {"batch_tokens": tokens} if "tokens" in case else {}
+    model: nn.Module = Plain().bfloat16() if case == "plain" else wide_llama()
+    options = {"store": store, "host_memory": "512MiB", "device": "cuda", "activations": activations, **given}
+    with pytest.raises(memascend.BudgetError) as refused:
+        memascend.offload(model, device_memory=1, **options)
+    least = refused.value.smallest_bytes
+    memascend.offload(model, device_memory=least, **options)
+    try:
+        workspaces = workspaces_of_the_stand_in()
+        optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
+        torch.cuda.reset_peak_memory_stats()
+        for step in range(2):
+            if case == "plain":
+                loss = model(torch.ones(tokens, 512, dtype=torch.bfloat16, device="cuda"))
+            else:
+                ids = torch.randint(0, 4096, (tokens // 128, 128), generator=torch.Generator().manual_seed(step))
+                loss = model(input_ids=ids.cuda(), labels=ids.cuda()).loss
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.isfinite(loss)
+        del workspaces
+    finally:
+        memascend.close(model)
+    assert limit_is_lifted()
+
+
+def wide_llama() -> nn.Module:
+    """A Llama whose tensors are of all sizes of segments: a vocabulary of 4 MiB, an MLP of 2.75 MiB each."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=2816,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def test_a_model_that_does_not_open_leaves_no_limit(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever opening ends: after PyTorch was limited, and where closing fails in turn."""
+    from memascend.offloading.hooks import Hooks
+    from memascend.residency.device import DeviceStreamer
+
+    def fail(*_: object) -> None:
+        assert not limit_is_lifted()
+        raise OSError("it ends here")
+
+    def broken(*_: object) -> None:
+        raise OSError("and so does this")
+
+    for owner, name in ((DeviceStreamer, "attach"), (Hooks, "_hook_modules")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            patched.setattr(DeviceStreamer, "free", broken)
+            with pytest.raises(OSError, match="and so does this"):
+                memascend.offload(
+                    tiny.build("llama"), store=store, host_memory="64MiB", device="cuda", device_memory="256MiB"
+                )
+        assert limit_is_lifted()
+
+
+def test_a_second_model_opens_beside_a_first_that_has_little(store: Path, tmp_path: Path) -> None:
+    """PyTorch's limit is that of both before the second's buffers are reserved."""
+    first, second = tiny.build("llama"), torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
+    memascend.offload(first, store=store, host_memory="64MiB", device="cuda", device_memory="192MiB")
+    memascend.offload(second, store=tmp_path / "second", host_memory="1GiB", device="cuda", device_memory="1GiB")
+    assert memascend.offload_of(second).streamer.pool.nbytes > 192 * MIB
+    memascend.close(first)
+    assert not limit_is_lifted()
+    memascend.close(second)
+    assert limit_is_lifted()
 
 
 def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:

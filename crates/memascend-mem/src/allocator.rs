@@ -1,6 +1,8 @@
 //! Host allocators: page-locked, registered with CUDA, locked, or ordinary memory.
 
+mod huge_pages;
 mod parts;
+mod pinned;
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};
@@ -8,7 +10,9 @@ use std::sync::Arc;
 use std::{io, panic, thread};
 
 use self::parts::Backing;
-use crate::{CudaError, Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
+use self::pinned::PreferredAllocator;
+pub use self::pinned::{CudaAllocator, RegisteredAllocator, kinds_for_a_device};
+use crate::{Cudart, MemError, Origin, PAGE_BYTES, Result, round_up_to_page};
 
 /// Size and alignment of a huge page; a thread's share of a block is a multiple of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -34,9 +38,9 @@ pub trait HostAllocator: Send + Sync {
     }
 }
 
-/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is
-/// `cuda` where the CUDA runtime can be used and `locked` elsewhere. CUDA chooses its own pages,
-/// whatever `huge_pages` says.
+/// The allocator called `name`: `cuda`, `registered`, `locked`, `pageable`, or `auto`. `auto` is the
+/// first of [`kinds_for_a_device`] that works where the CUDA runtime can be used, and `locked`
+/// elsewhere. With `cuda` CUDA chooses its own pages, whatever `huge_pages` says.
 ///
 /// # Errors
 /// If the name is none of these, or if `cuda` or `registered` is asked for and the CUDA runtime
@@ -45,7 +49,7 @@ pub fn allocator(name: &str, huge_pages: bool) -> Result<Box<dyn HostAllocator>>
     let locked = LockedAllocator { huge_pages, threads: 0 };
     Ok(match name {
         "auto" => match Cudart::find() {
-            Ok(cudart) => Box::new(CudaAllocator::with(cudart)),
+            Ok(cudart) => Box::new(PreferredAllocator::new(&cudart, huge_pages)),
             Err(_) => Box::new(locked),
         },
         "cuda" => Box::new(CudaAllocator::new()?),
@@ -383,88 +387,6 @@ fn memlock_limit_bytes() -> u64 {
     // SAFETY: `limit` is a valid, writable rlimit.
     unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) };
     limit.rlim_cur
-}
-
-/// Page-locked memory of the CUDA runtime, for every device of the process (`cudaHostAlloc`).
-#[derive(Debug, Clone)]
-pub struct CudaAllocator {
-    cudart: Arc<Cudart>,
-}
-
-impl CudaAllocator {
-    /// Allocates with the CUDA runtime of this process.
-    ///
-    /// # Errors
-    /// Those of [`Cudart::find`].
-    pub fn new() -> Result<Self> {
-        Cudart::find().map(Self::with)
-    }
-
-    /// Allocates with `cudart`.
-    pub fn with(cudart: Arc<Cudart>) -> Self {
-        Self { cudart }
-    }
-}
-
-impl HostAllocator for CudaAllocator {
-    fn name(&self) -> &'static str {
-        "cuda"
-    }
-
-    fn allocate(&self, bytes: usize) -> Result<HostBlock> {
-        let bytes = rounded(bytes)?;
-        let address = self.cudart.host_alloc(bytes)?;
-        let release = Release::CudaFree(Arc::clone(&self.cudart));
-        let (backing, huge_pages, origin) = (None, false, Origin::here());
-        let block = HostBlock { address, bytes, release, backing, huge_pages, origin };
-        // CUDA does not promise that page-locked memory begins at a page, which direct I/O needs.
-        let address = address.as_ptr().addr();
-        if !address.is_multiple_of(PAGE_BYTES) {
-            return Err(CudaError::Unaligned { bytes, address }.into());
-        }
-        // CUDA does not promise zeros.
-        block
-            .in_parts(0..bytes, 0, |part| {
-                // SAFETY: the part lies within the block, which is not shared yet.
-                unsafe { block.address().add(part.start).write_bytes(0, part.len()) };
-                Ok(())
-            })
-            .map_err(|source| MemError::Reserve { bytes, source })?;
-        Ok(block)
-    }
-}
-
-/// Anonymous memory that is registered with the CUDA runtime for every device of the process
-/// (`cudaHostRegister`).
-#[derive(Debug, Clone)]
-pub struct RegisteredAllocator {
-    /// The runtime to register with.
-    pub cudart: Arc<Cudart>,
-    /// Whether to ask for huge pages.
-    pub huge_pages: bool,
-    /// Threads that fault the pages in; 0 means one for each core.
-    pub threads: usize,
-}
-
-impl HostAllocator for RegisteredAllocator {
-    fn name(&self) -> &'static str {
-        "registered"
-    }
-
-    fn allocate(&self, bytes: usize) -> Result<HostBlock> {
-        let mut block = HostBlock::map(bytes, self.huge_pages)?;
-        // Registration would fault the pages in on one thread.
-        block.populate(0..block.bytes(), self.threads)?;
-        // SAFETY: the range is the whole mapping, and the block unregisters it before it unmaps it.
-        unsafe { self.cudart.host_register(block.address(), block.bytes()) }?;
-        block.release = Release::UnregisterAndUnmap(Arc::clone(&self.cudart));
-        Ok(block)
-    }
-
-    fn reserve(&self, bytes: usize) -> Result<HostBlock> {
-        let backing = Backing::registered(Arc::clone(&self.cudart), self.threads);
-        HostBlock::reserve(bytes, self.huge_pages, backing)
-    }
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ mod sync;
 
 pub use allocator::{
     CudaAllocator, HostAllocator, HostBlock, LockedAllocator, PageableAllocator, RegisteredAllocator,
-    allocator,
+    allocator, kinds_for_a_device,
 };
 pub use cuda::error::CudaError;
 pub use cuda::event::{CudaEvent, CudaEvents};

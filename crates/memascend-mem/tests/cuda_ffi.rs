@@ -172,6 +172,8 @@ fn the_variable_names_the_runtime_and_nothing_else_is_tried() {
             assert_eq!(chosen.name(), if name == "auto" { "cuda" } else { name });
             assert_eq!(chosen.allocate(1).unwrap().bytes(), PAGE_BYTES);
         }
+        // CUDA's own memory lies in pages that CUDA chooses.
+        assert_eq!(allocator("auto", true).unwrap().name(), "registered");
         return;
     }
     assert!(Cudart::find().unwrap_err().to_string().contains(named.to_str().unwrap()));
@@ -201,6 +203,45 @@ fn a_runtime_that_the_process_has_loaded_is_used() {
     let cudart = Cudart::find().unwrap();
     assert_eq!(Path::new(cudart.library()), fake.path);
     assert_eq!(fake.calls(c"cudaGetDeviceCount"), 1, "another copy of the library was loaded");
+}
+
+#[test]
+fn no_context_is_made_on_a_device_that_is_not_used() {
+    for driver in [true, false] {
+        let definitions: &[&str] =
+            if driver { &["FAKE_DEVICES=3"] } else { &["FAKE_DEVICES=3", "FAKE_WITHOUT_DRIVER"] };
+        let fake = Fake::new(definitions);
+        let contexts = || fake.get(c"fake_contexts");
+        let cudart = fake.open().unwrap();
+        assert_eq!(contexts(), 0, "opening makes one");
+        let caller = thread::current().id();
+        let here = || Ok((thread::current().id() == caller, fake.device()));
+
+        // The calling thread's device is 0, which has no context: setting it again would make one.
+        assert_eq!(cudart.on_device(1, here).unwrap(), (false, 1));
+        assert_eq!((fake.device(), contexts()), (0, 0b10));
+        assert_eq!(cudart.on_device(0, here).unwrap(), (true, 0));
+        let error = cudart.on_device(7, here).unwrap_err();
+        assert!(error.to_string().contains("cudaSetDevice"), "{error}");
+        let failed: Result<(), _> =
+            cudart.on_device(1, || Err(MemError::NotReserved { bytes: 1, count: 2, count_max: 3 }));
+        assert!(matches!(failed, Err(MemError::NotReserved { .. })));
+
+        // Memory for every device is no reason for a context on this thread's.
+        if driver {
+            let registered =
+                RegisteredAllocator { cudart: Arc::clone(&cudart), huge_pages: false, threads: 1 };
+            drop(registered.allocate(MIB).unwrap());
+            drop(CudaAllocator::with(Arc::clone(&cudart)).allocate(MIB).unwrap());
+            assert_eq!((fake.device(), contexts()), (0, 0b10));
+        }
+
+        // Where it has one, no thread is started for what another device is asked for.
+        cudart.set_device(0).unwrap();
+        assert_eq!(cudart.on_device(1, here).unwrap(), (driver, 1));
+        assert_eq!((fake.device(), contexts()), (0, 0b11));
+        fake.assert_clean();
+    }
 }
 
 #[test]
@@ -336,6 +377,29 @@ fn a_refused_registration_says_why_and_leaves_nothing_behind() {
         fake.assert_clean();
     }
     assert_eq!(fake.calls(c"cudaHostUnregister"), 2, "something was unregistered that never was registered");
+}
+
+#[test]
+fn where_nothing_can_be_registered_cuda_allocates() {
+    const TEST: &str = "where_nothing_can_be_registered_cuda_allocates";
+    if env::var_os(ALONE_VARIABLE).is_none() {
+        let fake = Fake::new(&[]);
+        alone(TEST, &[(LIBRARY_VARIABLE, &fake.path)]);
+        return;
+    }
+    let fake = Fake::at(PathBuf::from(env::var_os(LIBRARY_VARIABLE).unwrap()));
+    let auto = allocator("auto", true).unwrap();
+    fake.fail(c"cudaHostRegister", 801);
+    let block = auto.allocate(5 * MIB).unwrap();
+    assert_eq!((fake.get(c"fake_live_allocations"), fake.get(c"fake_live_registrations")), (1, 0));
+    drop(block);
+    // Another refusal is one of both kinds.
+    fake.fail(c"cudaHostRegister", 2);
+    assert!(auto.allocate(5 * MIB).unwrap_err().is_pinning_refused());
+    fake.fail(c"cudaHostRegister", 0);
+    drop(auto.allocate(5 * MIB).unwrap());
+    assert_eq!(fake.calls(c"cudaHostUnregister"), 1);
+    fake.assert_clean();
 }
 
 #[test]

@@ -3,6 +3,7 @@
  * wrong address, a second free or a leak shows. Definitions on the command line make its variants:
  *   FAKE_VERSION, FAKE_DRIVER    what the version functions answer
  *   FAKE_DEVICES                 how many devices there are
+ *   FAKE_WITHOUT_DRIVER          the driver cannot be asked which devices have contexts
  *   FAKE_COUNT_ERROR             the error of cudaGetDeviceCount
  *   FAKE_WITHOUT_EVENT_QUERY     leaves one function out
  *   FAKE_TABLE                   how many allocations, registrations or events can be live
@@ -162,7 +163,7 @@ static int lazy;
 static uint64_t lateness, queries, seed = 1;
 /* How often streams were put to sleep, and the last of these sleeps that is over. */
 static uint64_t sleeps, slept;
-static size_t pending, device_memory = (size_t)24 << 30, device_used;
+static size_t pending, contexts, computing_stream, device_memory = (size_t)24 << 30, device_used;
 static size_t waits, waits_room, skipped_wait, syncs, skipped_sync, all_copies, skipped_copy;
 /* In the place of a number: all of them. */
 static const size_t EVERY = SIZE_MAX;
@@ -466,7 +467,10 @@ static struct stream *stream_of(void *handle) {
     return stream->live ? stream : NULL;
 }
 
-/* Puts a task into a stream. The computing stream never keeps one. */
+/* The stream that fake_access is of: the default stream, or another one that a program computes on. */
+static struct stream *computing(void) { return stream_of((void *)computing_stream); }
+
+/* Puts a task into a stream. A computing stream never keeps one. */
 static void enqueue(struct stream *stream, struct task task) {
     if (task.mark)
         task.mark->references++;
@@ -478,7 +482,7 @@ static void enqueue(struct stream *stream, struct task task) {
     *stream->last = kept;
     stream->last = &kept->next;
     pending++;
-    while ((!lazy || stream == &streams[COMPUTE]) && stream->first)
+    while ((!lazy || stream == &streams[COMPUTE] || stream == computing()) && stream->first)
         run_next(stream);
 }
 
@@ -518,6 +522,9 @@ static void check_unused(const struct entry *entry, const char *call) {
     run_all();
 }
 
+/* What makes a context on the calling thread's device, where there is none. */
+static void use_device(void) { contexts |= (size_t)1 << current_device; }
+
 /* ---- CUDA's functions ---- */
 
 int cudaRuntimeGetVersion(int *version) {
@@ -540,6 +547,7 @@ int cudaGetDeviceCount(int *count) {
 
 int cudaHostAlloc(void **result, size_t bytes, unsigned flags) {
     int code = enter(__func__);
+    use_device();
     last_flags = flags;
     last_bytes = bytes;
     if (!code && live_bytes(ALLOCATION) + bytes > limit)
@@ -574,6 +582,7 @@ int cudaFreeHost(void *address) {
 
 int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     int code = enter(__func__);
+    use_device();
     last_flags = flags;
     last_bytes = bytes;
     last_address = (uintptr_t)address;
@@ -640,14 +649,28 @@ int cudaGetLastError(void) {
     return code;
 }
 
+/* As the runtime does since CUDA 12, it makes a context on the device. */
 int cudaSetDevice(int device) {
     int code = enter(__func__);
     if (!code && (device < 0 || device >= FAKE_DEVICES))
         code = INVALID_DEVICE;
-    if (!code)
+    if (!code) {
         current_device = device;
+        contexts |= (size_t)1 << device;
+    }
     return leave(code);
 }
+
+#ifndef FAKE_WITHOUT_DRIVER
+/* The driver's, which programs ask without making a context. */
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    enter(__func__);
+    *flags = 0;
+    *active = contexts >> device & 1;
+    leave(0);
+    return 0;
+}
+#endif
 
 int cudaGetDevice(int *device) {
     int code = enter(__func__);
@@ -657,6 +680,7 @@ int cudaGetDevice(int *device) {
 
 int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     int code = enter(__func__);
+    use_device();
     *total_bytes = device_memory;
     *free_bytes = device_memory > device_used ? device_memory - device_used : 0;
     return leave(code);
@@ -664,6 +688,7 @@ int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 
 int cudaStreamCreateWithFlags(void **result, unsigned flags) {
     int code = enter(__func__);
+    use_device();
     last_flags = flags;
     if (flags != NON_BLOCKING)
         note(&misuses, "cudaStreamCreateWithFlags: waits of the default stream hide that others are left out\n");
@@ -700,6 +725,7 @@ int cudaStreamDestroy(void *handle) {
 
 int cudaStreamWaitEvent(void *handle, void *address, unsigned flags) {
     int code = enter(__func__);
+    use_device();
     struct stream *stream = stream_of(handle);
     if (!code && flags) {
         note(&misuses, "cudaStreamWaitEvent: unknown flags %u\n", flags);
@@ -733,6 +759,7 @@ int cudaStreamWaitEvent(void *handle, void *address, unsigned flags) {
 
 int cudaMemcpyAsync(void *target, const void *source, size_t bytes, int kind, void *handle) {
     int code = enter(__func__);
+    use_device();
     struct stream *stream = stream_of(handle);
     if (!code && !stream) {
         note(&misuses, "cudaMemcpyAsync: stream %p is not live\n", handle);
@@ -760,6 +787,7 @@ int cudaMemcpyAsync(void *target, const void *source, size_t bytes, int kind, vo
 
 int cudaEventCreateWithFlags(void **result, unsigned flags) {
     int code = enter(__func__);
+    use_device();
     last_flags = flags;
     if (code)
         return leave(code);
@@ -772,6 +800,7 @@ int cudaEventCreateWithFlags(void **result, unsigned flags) {
 
 int cudaEventRecord(void *address, void *handle) {
     int code = enter(__func__);
+    use_device();
     last_stream = (uintptr_t)handle;
     if (code)
         return leave(code);
@@ -967,6 +996,9 @@ void fake_set_seed(size_t value) { seed = value * 0x9E3779B97F4A7C15 | 1; }
  */
 void fake_set_lateness(size_t count) { lateness = count; }
 /* Bytes of the device that cudaMemGetInfo gives as its memory, all free. */
+/* By device, whether it has a context: a bit each. */
+size_t fake_contexts(void) { return contexts; }
+
 void fake_set_device_memory(size_t bytes) { device_memory = bytes; }
 
 /* Makes the n-th cudaStreamWaitEvent from now, counted from 1, do nothing; SIZE_MAX: every one; 0 ends it. */
@@ -1018,11 +1050,15 @@ void fake_access(size_t address, size_t bytes, size_t write) {
                  access_name, write ? "writes" : "reads", address, address + bytes, other->name, number,
                  (unsigned long long)other->number);
     } else {
-        advance(&streams[COMPUTE]);
-        touch(&streams[COMPUTE], memory, bytes, write != 0, access_name);
+        advance(computing());
+        touch(computing(), memory, bytes, write != 0, access_name);
     }
     pthread_mutex_unlock(&lock);
 }
+
+/* Computes in another stream from now on, 0 for the default one. */
+void fake_set_computing(size_t stream) { computing_stream = stream; }
+size_t fake_computing(void) { return computing_stream; }
 
 /* Accesses of two streams to the same bytes, of which one writes, that nothing orders; or of one and the host. */
 size_t fake_races(void) { return races.count; }

@@ -98,7 +98,7 @@ impl AllocatorChoice {
             // for that copy.
             // CUDA gives no part of what it allocated back.
             ("auto", Some(_)) if elastic => &["registered"],
-            ("auto", Some(_)) => &["cuda", "registered"],
+            ("auto", Some(_)) => &memascend_mem::kinds_for_a_device(self.huge_pages),
             (name, _) => &[name],
         };
         let allocators = names.iter().map(|name| memascend_mem::allocator(name, self.huge_pages));
@@ -120,6 +120,8 @@ pub(crate) struct Parts {
     pub chunk_bytes: usize,
     pub states_bytes: usize,
     pub outside: Arc<OutsideMemory>,
+    /// Bytes of the arena in huge pages when it was reserved; None where the system does not tell.
+    pub huge_page_bytes: Option<usize>,
 }
 
 impl Parts {
@@ -148,6 +150,7 @@ impl Parts {
         let mut notices = store.notices().to_vec();
         let pools = carve(&allocators, &groups, &mut notices).map_err(|error| memory_error(&error))?;
         let pools = <[Pool; 5]>::try_from(pools).expect("five groups, five pools");
+        let huge_page_bytes = pools[0].huge_page_bytes();
         // The pools are parts of one arena.
         store.register(&pools[0]);
         let [units, packs, chunks, slots, states] = pools.clone();
@@ -172,6 +175,7 @@ impl Parts {
             chunk_bytes,
             states_bytes,
             outside,
+            huge_page_bytes,
         };
         Ok((parts, notices))
     }

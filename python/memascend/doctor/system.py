@@ -105,7 +105,7 @@ def _huge_pages() -> Finding:
     except OSError:
         chosen = "not in this kernel"
     if chosen in ("always", "madvise"):
-        return ok("huge pages", f"{chosen}: buffers have them")
+        return ok("huge pages", f"{chosen}: buffers have them, those pinned for a device too")
     return note(
         "huge pages",
         f"{chosen or 'unknown'}: memory is locked more slowly, and the drives of virtual machines can be slower",

@@ -8,7 +8,7 @@ rates of the machine. What ZeRO-Infinity would hold for the same model stands be
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
+from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
@@ -58,6 +59,8 @@ class Gpu:
     activations: str = "recompute"
     #: Whether the loss makes the logits in pieces.
     fused_loss: bool = False
+    #: How PyTorch's allocator cuts its memory; the least favourable of all GPUs unless it is known.
+    segments: Segments | None = field(default_factory=Segments.of)
 
 
 def forecast(
@@ -192,6 +195,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
             activations=gpu.activations,
             fused_loss=gpu.fused_loss,
             free=gpu.memory,
+            segments=gpu.segments,
         )
     except BudgetError as error:
         free = math.ceil(error.smallest_bytes / (1 - MARGIN_SHARE))

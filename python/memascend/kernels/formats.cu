@@ -7,6 +7,23 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// A vector of global memory, read or written once. Of a pointer that was an integer the compiler does not know where it
+// points, and makes loads that find out each time. These say so, and pass the first cache, where nothing is found again.
+static __device__ __forceinline__ uint4 load_once(const uint4 *vector) {
+#ifdef __CUDA_ARCH__
+    return __ldcg(vector);
+#else
+    return *vector;
+#endif
+}
+static __device__ __forceinline__ void store_once(uint4 *vector, uint4 value) {
+#ifdef __CUDA_ARCH__
+    __stcg(vector, value);
+#else
+    *vector = value;
+#endif
+}
+
 // Formats: elements lie in words of 32 bits, one or two in each. With all of its exponent set, and only then, an
 // element's sign bit is set in (word & EXPONENT) + STEP.
 

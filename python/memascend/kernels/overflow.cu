@@ -89,16 +89,16 @@ static __device__ void take_chunk(u64 address, u64 start, u64 numel, float facto
         for (; at + (AHEAD - 1) * THREADS < vectors; at += AHEAD * THREADS) {
             uint4 read[AHEAD];
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; ++i) read[i] = words[at + i * THREADS];
+            for (u32 i = 0; i < AHEAD; ++i) read[i] = load_once(words + at + i * THREADS);
 #pragma unroll
             for (u32 i = 0; i < AHEAD; ++i) {
                 const uint4 written = take_vector<F, NORM, UNSCALE>(read[i], factor, partial);
-                if (UNSCALE) words[at + i * THREADS] = written;
+                if (UNSCALE) store_once(words + at + i * THREADS, written);
             }
         }
         for (; at < vectors; at += THREADS) {
-            const uint4 written = take_vector<F, NORM, UNSCALE>(words[at], factor, partial);
-            if (UNSCALE) words[at] = written;
+            const uint4 written = take_vector<F, NORM, UNSCALE>(load_once(words + at), factor, partial);
+            if (UNSCALE) store_once(words + at, written);
         }
     } else {
         for (; at < vectors; at += THREADS)
@@ -223,7 +223,7 @@ template <class F> static __device__ double sum_lane(u64 address, u32 length, ui
         const uint4 *words = reinterpret_cast<const uint4 *>(address) + threadIdx.x;
         uint4 read[AHEAD];
 #pragma unroll
-        for (u32 i = 0; i < AHEAD; ++i) read[i] = words[i * LANES];
+        for (u32 i = 0; i < AHEAD; ++i) read[i] = load_once(words + i * LANES);
         for (bool more = true; more;) {
 #pragma unroll
             for (u32 i = 0; i < AHEAD; ++i) tile[i * LANES + threadIdx.x] = read[i];
@@ -233,7 +233,7 @@ template <class F> static __device__ double sum_lane(u64 address, u32 length, ui
             more = length - at >= PER_TILE;
             if (more) {
 #pragma unroll
-                for (u32 i = 0; i < AHEAD; ++i) read[i] = words[i * LANES];
+                for (u32 i = 0; i < AHEAD; ++i) read[i] = load_once(words + i * LANES);
             }
 #pragma unroll 16
             for (u32 i = 0; i < PER_TILE; i += LANES) {

@@ -17,6 +17,9 @@
 constexpr u32 SIDE = 64, EACH = 4, ACROSS = SIDE / EACH;
 // Elements of a channel in shared memory at once.
 constexpr u32 DEEP = 16;
+// Numbers from one such element to the next in shared memory. Where a channel is a row, a warp stores 32 / DEEP channels of
+// DEEP elements each: in steps of 2 modulo the 32 banks, each of its stores has a bank of its own.
+constexpr u32 STEP = SIDE + 32 / DEEP;
 // Sums of one channel's squares where its elements follow one another in memory.
 constexpr u32 SUMS = 8;
 
@@ -109,7 +112,7 @@ struct MatrixGradient {
 
 template <class F>
 static __device__ void multiply(const MatrixGradient gradient, u64 rank, const float *matrix, float *projected,
-                                float (*values)[SIDE], float (*numbers)[SIDE]) {
+                                float (*values)[STEP], float (*numbers)[SIDE]) {
     const u64 channels = gradient.channels(), depth = gradient.depth(), across = (rank + SIDE - 1) / SIDE;
     const u64 channel = blockIdx.x / across * SIDE, first = blockIdx.x % across * SIDE;
     const u32 mine = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;
@@ -146,7 +149,7 @@ static __device__ void multiply(const MatrixGradient gradient, u64 rank, const f
 // A block of threads for each SIDE channels and SIDE ranks; `projected` is (channels, rank).
 extern "C" __global__ void __launch_bounds__(256)
     projection_product(u64 address, u64 dtype, u64 rows, u64 columns, u64 rank, const float *matrix, float *projected) {
-    __shared__ float values[DEEP][SIDE], numbers[DEEP][SIDE];
+    __shared__ float values[DEEP][STEP], numbers[DEEP][SIDE];
     const MatrixGradient gradient = {address, rows, columns};
     if (dtype == 0)
         multiply<F32>(gradient, rank, matrix, projected, values, numbers);

@@ -16,6 +16,7 @@ from memascend._memascend import cuda_device_count
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
 from memascend.kernels import launcher
+from memascend.machine.segments import OWN_FROM_BYTES, OWN_SEGMENT_BYTES, Segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
-#: PyTorch's allocator gives a tensor of so many bytes and more a segment of its own, of multiples of so many.
-SEGMENT_FROM_BYTES, SEGMENT_BYTES = 10 * 2**20, 2 * 2**20
-
 
 class DeviceMemoryPlan(Protocol):
     """What a device has to know of the plan of its memory (`memascend.plan.device.DevicePlan`)."""
@@ -35,10 +33,6 @@ class DeviceMemoryPlan(Protocol):
     @property
     def budget(self) -> int:
         """Bytes that memascend and PyTorch may hold together."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the buffers of weights."""
 
     def table(self) -> str:
         """Write the plan with a line per consumer."""
@@ -69,6 +63,11 @@ class ComputeDevice:
         """Identifies the device among those of all machines."""
         return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
+    @property
+    def segments(self) -> Segments | None:
+        """How PyTorch's allocator cuts the device's memory; None where a tensor takes its bytes and no more."""
+        return Segments.of(torch.cuda.get_device_capability(self.torch_device)[0])
+
     def stream(self) -> int:
         """Return the handle of the stream that PyTorch computes on in this thread."""
         return torch.cuda.current_stream(self.torch_device).cuda_stream
@@ -89,7 +88,7 @@ class ComputeDevice:
         Raises torch.OutOfMemoryError if the device, or PyTorch's limit there, leaves less.
         """
         # Another tensor in the rest of the segment would keep the whole segment from going back to the device.
-        whole = -(-nbytes // SEGMENT_BYTES) * SEGMENT_BYTES if nbytes >= SEGMENT_FROM_BYTES else nbytes
+        whole = -(-nbytes // OWN_SEGMENT_BYTES) * OWN_SEGMENT_BYTES if nbytes >= OWN_FROM_BYTES else nbytes
         return torch.empty(whole, dtype=torch.uint8, device=self.torch_device)[:nbytes]
 
     def empty_cache(self) -> None:
@@ -99,8 +98,8 @@ class ComputeDevice:
     def hold(self, plan: DeviceMemoryPlan) -> None:
         """Have PyTorch's allocator refuse memory beyond the plan's budget, and log the plan when it does.
 
-        What PyTorch held on the device before, apart from the plan's buffers, is added to the budget. Called again, the
-        plan takes the place of the former one.
+        Call it before memory of the plan is reserved: the segments that PyTorch's allocator has then are added to the
+        budget. Called again, the plan takes the place of the former one.
         """
         launcher.compiles(self.index)  # compile now rather than in the first backward pass
         held = _held.setdefault(self.torch_device, [])
@@ -109,8 +108,7 @@ class ComputeDevice:
         else:
             if not held:
                 self.empty_cache()
-                beside = torch.cuda.memory_allocated(self.torch_device) - plan.weights_bytes
-                _beside[self.torch_device] = max(0, beside)
+                _beside[self.torch_device] = torch.cuda.memory_reserved(self.torch_device)
             held.append(plan)
         self._plan = plan
         self._limit()

@@ -18,6 +18,7 @@ from memascend._memascend import Rule, StepScalars, step_host
 from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
 from memascend.machine.cuda import open_device
+from memascend.machine.pinned import empty_pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ HOST_BYTES = 512 << 20
 #: Elements of an update that is timed: more bytes than most caches hold. What AdamW moves for each of bfloat16 weights:
 #: weight, low half and two moments read and written, and the gradient read.
 UPDATE_ELEMENTS, UPDATE_BYTES = 1 << 22, 2 * (2 + 2 + 4 + 4) + 2
+#: Kinds of page-locked memory that are compared. By how much copies have to be faster from memory of CUDA's own than
+#: from memory in huge pages that is registered with CUDA, from which drives move more bytes a second.
+PINNED_KINDS, PINNED_GAIN = ("registered", "cuda"), 1.1
 #: What each rate is of, and the option that gives it.
 NAMES = {
     "flops": ("the GPU's arithmetic", "--flops"),
@@ -63,7 +67,8 @@ def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambd
 
     Returns:
         `gpu` (its name), `memory_bytes`; bytes per second `h2d` and `d2h` (pinned memory, 256 MiB at a time, one
-        direction at a time) and `dram` (see `measure_host_memory`); `flops`: floating-point operations per second of a
+        direction at a time); `pinned`, the same two rates for each kind of memory that memascend pins (`allocator` of
+        `memascend.offload`); `dram` (see `measure_host_memory`); `flops`: floating-point operations per second of a
         product of square matrices of 8,192 rows in `bfloat16` and `float32`, as PyTorch is set up to compute them.
 
     Raises:
@@ -76,7 +81,8 @@ def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambd
     rates: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "memory_bytes": opened.memory()[1]}
     for name, direction in (("h2d", "to"), ("d2h", "from")):
         progress(f"copies {direction} the GPU")
-        rates[name] = _copy_rate(device, seconds, name)
+        rates[name] = _copy_rate(device, seconds, name, _pinned())
+    rates["pinned"] = {kind: _rates_of_kind(device, seconds / 4, kind, progress) for kind in PINNED_KINDS}
     rates["flops"] = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -87,8 +93,19 @@ def measure_gpu(*, seconds: float = 2.0, progress: Callable[[str], None] = lambd
     return rates
 
 
-def _copy_rate(device: torch.device, seconds: float, direction: str) -> float:
-    source = _pinned()
+def _rates_of_kind(
+    device: torch.device, seconds: float, kind: str, progress: Callable[[str], None]
+) -> dict[str, float]:
+    """Return the rates of copies between the device and one kind of memory; {} where the system pins too little."""
+    progress(f"copies of {kind} memory")
+    try:
+        memory = empty_pinned(COPY_BYTES, torch.uint8, allocator=kind)
+    except HostMemoryError:
+        return {}
+    return {name: _copy_rate(device, seconds, name, memory) for name in ("h2d", "d2h")}
+
+
+def _copy_rate(device: torch.device, seconds: float, direction: str, source: torch.Tensor) -> float:
     target = torch.empty_like(source, device=device)
     if direction == "d2h":
         source, target = target, source
@@ -177,6 +194,25 @@ def _remembered() -> dict[str, Any]:
     except (OSError, ValueError, RuntimeError):  # RuntimeError: the user has no home directory
         return {}
     return measured if isinstance(measured, dict) else {}
+
+
+def preferred_pinned() -> str | None:
+    """Return the kind of page-locked memory that copies showed to be the faster one by far, or None.
+
+    None leaves the choice to the native side (`kinds_for_a_device` in `crates/memascend-mem/src/allocator/pinned.rs`),
+    which prefers memory in huge pages.
+    """
+    measured = _remembered().get("pinned")
+    seconds = {}
+    for kind in PINNED_KINDS:
+        rates = measured.get(kind) if isinstance(measured, dict) else None
+        given = [rates.get(name) for name in ("h2d", "d2h")] if isinstance(rates, dict) else []
+        values = [float(value) for value in given if isinstance(value, int | float) and value > 0]
+        if len(values) != 2:
+            return None
+        # Each byte of a step goes either way about as often.
+        seconds[kind] = sum(1 / value for value in values)
+    return "cuda" if seconds["registered"] > PINNED_GAIN * seconds["cuda"] else None
 
 
 def rate_of_drives(given: float | None, stores: Sequence[Location]) -> Rate | None:

@@ -31,7 +31,8 @@ def empty_pinned(
         dtype: of the elements (default: `torch.get_default_dtype()`).
         allocator: "cuda" (cudaHostAlloc: `is_pinned()` is true and copies to a device are asynchronous), "registered"
             (ordinary memory, registered with CUDA afterwards), "locked" (mlock: not swapped, but unknown to CUDA),
-            "pageable", or "auto": "cuda" where CUDA works, else "locked".
+            "pageable", or "auto": where CUDA works "registered", and "cuda" without huge pages or where nothing can be
+            registered; else "locked".
         huge_pages: ask for transparent huge pages, from 2 MiB on; CUDA ("cuda") chooses its own.
 
     Raises:

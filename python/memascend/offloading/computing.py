@@ -122,6 +122,7 @@ class Computing:
             config=config,
             activations=self.activations if self.recompute else "keep",
             free=free,
+            segments=self.device.segments,
         )
         _log.info("device memory:\n%s", plan.table())
         if plan.budget > free:

@@ -147,12 +147,15 @@ class Hooks:
         self._casts = CastWeights(session.torch_device.type)
         #: Hooks of modules.
         self._handles: list[RemovableHandle] = []
+        #: The stream that gradients are captured on, on a device.
+        self._stream: int | None = None
 
     def attach(self) -> None:
         """Install the hooks: from here on the model's parameters are on SSD."""
         session = self.session
         model = session.model()
         assert model is not None, "the caller holds the model"
+        self._stream = None if session.device is None else session.device.stream()
         for place in session.places:
             register(session, place)
             if not is_stand_in(place.parameter):
@@ -161,9 +164,11 @@ class Hooks:
             self._absent[place.absent.data_ptr()] = place
             session.gradients.watch(place)
         refuse_other_optimizers()
-        session.streamer.attach()
-        if session.device is not None:
+        if session.device is not None and session.device_plan is not None:
             self._move_buffers(model)
+            # Weights that were on the device have left it, and the plan's own buffers are not there yet.
+            session.device.hold(session.device_plan)
+        session.streamer.attach()
         self._hook_modules(model)
         self._surround(model, partial(self._whole, model))
         # The session must not keep the model alive, to which some modules refer. The units' modules are not asked for
@@ -173,9 +178,6 @@ class Hooks:
         model._memascend, model._memascend_hooks = session, self  # type: ignore[assignment]
         self._model = model
         close_when_unused(session)
-        if session.device is not None and session.device_plan is not None:
-            # Only now have weights that were on the device left it.
-            session.device.hold(session.device_plan)
 
     def __del__(self) -> None:
         """Have the session closed: the model, its parts and the graphs of its passes are garbage."""
@@ -392,10 +394,7 @@ class Hooks:
             streamer.refuse_early()
             session.fit_memory(grad)
             if grad:
-                with as_held():
-                    for place in session.places:
-                        if not place.hooks:
-                            session.gradients.watch(place)
+                self._watch_gradients()
                 session.generations.begin()
             if session.device is not None:
                 args, kwargs = pytree.tree_map(to_device, (args, kwargs))
@@ -411,6 +410,22 @@ class Hooks:
             return conceal(result, session)
 
         return forward
+
+    def _watch_gradients(self) -> None:
+        """Capture the gradients of all parameters that are trained now, on the stream that the program computes on now.
+
+        PyTorch's node for a parameter's gradient belongs to the stream that was the current one when the node was made.
+        For gradients that another stream computes it waits, warns, and hands them to the first stream.
+        """
+        session = self.session
+        stream = None if session.device is None else session.device.stream()
+        moved, self._stream = stream != self._stream, stream
+        with as_held():
+            for place in session.places:
+                if moved:
+                    session.gradients.unwatch(place)
+                if not place.hooks:
+                    session.gradients.watch(place)
 
     def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""

@@ -23,6 +23,7 @@ from memascend._memascend import Runtime, keep_large_blocks, return_large_blocks
 from memascend.errors import StoreError
 from memascend.machine import waits
 from memascend.machine.drives import notices_of, store_options
+from memascend.machine.gpu import preferred_pinned
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def open_runtime(
     if resume:
         # The store keeps the shares with which it was laid out.
         measured = {name: value for name, value in measured.items() if name != "rates"}
+    if device is not None and plan.most is None and (preferred := preferred_pinned()) is not None:
+        measured["allocator"] = preferred
     return when_free(
         lambda: Runtime(
             paths,

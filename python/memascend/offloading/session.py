@@ -692,9 +692,9 @@ class Session:
             if stays and not failed:
                 self._complete()
         finally:
-            self.generations.abandon()
-            self._leave_model()
             try:
+                self.generations.abandon()
+                self._leave_model()
                 self.gradients.close()
                 self.inputs.close()
                 self.streamer.release_all()
@@ -734,11 +734,16 @@ class Session:
     def discard(self) -> None:
         """Close a session that was never attached to its model, and remove its store."""
         self._stop_following()
-        self.runtime.close(keep=False)
-        self._free()
+        try:
+            self.runtime.close(keep=False)
+        finally:
+            self._free()
 
     def _free(self) -> None:
         forget(self)
-        self.streamer.free()
-        if self.device is not None:
-            self.device.let_go()
+        try:
+            self.streamer.free()
+        finally:
+            # Whatever failed before: other programs of the process are not to be limited by a model that is closed.
+            if self.device is not None:
+                self.device.let_go()

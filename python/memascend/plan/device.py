@@ -1,8 +1,9 @@
 """The device memory plan: what memascend and PyTorch hold there, a line per consumer, checked before anything starts.
 
 What memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. What PyTorch holds is
-estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains. CUDA's context and the
-code of kernels (a few hundred MB) are outside the budget.
+estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains, and in the least plan
+what a short batch takes. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
+the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.tables import block_rows
 from memascend.layout.units import round_up
+from memascend.machine.segments import BLOCK_BYTES, LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, taken_bytes
 from memascend.plan.estimates import Shape
 from memascend.plan.host import BLOCK_BUFFERS, Line, classes_apart, classes_by_turns, table_of, why
 from memascend.vocabulary.pieces import DEVICE_PIECE_ELEMENTS as PIECE_ELEMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from memascend.layout.units import Place, Unit
+    from memascend.machine.segments import Segments
+    from memascend.plan.estimates import Tensors
     from memascend.plan.host import BufferClass
 
 #: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two
@@ -37,15 +41,16 @@ AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
 #: The error that estimates may have: buffers that only cache weights leave this share more than
 #: estimated.
 ESTIMATES_OFF = 1 / 4
-#: What PyTorch gives cuBLAS and cuBLASLt to work in, 32 MiB for each on Hopper (8 and 1 before),
-#: once for the thread that computes forward and once for autograd's.
-WORKSPACE_BYTES = 4 * 32 * 2**20
+#: Without `tokens`, the least plan has room for a batch of so many, or, where nothing is known of the model's layers,
+#: for so many bytes.
+LEAST_TOKENS = 256
+LEAST_ACTIVATIONS_BYTES = 2 * LARGE_SEGMENT_BYTES
 #: The share of the estimated allocations that PyTorch's allocator loses in holes.
 HOLES_SHARE = 1 / 32
 #: Blocks of a table's gradient on their way to the host while another is made.
 GRADIENT_BLOCKS = 3
-#: The allocator's smallest block. An absent parameter takes one, which its gradient's stand-in shares.
-BLOCK_BYTES = 512
+
+_ESTIMATE = "estimate: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def make_device_plan(
     activations: str = "recompute",
     fused_loss: bool = False,
     free: int | None = None,
+    segments: Segments | None = None,
 ) -> DevicePlan:
     """Divide the memory of a device: first what is needed, then where a spare byte saves most.
 
@@ -126,11 +132,14 @@ def make_device_plan(
         budget: bytes that may be taken; None takes `free` less a margin of 1/16.
         tokens: tokens of one forward pass (sequences x length), if known.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
-            estimated, and buffers beyond the least leave room for activations.
+            estimated, and buffers beyond the least leave room for activations: the least plan for those of
+            `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
         activations: where the inputs of recomputed layers wait ("recompute": on the device, "host", "ssd"), or "keep",
             where layers are not recomputed.
         fused_loss: whether the loss makes the logits in pieces, as Liger-Kernel's fused linear cross entropy does.
         free: bytes that the device has free.
+        segments: how PyTorch's allocator cuts the device's memory. None: each tensor takes its bytes and no more, and
+            cuBLAS nothing.
 
     Raises:
         BudgetError: the budget does not hold what is needed; the message says what would lower that.
@@ -143,8 +152,10 @@ def make_device_plan(
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
     leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
     fused_loss = fused_loss or any(table.is_head for table in tables)
-    estimated = _estimates(units, tokens, config, activations, fused_loss, leaving.total + made.total)
-    rest = (stand_ins, *(estimated or ()))
+    computing = _Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments)
+    estimated = None if tokens is None else computing.lines(tokens)
+    unknown = None if estimated else _unknown_line(computing)
+    rest = (stand_ins, *(estimated or (unknown,)), *_segment_lines(gradients, segments))
     blocks = _blocks_line(tables)
     needed = blocks.total + leaving.total + made.total + sum(line.total for line in rest)
     layers = [unit for unit in units if not unit.is_table]
@@ -158,17 +169,19 @@ def make_device_plan(
     plan = DevicePlan(budget, tuple(kind.line for kind in classes), blocks, leaving_made, rest, smallest, overlap)
     if plan.total > budget:
         raise _too_small(plan, tokens, activations, fused_loss)
-    if estimated is None:
-        ahead_leaves, cache_leaves = int(budget * AHEAD_LEAVES), int(budget * CACHE_LEAVES)
+    if unknown is not None:
+        # The unknown's line is a part of the plan already.
+        ahead_leaves, cache_leaves = (
+            max(0, int(budget * share) - unknown.total) for share in (AHEAD_LEAVES, CACHE_LEAVES)
+        )
     else:
-        ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated) * ESTIMATES_OFF)
+        ahead_leaves, cache_leaves = 0, int(sum(line.total for line in estimated or ()) * ESTIMATES_OFF)
     _spend_spare(plan, classes, tables, list(map(sum, gradients)), ahead_leaves, cache_leaves)
     plan = _with_whole_tables(plan, tables, cache_leaves)
     _keep_sums(plan, classes, sum(map(sum, gradients)), cache_leaves)
-    if estimated is None:
-        remains = (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
-        pytorch = Line("activations and workspace", remains, 1, "what remains, for PyTorch")
-        plan = replace(plan, rest=(*plan.rest, pytorch))
+    if unknown is not None:
+        unknown.nbytes = round_up(unknown.nbytes, PAGE_BYTES) + (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
+        unknown.note = "what remains, for PyTorch"
     return plan
 
 
@@ -274,77 +287,137 @@ def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int,
         sums.nbytes, sums.count = min(gradients, room), 1
 
 
-def _estimates(
-    units: Sequence[Unit], tokens: int | None, config: Any, activations: str, fused_loss: bool, gradients: int
-) -> list[Line] | None:
-    """Return what PyTorch holds at the worst moment, or None without the tokens and widths that tell."""
-    shape = Shape.of(config)
-    layers = sum(unit.repeated for unit in units)
-    if tokens is None or shape is None or not layers:
-        return None
-    itemsize = next(unit for unit in units if unit.repeated).tensors[0].dtype.itemsize
-    estimate = "estimate: "
-    lines = []
-    if activations == "keep":
-        saved = shape.kept_bytes(tokens, itemsize)
-        lines.append(Line("activations of layers", saved, layers, f"{estimate}all that is not recomputed"))
-    else:
-        here = layers if activations == "recompute" else min(layers, PASSING_INPUTS)
-        note = "each waits here" if activations == "recompute" else "on their way"
-        lines.append(Line("inputs of layers", tokens * shape.hidden * itemsize, here, estimate + note))
-    pieces = any(unit.is_head for unit in units)
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        # Autograd adds the gradient of the embedding, which comes last, to the head's. That of a table is made of
-        # hidden states, block by block.
-        nbytes = (tokens if pieces else shape.vocabulary) * shape.hidden * itemsize
-        lines.append(Line("gradient of the tied embedding", nbytes, 1, f"{estimate}there until the pass is through"))
-    layer = shape.layer_bytes(tokens, itemsize)
-    loss_bytes = loss_in_pieces_bytes if pieces else _fused_loss_bytes if fused_loss else _whole_logits_bytes
-    logits = loss_bytes(shape, tokens, itemsize)
-    # At the loss there are no gradients of weights yet, unless the loss makes them: their room
-    # serves the logits.
-    beyond = logits if fused_loss else logits - gradients
-    if beyond > layer:
-        note = "with gradients" if fused_loss else f"{format_size(logits)} in all, before weights' gradients"
-        lines.append(Line("logits", beyond, 1, estimate + note))
-    else:
-        note = f"{estimate}with gradients (logits, before: {format_size(logits)})"
-        lines.append(Line("one layer, recomputed", layer, 1, note))
-    holes = int(HOLES_SHARE * (sum(line.total for line in lines) + gradients))
-    lines.append(Line("workspace and holes", WORKSPACE_BYTES + holes, 1, "allowance: cuBLAS, PyTorch's allocator"))
-    return lines
+def _unknown_line(computing: _Estimate) -> Line:
+    """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
+    least = computing.lines(LEAST_TOKENS)
+    if least is None:
+        note = f"allowance: {format_size(LEAST_ACTIVATIONS_BYTES)}, as batch_tokens or the layers' widths are not known"
+        return Line("activations", LEAST_ACTIVATIONS_BYTES if computing.segments else 0, 1, note)
+    note = f"estimate: of {LEAST_TOKENS} tokens, as batch_tokens is not given"
+    return Line("activations", sum(line.total for line in least), 1, note)
 
 
-def _whole_logits_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the logits and their gradients at once; the caller of the model holds the logits too."""
-    return shape.logits_bytes(tokens) + tokens * shape.vocabulary * itemsize
+def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None) -> list[Line]:
+    """Return the lines of what the allocator's segments take beyond tensors, and of cuBLAS' workspaces."""
+    if segments is None:
+        return []
+    # Gradients on their way are those of about one unit. The weights lie in one tensor.
+    rounding = max((sum(taken_bytes(nbytes) - nbytes for nbytes in unit) for unit in gradients), default=0)
+    rest = segments.begun_bytes + OWN_SEGMENT_BYTES + rounding
+    return [
+        Line("rest of segments", rest, 1, "allowance: PyTorch's allocator"),
+        Line("workspaces", segments.workspaces_bytes, 1, "of cuBLAS and cuBLASLt, in two threads"),
+    ]
 
 
-def loss_in_pieces_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
+
+    units: Sequence[Unit]
+    config: Any
+    activations: str
+    fused_loss: bool
+    #: Bytes for gradients of weights.
+    gradients: int
+    segments: Segments | None
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether a head is a table, whose loss makes the logits in pieces."""
+        return any(unit.is_head for unit in self.units)
+
+    def lines(self, tokens: int) -> list[Line] | None:
+        """Return what PyTorch holds at the worst moment, or None without the widths that tell."""
+        shape = Shape.of(self.config)
+        layers = sum(unit.repeated for unit in self.units)
+        if shape is None or not layers:
+            return None
+        itemsize = next(unit for unit in self.units if unit.repeated).tensors[0].dtype.itemsize
+        lines = self._waiting_lines(shape, tokens, layers, itemsize)
+        layer = self._taken(shape.layer_tensors(tokens, itemsize))
+        loss = loss_in_pieces if self.in_pieces else _fused_loss if self.fused_loss else _whole_logits
+        logits = self._taken(loss(shape, tokens, itemsize))
+        # At the loss there are no gradients of weights yet, unless the loss makes them: their room
+        # serves the logits.
+        beyond = logits if self.fused_loss else logits - self.gradients
+        if beyond > layer:
+            note = "with gradients" if self.fused_loss else f"{format_size(logits)} in all, before weights' gradients"
+            lines.append(Line("logits", beyond, 1, _ESTIMATE + note))
+        else:
+            note = f"{_ESTIMATE}with gradients (logits, before: {format_size(logits)})"
+            lines.append(Line("one layer, recomputed", layer, 1, note))
+        holes = int(HOLES_SHARE * (sum(line.total for line in lines) + self.gradients))
+        lines.append(Line("holes", holes, 1, "allowance: PyTorch's allocator"))
+        return lines
+
+    def _waiting_lines(self, shape: Shape, tokens: int, layers: int, itemsize: int) -> list[Line]:
+        """Return the lines of what is there while layers and the loss are computed."""
+        lines = []
+        if self.activations == "keep":
+            saved = self._taken(shape.kept_tensors(tokens, itemsize))
+            lines.append(Line("activations of layers", saved, layers, f"{_ESTIMATE}all that is not recomputed"))
+        else:
+            here = layers if self.activations == "recompute" else min(layers, PASSING_INPUTS)
+            note = "each waits here" if self.activations == "recompute" else "on their way"
+            each = self._taken([(tokens * shape.hidden * itemsize, 1)])
+            lines.append(Line("inputs of layers", each, here, _ESTIMATE + note))
+        if getattr(self.config.get_text_config(), "tie_word_embeddings", False):
+            # Autograd adds the gradient of the embedding, which comes last, to the head's. That of a table is made of
+            # hidden states, block by block.
+            rows = tokens if self.in_pieces else shape.vocabulary
+            nbytes = self._taken([(rows * shape.hidden * itemsize, 1)])
+            note = f"{_ESTIMATE}there until the pass is through"
+            lines.append(Line("gradient of the tied embedding", nbytes, 1, note))
+        return lines
+
+    def _taken(self, tensors: Tensors) -> int:
+        """Return the bytes that tensors take of the device's memory."""
+        size: Callable[[int], int] = int if self.segments is None else taken_bytes
+        return sum(size(nbytes) * count for nbytes, count in tensors)
+
+
+def _whole_logits(shape: Shape, tokens: int, itemsize: int) -> Tensors:
+    """Return the logits and their gradients at once; the caller of the model holds the logits too."""
+    return [*shape.logits_tensors(tokens), (tokens * shape.vocabulary * itemsize, 1)]
+
+
+def loss_in_pieces(shape: Shape, tokens: int, itemsize: int) -> Tensors:
     """Return what the loss in pieces holds at once: beside the hidden states' gradients, a piece of the logits."""
     float32 = 4
     # Of each token: the gradient of its hidden state, and the row of its label, which is converted at the end.
-    hidden, at_end = tokens * shape.hidden * (float32 + itemsize), tokens * shape.hidden * float32
+    hidden = [(tokens * shape.hidden * float32, 1), (tokens * shape.hidden * itemsize, 1)]
+    at_end = [(tokens * shape.hidden * float32, 1)]
     height = min(shape.vocabulary, block_rows(shape.hidden, itemsize))
     piece = min(tokens * height, PIECE_ELEMENTS)
     # As the product gives it, in float32, and as the derivative; then a product with the weights.
-    of_piece = piece * (2 * itemsize + float32) + -(-piece // height) * shape.hidden * itemsize
-    return hidden + max(at_end, of_piece)
+    of_piece = [
+        (piece * itemsize, 2),
+        (piece * float32, 1),
+        (-(-piece // height) * shape.hidden * itemsize, 1),
+    ]
+    return [*hidden, *max(at_end, of_piece, key=_nbytes)]
 
 
-def _fused_loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """Return the bytes of Liger-Kernel's fused linear cross entropy, with the gradients of hidden states and logits."""
+def _nbytes(tensors: Tensors) -> int:
+    return sum(nbytes * count for nbytes, count in tensors)
+
+
+def _fused_loss(shape: Shape, tokens: int, itemsize: int) -> Tensors:
+    """Return what Liger-Kernel's fused linear cross entropy holds, with the gradients of hidden states and logits."""
     # It takes as many tokens at a time as make logits of about the size of the hidden
     # states, and makes the gradients of both at once. Shapes: logits (piece, vocabulary), hidden
     # states (tokens, hidden).
     pieces = -(-shape.vocabulary // shape.hidden)
     piece = 1 << (-(-tokens // pieces) - 1).bit_length()
-    return 2 * piece * shape.vocabulary * itemsize + tokens * shape.hidden * itemsize
+    return [(piece * shape.vocabulary * itemsize, 2), (tokens * shape.hidden * itemsize, 1)]
 
 
 def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_loss: bool) -> BudgetError:
     knobs = []
     consumers = {line.consumer for line in plan.rest if line.count}
+    if "activations" in consumers:
+        knobs.append("batch_tokens, if a batch has few tokens: what it takes is estimated then")
     if consumers & {"inputs of layers", "one layer, recomputed", "logits", "activations of layers"}:
         knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences)")
     if activations == "keep":

@@ -21,6 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+#: Tensors of equal size: (bytes of one, how many).
+Tensors = list[tuple[int, int]]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -52,15 +55,40 @@ class Shape:
             vocabulary=text.vocab_size,
         )
 
+    def kept_tensors(self, tokens: int, itemsize: int) -> Tensors:
+        """The tensors that autograd keeps of one layer between its forward and its backward pass."""
+        wide, narrow = tokens * self.hidden * 4, tokens * itemsize
+        return [
+            # Of both norms the input in fp32, the normalised input and the output; the layer's output.
+            (wide, 2),
+            (narrow * self.hidden, 5),
+            # Rotated queries and the attention's output; keys and values; the MLP.
+            (narrow * self.queries, 2),
+            (narrow * self.keys, 2),
+            (narrow * self.mlp, 4),
+        ]
+
+    def layer_tensors(self, tokens: int, itemsize: int) -> Tensors:
+        """The tensors of one layer in its backward pass: what autograd kept, and the gradients of activations."""
+        narrow = tokens * itemsize
+        return [*self.kept_tensors(tokens, itemsize), (narrow * self.mlp, 2), (narrow * self.hidden, 1)]
+
+    def logits_tensors(self, tokens: int) -> Tensors:
+        """The logits in fp32 and their gradients, in the backward pass of the loss."""
+        return [(4 * tokens * self.vocabulary, 3)]
+
     def kept_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes that autograd keeps of one layer between its forward and its backward pass."""
-        norms = 2 * (4 + 2 * itemsize) * self.hidden
-        return tokens * (norms + itemsize * (2 * self.queries + 2 * self.keys + 4 * self.mlp + self.hidden))
+        """Bytes of `kept_tensors`."""
+        return _sum(self.kept_tensors(tokens, itemsize))
 
     def layer_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of one layer in its backward pass: what autograd kept, and the gradients of activations."""
-        return self.kept_bytes(tokens, itemsize) + tokens * itemsize * (2 * self.mlp + self.hidden)
+        """Bytes of `layer_tensors`."""
+        return _sum(self.layer_tensors(tokens, itemsize))
 
     def logits_bytes(self, tokens: int) -> int:
-        """Bytes of the logits in fp32 and of their gradients, in the backward pass of the loss."""
-        return 12 * tokens * self.vocabulary
+        """Bytes of `logits_tensors`."""
+        return _sum(self.logits_tensors(tokens))
+
+
+def _sum(tensors: Tensors) -> int:
+    return sum(nbytes * count for nbytes, count in tensors)

@@ -11,7 +11,7 @@ from memascend.errors import MemascendError
 from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memascend._memascend import CudaEvent, LeaseBuffer, Ticket
     from memascend.layout.units import Place, Unit
@@ -122,8 +122,8 @@ class BlockSource(Protocol):
     def is_ready(self) -> bool:
         """Whether the next block can be copied without a wait for the store."""
 
-    def upload(self, target: int, after: CudaEvent) -> tuple[int, int, CudaEvent]:
-        """Have the device copy the next block to address `target`, after an event.
+    def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:
+        """Have the device copy the next block to address `target`, after some events.
 
         Returns its first row, how many it has, and the event of its arrival.
         """
@@ -135,7 +135,7 @@ class BlockSource(Protocol):
 class HostedBlocks:
     """Blocks of a table that is whole in host memory."""
 
-    def __init__(self, place: Place, upload: Callable[[Unit, int, int, int, CudaEvent], CudaEvent]) -> None:
+    def __init__(self, place: Place, upload: Callable[[Unit, int, int, int, Sequence[CudaEvent]], CudaEvent]) -> None:
         """Take the blocks of the table at `place`. `upload` has so many bytes of the unit, from a first on, copied."""
         self._place, self._upload = place, upload
         self._uncopied = deque(place.blocks)
@@ -149,7 +149,7 @@ class HostedBlocks:
         """Whether the next block can be copied."""
         return True
 
-    def upload(self, target: int, after: CudaEvent) -> tuple[int, int, CudaEvent]:
+    def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:
         """Have the device copy the next block."""
         first, count = self._uncopied.popleft()
         row_bytes = self._place.shape[1] * self._place.dtype.itemsize
@@ -163,7 +163,9 @@ class HostedBlocks:
 class ReadBlocks:
     """Blocks of a table that come from the store."""
 
-    def __init__(self, reader: BlockReader, upload: Callable[[LeaseBuffer, int, int, CudaEvent], CudaEvent]) -> None:
+    def __init__(
+        self, reader: BlockReader, upload: Callable[[LeaseBuffer, int, int, Sequence[CudaEvent]], CudaEvent]
+    ) -> None:
         """Take what `reader` reads. `upload` has so many bytes of a buffer copied, which is free afterwards."""
         self._reader, self._upload = reader, upload
 
@@ -176,7 +178,7 @@ class ReadBlocks:
         """Whether the next block was read."""
         return self._reader.is_ready()
 
-    def upload(self, target: int, after: CudaEvent) -> tuple[int, int, CudaEvent]:
+    def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:
         """Have the device copy the next block, once it was read."""
         first, count, lease = self._reader.take()
         return first, count, self._upload(lease, count * self._reader.row_bytes, target, after)

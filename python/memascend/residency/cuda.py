@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Buffer:
     """A piece of the device's memory that serves one unit after another."""
 
-    __slots__ = ("address", "arrived", "is_coming", "last_use", "memory", "nbytes", "unit", "users")
+    __slots__ = ("address", "arrived", "is_coming", "last_uses", "memory", "nbytes", "unit", "users", "using")
 
     def __init__(self, address: int, nbytes: int, memory: torch.Tensor | None = None) -> None:
         """Describe `nbytes` bytes at `address`, without contents yet; `memory` is given back after their use."""
@@ -35,9 +35,11 @@ class Buffer:
         self.arrived: CudaEvent | None = None
         #: Storages over the bytes that are still alive.
         self.users = 0
-        #: The end of the computation with the bytes; the next copy into the buffer waits for this
-        #: event.
-        self.last_use: CudaEvent | None = None
+        #: Streams on which the bytes were used since the last event there was recorded.
+        self.using: set[int] = set()
+        #: By stream, the end of the computation with the bytes there. The next copy into the buffer waits for all of
+        #: these events: a program may compute on several streams.
+        self.last_uses: dict[int, CudaEvent] = {}
 
 
 class Occupancy:
@@ -51,10 +53,9 @@ class Occupancy:
         """Count a user of `buffer`, on the stream that PyTorch computes on in this thread."""
         self.pool = pool
         self.buffer = buffer
-        #: The stream of the computation. The use may end in another thread, which has another
-        #: stream.
-        self.stream = pool.device.stream()
         buffer.users += 1
+        # The use may end in another thread, which has another stream.
+        buffer.using.add(pool.device.stream())
         #: PyTorch takes over device memory of others by this protocol, version 3.
         self.__cuda_array_interface__ = {
             "shape": (buffer.nbytes,),
@@ -64,7 +65,7 @@ class Occupancy:
         }
 
     def __del__(self) -> None:
-        self.pool.leave(self.buffer, self.stream)
+        self.pool.leave(self.buffer)
 
 
 class DevicePool:
@@ -83,13 +84,13 @@ class DevicePool:
         self.blocks: list[Buffer] = []
         #: Called with the address of memory beyond the plan that is given back.
         self.on_freed: Callable[[int], object] = lambda address: None
-        #: Of each line, the bytes of its buffers.
-        self._memory: list[torch.Tensor] = []
+        #: All buffers, one after another, (bytes,) of uint8: PyTorch's allocator rounds one segment up, not many.
+        self._memory: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device that the buffers take now."""
-        return sum(memory.nbytes for memory in self._memory)
+        return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def all(self) -> list[Buffer]:
@@ -113,7 +114,7 @@ class DevicePool:
         memory = self.device.reserve(nbytes)
         buffer = Buffer(memory.data_ptr(), nbytes, memory)
         # The memory may have been another tensor's.
-        buffer.last_use = self.device.record()
+        buffer.last_uses = {self.device.stream(): self.device.record()}
         return buffer
 
     def reserve(self) -> None:
@@ -121,30 +122,29 @@ class DevicePool:
 
         Raises DeviceError, with nothing reserved, if the device has less memory than the plan takes.
         """
-        if self._memory:
+        if self._memory is not None or not self._lines:
             return
+        try:
+            self._memory = self.device.reserve(self.plan.weights_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{self.device.torch_device} has no room for the buffers of weights ({self.plan.weights_bytes} bytes): "
+                f"another process may use it; lower device_memory or free the device\n{self.plan.table()}"
+            ) from error
+        address = self._memory.data_ptr()
         for line in self._lines:
-            try:
-                # No local variable refers to the memory: the traceback of the error would hold it.
-                self._memory.append(self.device.reserve(line.total))
-            except torch.OutOfMemoryError as error:
-                self._memory.clear()
-                raise DeviceError(
-                    f"{self.device.torch_device} has no room for {line.consumer} ({line.count} x {line.nbytes} bytes): "
-                    f"another process may use it; lower device_memory or free the device\n{self.plan.table()}"
-                ) from error
-        for line, memory in zip(self._lines, self._memory, strict=True):
             nbytes = line.total // line.count
-            made = [Buffer(memory.data_ptr() + nbytes * number, nbytes) for number in range(line.count)]
+            made = [Buffer(address + nbytes * number, nbytes) for number in range(line.count)]
+            address += nbytes * line.count
             if line is self.plan.blocks:
                 self.blocks += made
             else:
                 self.buffers[nbytes] += made
         # The memory may have been another tensor's, and computation with that tensor may be under
         # way.
-        before = self.device.record()
+        before = {self.device.stream(): self.device.record()}
         for buffer in self.all:
-            buffer.last_use = before
+            buffer.last_uses = dict(before)
 
     def use(self, buffer: Buffer) -> torch.Tensor:
         """Begin a use of a buffer and return its bytes (uint8); the use ends when no tensor refers to them."""
@@ -152,12 +152,14 @@ class DevicePool:
         with torch.inference_mode(False):
             return self.device.view(Occupancy(self, buffer))
 
-    def leave(self, buffer: Buffer, stream: int) -> None:
-        """End a use of `buffer` by computation on `stream`."""
+    def leave(self, buffer: Buffer) -> None:
+        """End a use of `buffer`. With the last one, computation on every stream that had one has to end."""
         if buffer.users == 1 and not self.closed:
             # If recording fails, the buffer stays in use, because the end of the computation is
             # unknown.
-            buffer.last_use = self.device.record(stream)
+            for stream in sorted(buffer.using):
+                buffer.last_uses[stream] = self.device.record(stream)
+            buffer.using.clear()
         buffer.users -= 1
         self.give_back(buffer)
 
@@ -170,6 +172,6 @@ class DevicePool:
     def free(self) -> None:
         """Give the memory back, at once or with the last tensor that refers to it."""
         if not self.in_use:
-            self._memory.clear()
+            self._memory = None
         self.buffers.clear()
         self.blocks.clear()

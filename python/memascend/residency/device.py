@@ -43,14 +43,15 @@ if TYPE_CHECKING:
 
 
 class _Upload(NamedTuple):
-    """A copy to the device, and the event that the device waits for before the copy."""
+    """A copy to the device, and the events that the device waits for before the copy."""
 
-    after: CudaEvent
+    after: list[CudaEvent]
     arrived: CudaEvent
 
     def wait(self, timeline: Timeline) -> None:
         """Wait for the copy. The time in which the device still computes before the copy is not counted as copying."""
-        self.after.wait()
+        for event in self.after:
+            event.wait()
         with timeline.waiting("h2d"):
             self.arrived.wait()
 
@@ -118,8 +119,8 @@ class DeviceStreamer(Streamer):
             )
         for buffer in self.pool.all:
             # PyTorch orders the memory's next use after its own stream only.
-            if buffer.last_use is not None:
-                buffer.last_use.wait()
+            for event in buffer.last_uses.values():
+                event.wait()
             if buffer.arrived is not None:
                 with self.timeline.waiting("h2d"):
                     buffer.arrived.wait()
@@ -206,10 +207,10 @@ class DeviceStreamer(Streamer):
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
         self._forget(buffer)
-        assert buffer.last_use is not None
+        after = list(buffer.last_uses.values())
         with span(f"upload {unit.name}"):
-            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, [buffer.last_use])
-        self._uploads[unit] = _Upload(buffer.last_use, buffer.arrived)
+            buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, after)
+        self._uploads[unit] = _Upload(after, buffer.arrived)
         self._note_there(unit, buffer)
 
     def _note_there(self, unit: Unit, buffer: Buffer) -> None:
@@ -221,15 +222,14 @@ class DeviceStreamer(Streamer):
         """Have the device copy a table, which has no buffer in host memory, into a buffer without users."""
         (place,) = unit.places
         self._forget(buffer)
-        assert buffer.last_use is not None
-        row_bytes, after = place.shape[1] * place.dtype.itemsize, buffer.last_use
+        row_bytes, after = place.shape[1] * place.dtype.itemsize, list(buffer.last_uses.values())
         source = self.blocks_of(place)
         try:
             for first, _ in place.blocks:
-                _, _, after = source.upload(buffer.address + place.offset + first * row_bytes, after)
+                _, _, buffer.arrived = source.upload(buffer.address + place.offset + first * row_bytes, after)
+                after = [buffer.arrived]
         finally:
             source.close()
-        buffer.arrived = after
         self._note_there(unit, buffer)
 
     def _forget(self, buffer: Buffer) -> None:
@@ -471,22 +471,22 @@ class DeviceStreamer(Streamer):
             raise NoBufferError("no device buffer for a block of a table is free: blocks of other tables are in use")
         return buffers[0]
 
-    def upload_part(self, unit: Unit, begin: int, nbytes: int, target: int, after: CudaEvent) -> CudaEvent:
+    def upload_part(self, unit: Unit, begin: int, nbytes: int, target: int, after: Sequence[CudaEvent]) -> CudaEvent:
         """Have the device copy bytes of a unit in host memory, from byte `begin` on; returns the event of the end."""
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
-        arrived = self.device.link.upload(lease, begin, nbytes, target, [after])
-        self._uploads[unit] = _Upload(after, arrived)
+        arrived = self.device.link.upload(lease, begin, nbytes, target, list(after))
+        self._uploads[unit] = _Upload(list(after), arrived)
         return arrived
 
-    def upload_block(self, lease: LeaseBuffer, nbytes: int, target: int, after: CudaEvent) -> CudaEvent:
+    def upload_block(self, lease: LeaseBuffer, nbytes: int, target: int, after: Sequence[CudaEvent]) -> CudaEvent:
         """Have the device copy what is in a buffer for a block of a table; returns the event of the end.
 
         The buffer is free again after that, once the caller has dropped it.
         """
         assert self.device.link is not None
-        arrived = self.device.link.upload(lease, 0, nbytes, target, [after])
-        self._returning[self._block_bytes].append(_Upload(after, arrived))
+        arrived = self.device.link.upload(lease, 0, nbytes, target, list(after))
+        self._returning[self._block_bytes].append(_Upload(list(after), arrived))
         return arrived
 
     def spare_blocks(self) -> list[LeaseBuffer]:

@@ -76,8 +76,7 @@ class DeviceTable(OffloadedTable):
 
     def _copy(self, source: BlockSource, buffer: Buffer) -> _Arriving:
         """Have the device copy the next block into a buffer, after the last use of what is there."""
-        assert buffer.last_use is not None
-        first, count, buffer.arrived = source.upload(buffer.address, buffer.last_use)
+        first, count, buffer.arrived = source.upload(buffer.address, list(buffer.last_uses.values()))
         buffer.is_coming = True
         return _Arriving(first, count, buffer)
 
@@ -113,7 +112,7 @@ class DeviceTable(OffloadedTable):
             part, target = indices[first : first + most], rows[first : first + most]
             lease = streamer.lease_block()
             self._gather(values, part, lease)
-            after = streamer.upload_block(lease, target.nbytes, target.data_ptr(), after)
+            after = streamer.upload_block(lease, target.nbytes, target.data_ptr(), [after])
             # Only the copy holds the buffer now: the next one may be waiting for it.
             del lease
         streamer.device.wait(after)

@@ -140,9 +140,9 @@ impl Copies {
     }
 
     /// Runs `work` with the device current, on a thread that may have another current device.
-    pub(super) fn on_device<T>(
+    pub(super) fn on_device<T: Send>(
         &self,
-        work: impl FnOnce(&Arc<Cudart>) -> memascend_mem::Result<T>,
+        work: impl FnOnce(&Arc<Cudart>) -> memascend_mem::Result<T> + Send,
     ) -> Result<T> {
         self.cudart.on_device(self.index, || work(&self.cudart)).map_err(device_error)
     }

@@ -70,14 +70,15 @@ impl Rig {
         fake.set(c"fake_set_lateness", timing.lateness);
         fake.set(c"fake_set_lazy", usize::from(timing.lazy));
         let cudart = fake.open().unwrap();
+        // First, as a runtime opens it: the arena is then pinned in the device's context.
+        let link = Arc::new(DeviceLink::open(Arc::clone(&cudart), device).unwrap());
         let bench = Bench::new(Kind::Threads, 1);
         let class = |bytes, count| vec![SizeClass::new("test", bytes, count)];
         let groups = [class(CHUNK_ELEMENTS * 4, staging_chunks), class(1 << 20, 2)];
-        let pools = Pool::carve(&CudaAllocator::with(Arc::clone(&cudart)), &groups).unwrap();
+        let pools = Pool::carve(&CudaAllocator::with(cudart), &groups).unwrap();
         let [chunks, packs] = <[Pool; 2]>::try_from(pools).unwrap();
         let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), CHUNK_ELEMENTS * 4);
         let gradients = Arc::new(Gradients::new(staging.clone(), CHUNK_ELEMENTS).adding_in(threads));
-        let link = Arc::new(DeviceLink::open(cudart, device).unwrap());
         Self { link, gradients, staging: Arc::new(staging), chunks, packs, bench, fake }
     }
 

@@ -113,6 +113,17 @@ pub enum CudaError {
     /// The device failed after a copy was enqueued, so that the end of the copy cannot be observed.
     #[error("the CUDA device failed while it copied to or from the buffer, which is lost: end this process")]
     CopyLost,
+    /// No thread could be started for a device that is not the calling thread's.
+    #[error(
+        "no thread can be started to use CUDA device {device}: {source}; raise the limit on threads (`ulimit -u`), or \
+         make it the current device (torch.cuda.set_device({device}))"
+    )]
+    NoThread {
+        /// Number of the device.
+        device: i32,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
     /// Any other error of CUDA.
     #[error("{call} failed with {name} ({code}): {message}")]
     Call {

@@ -12,6 +12,7 @@ use std::{env, fmt, fs};
 
 use libloading::os::unix::Library;
 
+use crate::cuda::context::{PrimaryContextState, primary_context_state};
 use crate::cuda::functions::{Functions, function};
 use crate::{CudaError, Result};
 
@@ -37,6 +38,8 @@ pub struct Cudart {
     library: String,
     version: c_int,
     pub(super) functions: Functions,
+    /// Tells whether a device has a context, where the driver is known.
+    pub(super) context_state: Option<PrimaryContextState>,
 }
 
 impl fmt::Debug for Cudart {
@@ -105,9 +108,11 @@ impl Cudart {
         let asked = asked.to_string_lossy().into_owned();
         let library = file_of(loaded, &asked)?.unwrap_or(asked);
         let functions = Functions::of(loaded, &library)?;
-        let mut cudart = Self { library, version: 0, functions };
+        let mut cudart = Self { library, version: 0, functions, context_state: None };
         cudart.check_version()?;
         cudart.check_devices()?;
+        // The runtime has loaded the driver to count devices.
+        cudart.context_state = primary_context_state(loaded);
         Ok(Arc::new(cudart))
     }
 
@@ -140,27 +145,20 @@ impl Cudart {
         Ok(count)
     }
 
-    /// Makes device `index` the current device of the calling thread.
+    /// Makes device `index` the current device of the calling thread, with a context there.
     pub fn set_device(&self, index: c_int) -> Result<()> {
         // SAFETY: the function takes any int.
         let code = unsafe { (self.functions.set_device)(index) };
         Ok(self.check("cudaSetDevice", code)?)
     }
 
-    /// Runs `work` with device `index` as the calling thread's current device, and restores the
-    /// thread's own device, which PyTorch may rely on.
-    pub fn on_device<T>(&self, index: c_int, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let mut before = 0;
+    /// The calling thread's current device.
+    pub(super) fn current_device(&self) -> Result<c_int> {
+        let mut device = 0;
         // SAFETY: the function writes one int.
-        let code = unsafe { (self.functions.get_device)(&mut before) };
+        let code = unsafe { (self.functions.get_device)(&mut device) };
         self.check("cudaGetDevice", code)?;
-        if before == index {
-            return work();
-        }
-        self.set_device(index)?;
-        let result = work();
-        self.set_device(before)?;
-        result
+        Ok(device)
     }
 
     /// (free, total) bytes of the calling thread's device.
@@ -175,13 +173,17 @@ impl Cudart {
     /// Page-locked memory from CUDA, not initialised.
     pub(crate) fn host_alloc(&self, bytes: usize) -> Result<NonNull<u8>> {
         const CALL: &str = "cudaHostAlloc";
-        let mut address = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
-        self.check_host(CALL, code, bytes)?;
+        let address = self.in_a_context(|| {
+            let mut address = ptr::null_mut();
+            // SAFETY: the function writes one pointer.
+            let code = unsafe { (self.functions.host_alloc)(&mut address, bytes, PORTABLE) };
+            self.check_host(CALL, code, bytes)?;
+            Ok(address.expose_provenance())
+        })?;
         // CUDA answers a request for zero bytes with a null pointer; no caller makes such a
         // request.
-        Ok(NonNull::new(address.cast()).ok_or(CudaError::InvalidValue { call: CALL })?)
+        let address = ptr::with_exposed_provenance_mut(address);
+        Ok(NonNull::new(address).ok_or(CudaError::InvalidValue { call: CALL })?)
     }
 
     /// Frees memory of [`host_alloc`](Self::host_alloc).
@@ -199,9 +201,13 @@ impl Cudart {
     /// # Safety
     /// The range is mapped, and stays mapped until it is unregistered.
     pub(crate) unsafe fn host_register(&self, address: NonNull<u8>, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        let code = unsafe { (self.functions.host_register)(address.as_ptr().cast(), bytes, PORTABLE) };
-        Ok(self.check_host("cudaHostRegister", code, bytes)?)
+        let address = address.as_ptr().expose_provenance();
+        self.in_a_context(|| {
+            let address = ptr::with_exposed_provenance_mut(address);
+            // SAFETY: the caller's promise.
+            let code = unsafe { (self.functions.host_register)(address, bytes, PORTABLE) };
+            Ok(self.check_host("cudaHostRegister", code, bytes)?)
+        })
     }
 
     /// Ends a registration. When this returns `Ok`, CUDA has nothing registered at `address`.

@@ -244,6 +244,11 @@ impl Pool {
         self.arena.allocator
     }
 
+    /// Bytes of the arena that lie in huge pages now; see [`HostBlock::huge_page_bytes`].
+    pub fn huge_page_bytes(&self) -> Option<usize> {
+        self.arena.block.huge_page_bytes()
+    }
+
     /// Number of the smallest class that holds `bytes`.
     fn class_of(&self, state: &State, bytes: usize) -> Result<usize> {
         let classes = &state.classes[self.classes.clone()];

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 pub struct Fake {
     pub path: PathBuf,
     handle: *mut c_void,
-    _directory: TempDir,
+    _directory: Option<TempDir>,
 }
 
 // SAFETY: the handle of a loaded library may be used from any thread.
@@ -40,11 +40,16 @@ impl Fake {
             .status()
             .expect("cc, which rustc links with, can be run");
         assert!(status.success());
+        Self { _directory: Some(directory), ..Self::at(path) }
+    }
+
+    /// A variant that was compiled before, whose owner keeps its file.
+    pub fn at(path: PathBuf) -> Self {
         let name = CString::new(path.as_os_str().as_bytes()).unwrap();
         // SAFETY: the name is a C string; the library has no initialisers.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         assert!(!handle.is_null());
-        Self { path, handle, _directory: directory }
+        Self { path, handle, _directory: None }
     }
 
     pub fn open(&self) -> Result<Arc<Cudart>> {
