@@ -416,11 +416,14 @@ mod fake;
 #[cfg(test)]
 mod tests {
     use memascend_kernels::Dtype;
-    use memascend_mem::{CudaAllocator, PAGE_BYTES, Pool, SizeClass};
+    use memascend_mem::{CudaAllocator, PAGE_BYTES, PageableAllocator, Pool, SizeClass};
     use memascend_store::{Store, StoreOptions};
 
     use super::fake::Fake;
     use super::*;
+    use std::thread;
+    use std::time::Duration;
+
     use crate::device::Outcome;
     use crate::{DeviceLink, Staging};
 
@@ -473,5 +476,29 @@ mod tests {
             }
         }
         fake.assert_clean();
+    }
+
+    /// A capture locks its gradient for each of its pieces: a reader that came before it, and gets the lock after its
+    /// first piece, must not see a part.
+    #[test]
+    fn a_reader_that_waits_for_the_lock_lets_a_capture_that_begins_meanwhile_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::create(&[directory.path().to_owned()], &StoreOptions::default()).unwrap();
+        let class = SizeClass::new("test", PAGE_BYTES, 1);
+        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
+        let gradients = Gradients::new(Staging::new(Arc::new(store), pool, PAGE_BYTES), GRADIENT_BLOCK);
+        let id = gradients.create("test", Dtype::F32, 1, Arc::default()).unwrap();
+        let record = gradients.record(id);
+        thread::scope(|scope| {
+            let place = record.place.locked();
+            let reader = scope.spawn(|| drop(record.settled()));
+            thread::sleep(Duration::from_millis(100)); // it waits for the lock
+            let capture = record.arriving.begin();
+            drop(place);
+            thread::sleep(Duration::from_millis(100));
+            assert!(!reader.is_finished(), "it has the gradient amid a capture");
+            capture.end(Ok(()));
+            reader.join().unwrap();
+        });
     }
 }

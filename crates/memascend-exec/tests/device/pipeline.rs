@@ -150,6 +150,33 @@ fn captures_that_follow_each_other_are_those_of_one_after_the_other() {
     }
 }
 
+/// What is added to a chunk that is on its way to the SSD must not take its place.
+#[test]
+fn a_sum_waits_for_the_gradient_that_it_is_added_to() {
+    within_patience("one gradient", || {
+        for blocks in 3..9 {
+            let rig = Rig::new(12, Timing::AT_ONCE);
+            let (dtype, numel) = (Dtype::F32, blocks * BLOCK);
+            let (id, pending) = rig.create(dtype, numel);
+            let mut random = Random(blocks as u64);
+            let parts: Vec<_> = (0..2).map(|_| random.values(dtype, numel)).collect();
+            let underway = pending.begin();
+            let captures = [0, 1].map(|at| rig.capture(id, 0, dtype, &parts[at], at > 0, None).unwrap());
+            underway.end(Ok(()));
+            let mut sum = parts[0].clone();
+            for (sum, addend) in sum.as_chunks_mut().0.iter_mut().zip(parts[1].as_chunks().0) {
+                *sum = (f32::from_ne_bytes(*sum) + f32::from_ne_bytes(*addend)).to_ne_bytes();
+            }
+            for (capture, values) in captures.iter().zip([&parts[0], &sum]) {
+                assert_same(capture.wait().unwrap(), stats(dtype, values), &format!("{blocks} blocks"));
+            }
+            assert!(rig.read(id, numel * 4) == sum, "{blocks} blocks");
+            rig.gradients.clear(id);
+            rig.end();
+        }
+    });
+}
+
 /// A capture takes its pieces over one group after the other, and a reader may come between any two.
 #[test]
 fn a_reader_finds_a_gradient_whole() {
@@ -171,6 +198,8 @@ fn a_reader_finds_a_gradient_whole() {
                 let captures: Vec<_> = made
                     .iter()
                     .map(|values| rig.capture(id, 0, Dtype::Bf16, values, false, None).unwrap())
+                    // The reader begins between two captures.
+                    .inspect(|capture| assert!(capture.wait().is_ok()))
                     .collect();
                 assert!(captures.iter().all(|capture| capture.wait().is_ok()));
                 ended.store(true, Ordering::Relaxed);
