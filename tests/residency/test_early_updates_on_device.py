@@ -205,8 +205,12 @@ def test_a_unit_that_comes_back_within_the_pass_has_its_updates(
             streamer.storage(unit)
         fake.set("busy", 0)
 
-    # The gradient does not arrive before the unit is asked for.
-    model.layers[1].weight.register_hook(lambda _: fake.set("busy", 1))
+    def delay(_: torch.Tensor) -> None:
+        """Have the gradient not arrive before the unit is asked for. There is no room for two on their way."""
+        memascend.offload_of(model).gradients.wait_copied()
+        fake.set("busy", 1)
+
+    model.layers[1].weight.register_hook(delay)
     model.layers[1].weight.register_post_accumulate_grad_hook(bring)
     with Accesses(fake):
         weights = train(model, use)
