@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz mutants wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
 	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
 		--target x86_64-unknown-linux-gnu --target-dir target/asan
+
+mutants: ## leave out, one at a time, what makes a step durable: each has to fail a test (minutes)
+	python3 tests/mutants.py
 
 # Seconds for each target; needs `cargo install cargo-fuzz` and a nightly toolchain.
 FUZZ_SECONDS ?= 60

@@ -126,9 +126,12 @@ def test_a_gpu_has_pcie_beside_them() -> None:
         for ranks in (1, 2)
     )
     assert "network" not in alone and shared["network"] > 0
-    # Each rank computes with all weights, and has all gradients of its own batches.
-    for name in ("flops", "h2d", "d2h"):
-        assert shared[name] == pytest.approx(alone[name], rel=0.01)
+    # Each rank computes with all weights, and has all gradients of its own batches. One process has the loss in pieces,
+    # for which the head is multiplied once more, and copies the rows of the embedding instead of the table.
+    assert shared["d2h"] == pytest.approx(alone["d2h"], rel=0.01)
+    assert shared["flops"] == pytest.approx(alone["flops"], rel=0.02)
+    embedding = 128256 * 4096 * 2
+    assert shared["h2d"] == pytest.approx(alone["h2d"] + embedding, rel=0.01)
     assert shared["ssd"] == pytest.approx(alone["ssd"] / 2, rel=0.05)
 
 
