@@ -106,7 +106,7 @@ events[-1].wait()
 assert [memory[0] for memory in memories] == [b"0"] * 4
 assert fake.get("pending") == 1, "the record without a waiter"
 del events, streams, stream
-fake.assert_clean()
+fake.assert_clean(early_reuses=1)
 """
     alone(script, cudart)
 

@@ -112,7 +112,9 @@ class TrainerMixin(CheckpointsMixin):
                     check(args, session, own_optimizers)
                 self._run_found = Position.NAME in session.generations.waiting
                 optimizers = optimizers or list(session.generations.optimizers)
-                is_named = (own_optimizers or (None,))[0] is None
+                is_named = (own_optimizers or (None,))[0] is None and (
+                    type(self).get_optimizer_cls_and_kwargs is TrainerMixin.get_optimizer_cls_and_kwargs
+                )
                 if self._run_found and args is not None and is_named and len(optimizers) == 1:
                     check_optimizer_of_run(args, optimizers[0])
             super().__init__(*bound.args[1:], **bound.kwargs)
