@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ import pytest
 from trainer_runs import InterruptAt, build, interrupted, make
 
 import memascend
+from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,3 +124,16 @@ def test_an_upload_leaves_the_store_out(
     assert "model.safetensors" in uploaded or how == "every save"
     assert uploaded and not [name for name in uploaded if "memascend" in name], uploaded
     memascend.close(model)
+
+
+def test_a_trainer_that_is_gone_is_freed(model_folder: str, tmp_path: Path) -> None:
+    """What `memascend.track` is given may refer to the model: nothing else would end its memory, threads and files."""
+    trainer = make(model_folder, tmp_path / "out", offload=True, max_steps=2)
+    trainer.train()
+    runtime = offload_of(trainer.model).runtime
+    del trainer
+    gc.collect()
+    end = time.monotonic() + 20
+    while not runtime.closed and time.monotonic() < end:  # another thread closes it
+        time.sleep(0.01)
+    assert runtime.closed

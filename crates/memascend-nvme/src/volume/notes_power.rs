@@ -238,7 +238,7 @@ fn run(random: &mut Random, operations: usize) -> Outcome {
 
 #[test]
 fn a_note_survives_a_power_cut_after_every_operation() {
-    let seeds = std::env::var("MEMASCEND_SEEDS").map_or(40, |seeds| seeds.parse().unwrap());
+    let seeds = std::env::var("MEMASCEND_SEEDS").map_or(12, |seeds| seeds.parse().unwrap());
     let mut cuts = 0;
     for seed in 1..=seeds {
         for operations in 0..60 {
