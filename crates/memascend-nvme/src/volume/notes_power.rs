@@ -278,3 +278,15 @@ fn a_note_that_is_too_long_changes_nothing() {
     assert_eq!(notes(&names).find().unwrap().note.as_deref(), Some(&b"a note"[..]));
     assert!(names.0.borrow().names.contains_key(SPARE_NAME), "room for the next note is there");
 }
+
+/// Another program may have copied the directory a moment ago.
+#[test]
+fn a_note_that_was_copied_stays_once_it_is_found() {
+    let names = SimNames(Rc::new(RefCell::new(State { left: usize::MAX, ..State::default() })));
+    names.open(super::Volume::NOTE_NAME, true).unwrap().write(b"copied").unwrap();
+    assert_eq!(notes(&names).find().unwrap().note.as_deref(), Some(&b"copied"[..]));
+    for seed in 1..100 {
+        let cut = SimNames(Rc::new(RefCell::new(names.0.borrow().crashed(&mut Random(seed)))));
+        assert_eq!(notes(&cut).find().unwrap().note.as_deref(), Some(&b"copied"[..]));
+    }
+}
