@@ -161,8 +161,7 @@ class Home(ABC):
                 f"Optimizer.state of {self.name} was assigned, but its states are on the store, and those would be "
                 "used: give them by load_state_dict()"
             )
-        ours = not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
-        return made and last_rule is not None and not ours
+        return made and last_rule is not None and not _goes_on(state)
 
     def check_rule(self, rule: Rule) -> None:
         """Raise MemascendError if a step by `rule` would lose states that the steps before have made."""
@@ -205,8 +204,7 @@ class Home(ABC):
         step = self.next_step
         self.homes.rules[self.parameter] = rule
         state = self.homes.optimizer.state[self.parameter]
-        ours = not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
-        if ours or self.location is None:
+        if _goes_on(state) or self.location is None:
             state["step"] = step
         else:
             self.note_step(step)
@@ -308,6 +306,11 @@ class Home(ABC):
     @abstractmethod
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update by `rule` to `schedule`, and return it."""
+
+
+def _goes_on(state: dict[str, Any]) -> bool:
+    """Whether an entry is one that steps have made, and that the program has not given up."""
+    return not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
 
 
 def _has_tensors(state: dict[str, Any]) -> bool:
