@@ -268,8 +268,10 @@ def settings_of(environment: dict[str, str]) -> Settings:
     models = (
         Path(environment["WORK"]).resolve() / f"{OWN}-models" if environment.get("WORK") else work_in(store, rehearse)
     )
-    wheel = Path(environment["WHEEL"]).resolve() if environment.get("WHEEL") else found_wheel()
-    return Settings(out, base, store, models, None if rehearse else wheel, rehearse, dict(environment))
+    named = environment.get("WHEEL")
+    # A rehearsal takes the sources, or a wheel that is named: then it installs as a run on a device does.
+    wheel = Path(named).resolve() if named else None if rehearse else found_wheel()
+    return Settings(out, base, store, models, wheel, rehearse, dict(environment))
 
 
 def found_wheel() -> Path | None:
