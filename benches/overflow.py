@@ -95,10 +95,11 @@ def gpu(name: str, nbytes: int, repeats: int) -> dict:
         "norm": lambda: check(source, norm=True),
         "unscale": lambda: check(source, unscale=one),
         "foreach_norm": lambda: torch._foreach_norm([source]),
-        "amp": lambda: torch._amp_foreach_non_finite_check_and_unscale_([source], found, one),
         "isinf_isnan": lambda: torch.isinf(source).any() | torch.isnan(source).any(),
         "isfinite_all": lambda: torch.isfinite(source).all(),
     }
+    if DTYPES[name] is not torch.bfloat16:  # PyTorch 2.11 has no kernel for it
+        calls["amp"] = lambda: torch._amp_foreach_non_finite_check_and_unscale_([source], found, one)
     row: dict = {"dtype": name, "elements": source.numel(), "bytes": source.nbytes}
     row |= by_turns(calls, repeats, on_device)
     return row | {"extra_bytes": {what: extra_bytes(call) for what, call in calls.items()}}
@@ -143,7 +144,11 @@ def report(rows: list[dict], device_rows: list[dict]) -> str:
         names |= {"foreach_norm": "_foreach_norm", "amp": "amp's check and unscale"}
         names |= {"isinf_isnan": "isinf\\|isnan", "isfinite_all": "isfinite().all()"}
         table = [
-            [row["dtype"], f"{row['bytes'] / GIB:.2f}", *(f"{row[name] * 1e3:.3f}" for name in names)]
+            [
+                row["dtype"],
+                f"{row['bytes'] / GIB:.2f}",
+                *(f"{row[name] * 1e3:.3f}" if name in row else "" for name in names),
+            ]
             + [f"{row['copy'] / (2 * row[name]):.3f}" for name in ("check", "norm")]
             + [f"{row['extra_bytes'][name]}" for name in ("check", "isinf_isnan")]
             for row in device_rows

@@ -1,6 +1,6 @@
 """The tests marked gpu, and how many passed: `python -m device.gpu_tests --out FILE`, with `benches` on PYTHONPATH.
 
-Those of the kernels go first, several at once. The others run alone, since some read the driver's count of free memory.
+Those of the kernels go first, then the others, several at once; last those marked alone, which read the driver's count.
 Files without such tests are not collected: they may import what the machine lacks.
 """
 
@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Share of the time for the kernels' tests.
-KERNELS_SHARE = 0.4
+#: Share of the time that is left for each part.
+SHARES = {"kernels": 0.4, "device": 0.9, "alone": 1.0}
 KERNELS, WORKERS = "kernels", 6
 TEST_SECONDS = 60
 
 
 def files() -> dict[str, list[Path]]:
-    """Return the test files that have tests marked gpu: the kernels', and the others."""
+    """Return the test files that have tests marked gpu: the kernels', the others, and those with tests marked alone."""
     tests = ROOT / "tests"
     marked = [path for path in sorted(tests.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     kernels = [path for path in marked if path.parent.name == KERNELS]
-    return {"kernels": kernels, "device": [path for path in marked if path not in kernels]}
+    alone = [path for path in marked if "mark.alone" in path.read_text()]
+    return {"kernels": kernels, "device": [path for path in marked if path not in kernels], "alone": alone}
 
 
 def run(paths: list[Path], counts: Path, seconds: float, *more: str) -> dict[str, Any]:
     """Run the tests marked gpu of some files within so many seconds, and return what was counted."""
-    plugins = ["-p", "device.counting", "-p", "no:cacheprovider"]
+    # pytest-benchmark warns beside pytest-xdist, and warnings are errors here.
+    plugins = ["-p", "device.counting", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     if "REHEARSAL" in os.environ:
         plugins += ["-p", "rehearse_plugin"]  # the kernels, compiled for the host
-    options = ["-m", "gpu", "-q", "-rf", "--tb=short", "--continue-on-collection-errors", f"--timeout={TEST_SECONDS}"]
+    options = ["-q", "-rf", "--tb=short", "--continue-on-collection-errors", f"--timeout={TEST_SECONDS}"]
     words = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     counts.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -73,12 +75,12 @@ def main() -> int:
         parser.error(f"no test under {ROOT / 'tests'} is marked gpu")
     parts: dict[str, dict[str, Any]] = {}
     counts = args.out.with_suffix(".counts")
-    workers = min(WORKERS, len(os.sched_getaffinity(0)) // 2)
+    workers = min(WORKERS, len(os.sched_getaffinity(0)))
     parallel = ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
     for name, paths in by_part.items():
-        left = args.seconds - (time.monotonic() - began)
-        seconds, more = (left * KERNELS_SHARE, parallel) if name == "kernels" else (left, [])
-        parts[name] = run(paths, counts, seconds, *more)
+        seconds = SHARES[name] * (args.seconds - (time.monotonic() - began))
+        chosen = ["-m", "gpu and alone"] if name == "alone" else ["-m", "gpu and not alone", *parallel]
+        parts[name] = run(paths, counts, seconds, *chosen)
         args.out.write_text(json.dumps(joined(parts), indent=1) + "\n")
     counts.unlink(missing_ok=True)
     whole = joined(parts)

@@ -81,8 +81,11 @@ class Run:
         """Return the variables of a stage: the wheel, then these modules, before what PYTHONPATH has."""
         inherited = os.environ.get("PYTHONPATH", "")
         path = [str(place) for place in (self.settings.site, BENCHES)] + ([inherited] if inherited else [])
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
-        return {**os.environ, **quiet, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path)}
+        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        # Every stage starts processes. An interpreter whose packages came without compiled modules would compile
+        # them in each.
+        compiled = {"PYTHONPYCACHEPREFIX": str(self.settings.base / "compiled")}
+        return {**os.environ, **quiet, **compiled, "PYTHONPATH": os.pathsep.join(path)}
 
     def prepare(self) -> None:
         settings = self.settings

@@ -115,8 +115,9 @@ def steps(stage: str, model: str, budgets: str, *words: object) -> Callable[[Set
             "--budgets": settings.option("BUDGETS", budgets, "256MiB/256MiB,256MiB/least"),
             "--tokens": settings.option("TOKENS", "16384", "256"),
             "--sequence": settings.option("SEQUENCE", "4096", "128"),
-            "--steps": settings.option("STEPS", "2", "1"),
-            "--warmup": "1",
+            # The first steps fault in what they use.
+            "--steps": settings.option("STEPS", "3", "1"),
+            "--warmup": settings.option("WARMUP", "2", "1"),
         }
         flat = [word for pair in sizes.items() for word in pair]
         return gpu(stage, "step", *flat, *words)(settings)
@@ -216,8 +217,8 @@ def trace(settings: Settings) -> list[str]:
 ALL = [
     Stage("install", GROUPS, 20, install),
     Stage("environment", GROUPS, 20, describe, "environment.json"),
-    Stage("probe", GROUPS, 75, probe, "probe.json"),
-    Stage("smoke", ("first",), 25, lambda settings: settings.python(ROOT / "examples" / "gpu_run.py")),
+    Stage("probe", GROUPS, 65, probe, "probe.json"),
+    Stage("smoke", ("first",), 35, lambda settings: settings.python(ROOT / "examples" / "gpu_run.py")),
     Stage("tests", ("first",), 110, tests, "tests.json"),
     Stage("exact", ("first",), 75, gpu("exact", "exact"), "gpu.json"),
     Stage("overflow", ("first",), 35, overflow, "overflow.json"),

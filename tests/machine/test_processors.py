@@ -116,11 +116,11 @@ def test_update_threads_follow_the_cores(
     for count in (1, 2, 4, 8, 16, 64):
         machine(count)
         chosen[count] = (threads.update_threads(False), threads.update_threads(True))
-    assert chosen == {1: (1, 1), 2: (1, 1), 4: (1, 2), 8: (2, 4), 16: (4, 8), 64: (16, 32)}
+    assert chosen == {1: (1, 1), 2: (1, 1), 4: (1, 3), 8: (2, 6), 16: (4, 12), 64: (16, 48)}
     machine(16, siblings=lambda number: str(number // 2))
-    assert (threads.update_threads(False), threads.update_threads(True)) == (2, 8)
+    assert (threads.update_threads(False), threads.update_threads(True)) == (2, 12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert threads.update_threads(True) == 2, "four processes of a launch share the processors"
+    assert threads.update_threads(True) == 3, "four processes of a launch share the processors"
 
 
 def test_one_variable_sets_them(machine: Callable[..., processors.Processors], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,10 @@ def test_they_follow_the_cores(offloaded: Callable[..., nn.Module]) -> None:
     assert set(stats["threads"]["processors"]) == {"logical", "physical", "quota"}
 
 
-def test_half_of_them_beside_a_device(on_device: Callable[..., nn.Module]) -> None:
+def test_three_quarters_of_them_beside_a_device(on_device: Callable[..., nn.Module]) -> None:
     model = on_device(tiny.build("llama"), host_memory="1GiB")
     plan = memascend.offload_of(model).plan
-    assert plan.update_threads == 8 and plan.slots.count == 24
+    assert plan.update_threads == 12 and plan.slots.count == 36
 
 
 def test_one_variable_sets_those_of_every_store(

@@ -244,8 +244,8 @@ def test_estimates_are_what_transformers_allocates(name, tokens):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_in_pieces_holds_what_is_estimated(small_tables, monkeypatch, smoothing):
-    for module in (pieces, plan_device):
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(plan_device, "device_piece_elements", lambda tokens, width: 1 << 16)
     tokens, shape = 700, Shape(hidden=128, queries=128, keys=128, mlp=256, vocabulary=1024)
     torch.manual_seed(0)
     head = nn.Linear(shape.hidden, shape.vocabulary, bias=False).to(torch.bfloat16)

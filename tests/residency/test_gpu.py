@@ -491,6 +491,7 @@ def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:
     torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # the ceiling was lifted
 
 
+@pytest.mark.alone
 def test_the_device_has_what_a_smaller_budget_gives_back(store: Path) -> None:
     """16 layers of 32 MiB: the driver's own count of free memory follows the budget, and so does PyTorch's limit."""
     torch.manual_seed(0)

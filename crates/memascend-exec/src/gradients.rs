@@ -6,20 +6,25 @@ mod dtypes;
 mod ranges;
 
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use memascend_mem::{Lease, LeaseSlice, LockExt};
+use memascend_mem::{Lease, LeaseSlice, LockExt, round_up_to_page};
 use memascend_store::Extent;
 
+use crate::staging::STAGING_RESERVE;
 use crate::{Pending, Result, Staging};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
-use self::adders::Adders;
+use self::adders::{Adders, Work};
 pub(crate) use self::arriving::{Arrivals, Arriving};
 pub use self::dtypes::GradientDtypes;
 pub(crate) use self::dtypes::widen;
 pub use self::ranges::GradientRanges;
+
+/// Chunks that several threads merge at once.
+const CHUNKS_AT_ONCE: usize = 32;
 
 /// Names a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -262,35 +267,62 @@ impl Gradients {
                 index += spilled;
                 continue;
             }
-            let part = part(index);
-            let length = part.len() / dtypes.made_bytes() * dtypes.kept_bytes();
-            let (room, stays, add) = match &chunks[index] {
-                Chunk::Host(lease) => {
-                    (LeaseSlice::new(Arc::clone(lease), 0, length), Some(Arc::clone(lease)), accumulate)
-                }
-                _ => {
-                    let (room, stays) = self.staging.room_for(length)?;
-                    (room, stays, false)
-                }
-            };
-            let target = room.narrow(0, length);
-            // SAFETY: the record's lock is held; the room is fresh or belongs to the record.
-            let kept = unsafe { target.as_mut_slice() };
-            dtypes.merge(kept, part, add, stats);
-            if let Some(projector) = &mut projector {
-                projector.add(kept);
+            let run = index..index + self.run_from(&chunks[index..end], accumulate);
+            let (mut works, mut rooms) = (Vec::new(), Vec::new());
+            for index in run {
+                let part = part(index);
+                let length = part.len() / dtypes.made_bytes() * dtypes.kept_bytes();
+                let (room, stays, add) = match &chunks[index] {
+                    Chunk::Host(lease) => {
+                        (LeaseSlice::new(Arc::clone(lease), 0, length), Some(Arc::clone(lease)), accumulate)
+                    }
+                    // Only the first may be waited for: what frees chunks may wait for those held here.
+                    _ if rooms.is_empty() => {
+                        let (room, stays) = self.staging.room_for(length)?;
+                        (room, stays, false)
+                    }
+                    _ => match self.staging.try_chunk_for(true, STAGING_RESERVE)? {
+                        Some((chunk, stays)) => {
+                            let room = LeaseSlice::new(Arc::clone(&chunk), 0, round_up_to_page(length));
+                            (room, stays.then_some(chunk), false)
+                        }
+                        None => break,
+                    },
+                };
+                let target = room.narrow(0, length);
+                let address = NonNull::from(part).cast();
+                // SAFETY: the source is there until this function returns, and the work ends before.
+                let source = unsafe { LeaseSlice::of_caller(address, part.len()) };
+                works.push(Work::Merge { source, target, add });
+                rooms.push((room, stays));
             }
-            drop(target);
-            chunks[index] = match stays {
-                Some(lease) => Chunk::Host(lease),
-                None => {
-                    self.staging.write_buffer(extent, index * chunk_bytes, room, pending);
-                    Chunk::Ssd
+            // SAFETY: the record's lock is held; the rooms are fresh or belong to the record.
+            unsafe { self.adders.run(dtypes, works, stats)? };
+            for (room, stays) in rooms {
+                if let Some(projector) = &mut projector {
+                    let length = part(index).len() / dtypes.made_bytes() * dtypes.kept_bytes();
+                    let merged = room.narrow(0, length);
+                    // SAFETY: as above, and the work has ended.
+                    projector.add(unsafe { merged.as_mut_slice() });
                 }
-            };
-            index += 1;
+                chunks[index] = match stays {
+                    Some(lease) => Chunk::Host(lease),
+                    None => {
+                        self.staging.write_buffer(extent, index * chunk_bytes, room, pending);
+                        Chunk::Ssd
+                    }
+                };
+                index += 1;
+            }
         }
         Ok(())
+    }
+
+    /// How many of these chunks, from the first on, are merged at once: none of them is read from the SSD for it.
+    fn run_from(&self, chunks: &[Chunk], accumulate: bool) -> usize {
+        let most = if self.adders.is_one() { 1 } else { CHUNKS_AT_ONCE };
+        let is_read = |chunk: &Chunk| accumulate && matches!(chunk, Chunk::Ssd);
+        chunks.iter().take(most).take_while(|chunk| !is_read(chunk)).count()
     }
 
     /// Writes gradients that are kept in staging buffers to the SSD, but for `stay` chunks, and waits

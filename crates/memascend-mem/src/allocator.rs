@@ -78,7 +78,7 @@ pub struct HostBlock {
 enum Release {
     Unmap,
     UnregisterAndUnmap(Arc<Cudart>),
-    CudaFree(Arc<Cudart>),
+    CudaFree(Arc<Cudart>, NonNull<u8>),
     Never,
 }
 
@@ -302,10 +302,10 @@ impl Drop for HostBlock {
             // of the process or in a broken context.
             Release::UnregisterAndUnmap(cudart) if cudart.host_unregister(self.address).is_err() => return,
             Release::UnregisterAndUnmap(_) => {}
-            Release::CudaFree(cudart) => {
+            Release::CudaFree(cudart, start) => {
                 // A failure is ignored: at the end of the process CUDA may have shut down before.
                 // SAFETY: the address came from `host_alloc` of this runtime and is owned by self.
-                let _ = unsafe { cudart.free_host(self.address) };
+                let _ = unsafe { cudart.free_host(*start) };
                 return;
             }
         }

@@ -488,12 +488,16 @@ fn a_block_that_cannot_be_unregistered_stays_mapped() {
 }
 
 #[test]
-fn an_address_that_no_page_begins_at_is_refused_and_freed() {
+fn a_block_begins_at_a_page_where_cuda_cuts_it_out_of_a_larger_one() {
     let fake = Fake::new(&[]);
-    fake.set(c"fake_set_misalignment", 512);
-    let error = CudaAllocator::with(fake.open().unwrap()).allocate(MIB).unwrap_err();
-    assert!(matches!(error, MemError::Cuda(CudaError::Unaligned { bytes: MIB, .. })), "{error:?}");
-    assert_eq!(fake.calls(c"cudaFreeHost"), 1);
+    fake.set(c"fake_set_misalignment", 1024);
+    let block = CudaAllocator::with(fake.open().unwrap()).allocate(MIB).unwrap();
+    assert!(block.address().as_ptr().addr().is_multiple_of(PAGE_BYTES));
+    assert_eq!(block.bytes(), MIB);
+    // The whole block is CUDA's memory: zeros were written to its last byte.
+    assert_eq!((fake.calls(c"cudaHostAlloc"), fake.calls(c"cudaFreeHost")), (2, 1));
+    drop(block);
+    assert_eq!(fake.calls(c"cudaFreeHost"), 2);
     fake.assert_clean();
 }
 

@@ -150,6 +150,8 @@ static int count_error = FAKE_COUNT_ERROR;
 static size_t spared_calls;
 static size_t limit = SIZE_MAX;
 static size_t misalignment;
+/* The largest request whose address is not a page's. */
+static size_t misaligned_bytes = SIZE_MAX;
 static int busy, shared_pages;
 static size_t cold_pages;
 static size_t last_bytes, last_flags, last_address, last_stream;
@@ -554,10 +556,11 @@ int cudaHostAlloc(void **result, size_t bytes, unsigned flags) {
         code = OUT_OF_MEMORY;
     if (code)
         return leave(code);
-    char *address = allocate(bytes + misalignment);
+    size_t shift = bytes <= misaligned_bytes ? misalignment : 0;
+    char *address = allocate(bytes + shift);
     if (!address)
         return leave(OUT_OF_MEMORY);
-    address += misalignment;
+    address += shift;
     add(ALLOCATION, address, bytes);
     last_address = (uintptr_t)address;
     *result = address;

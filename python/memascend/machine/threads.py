@@ -15,9 +15,10 @@ from memascend.errors import DataError
 from memascend.machine.processors import Processors, processors
 
 VARIABLE = "MEMASCEND_THREADS"
-#: The share of the processors that update weights. Beside a device nothing else computes on them for long. Beside a
-#: model that computes on the CPU the update takes them from PyTorch's threads: with fewer than 8 cores one does it.
-UPDATE_SHARE_BESIDE_DEVICE, UPDATE_SHARE = 1 / 2, 1 / 4
+#: The share of the processors that update weights. Beside a device nothing else computes on them for long: of 16
+#: beside an H200, 12 updated 1.3 times as fast as 8 and as fast as 16 (docs/measurements.md). Beside a model that
+#: computes on the CPU the update takes them from PyTorch's threads: with fewer than 8 cores one does it.
+UPDATE_SHARE_BESIDE_DEVICE, UPDATE_SHARE = 3 / 4, 1 / 4
 #: How PyTorch's threads wait for each other: see `memascend.machine.waits`.
 WAITS = ("auto", "spin", "yield")
 #: What has OpenMP start other numbers of threads than there are processors.

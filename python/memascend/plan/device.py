@@ -19,7 +19,7 @@ from memascend.layout.units import round_up
 from memascend.machine.segments import BLOCK_BYTES, LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, taken_bytes
 from memascend.plan.estimates import Shape
 from memascend.plan.host import BLOCK_BUFFERS, Line, classes_apart, classes_by_turns, table_of, why
-from memascend.vocabulary.pieces import DEVICE_PIECE_ELEMENTS as PIECE_ELEMENTS
+from memascend.vocabulary.pieces import device_piece_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -389,7 +389,7 @@ def loss_in_pieces(shape: Shape, tokens: int, itemsize: int) -> Tensors:
     hidden = [(tokens * shape.hidden * float32, 1), (tokens * shape.hidden * itemsize, 1)]
     at_end = [(tokens * shape.hidden * float32, 1)]
     height = min(shape.vocabulary, block_rows(shape.hidden, itemsize))
-    piece = min(tokens * height, PIECE_ELEMENTS)
+    piece = min(tokens * height, device_piece_elements(tokens, shape.hidden))
     # As the product gives it, in float32, and as the derivative; then a product with the weights.
     of_piece = [
         (piece * itemsize, 2),

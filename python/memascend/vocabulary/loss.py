@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from memascend.errors import MemascendError
 from memascend.machine.cuda import is_autocast
 from memascend.vocabulary.gradient import gradient_of
+from memascend.vocabulary.known import on_host
 from memascend.vocabulary.pieces import HeadSource, Losses, Recipe, Tokens, read_losses
 from memascend.vocabulary.steps import dtype_after, steps_of
 from memascend.vocabulary.tables import MemoryTable, table_of
@@ -69,15 +70,19 @@ class _Loss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
+        on_host: torch.Tensor,
         table: Table,
         recipe: Recipe,
         gradient_wanted: bool,
     ) -> torch.Tensor:
-        """Read the table once. `hidden` (N, width) and `bias` (rows,) have the recipe's dtype."""
-        tokens = Tokens(hidden.detach(), labels)
+        """Read the table once. `hidden` (N, width) and `bias` (rows,) have the recipe's dtype.
+
+        `labels` (N,) are beside the hidden states, `on_host` the same in host memory.
+        """
+        tokens = Tokens(hidden.detach(), labels, on_host)
         wanted = gradient_wanted and ctx.needs_input_grad[0]
         result = read_losses(tokens, table, None if bias is None else bias.detach(), recipe, wanted)
-        ctx.table, ctx.recipe, ctx.version, ctx.labels_on_host = table, recipe, table.version, tokens.on_host
+        ctx.table, ctx.recipe, ctx.version, ctx.labels_on_host = table, recipe, table.version, on_host
         saved = (result.peak, result.total, result.rest, result.gradient)
         ctx.save_for_backward(hidden, bias, labels, result.losses, *saved)
         return result.losses
@@ -87,7 +92,7 @@ class _Loss(torch.autograd.Function):
         """Scale the hidden states' gradient; keep what the weight's is made from."""
         with torch.no_grad():
             gradients = _Loss._gradients(ctx, grad_losses)
-        return *differentiable_once(*gradients), None, None, None, None
+        return *differentiable_once(*gradients), None, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -159,18 +164,22 @@ def loss_in_pieces(
 
     `weight` is the parameter that gets the gradient; its values are read from `table`.
     """
-    kept = (labels != ignore_index).nonzero().squeeze(1)
+    # What is asked of labels of a device is computed on the host, which waits once for the device to tell them.
+    told = on_host(labels)
+    told = labels.cpu() if told is None else told
+    kept = (told != ignore_index).nonzero().squeeze(1)
+    kept_labels = labels
     if kept.numel() < labels.numel():
+        told = told[kept]
+        kept = kept.to(labels.device, non_blocking=True)
         hidden, kept_labels = hidden.index_select(0, kept), labels[kept]
-    else:
-        kept_labels = labels
-    if kept_labels.numel():
-        least, most = (int(end) for end in kept_labels.aminmax())
+    if told.numel():
+        least, most = (int(end) for end in told.aminmax())
         if least < 0 or most >= table.rows:
             raise IndexError(f"Target {least if least < 0 else most} is out of bounds.")
     hidden = hidden.to(recipe.dtype)
     bias = None if bias is None else bias.to(recipe.dtype)
-    losses = _Loss.apply(hidden, weight, bias, kept_labels, table, recipe, torch.is_grad_enabled())
+    losses = _Loss.apply(hidden, weight, bias, kept_labels, told, table, recipe, torch.is_grad_enabled())
     if reduction == "none":
         whole = torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device)
         return losses if kept_labels is labels else whole.index_copy(0, kept, losses)

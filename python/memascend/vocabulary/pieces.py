@@ -35,15 +35,22 @@ if TYPE_CHECKING:
 PIECE_ELEMENTS = 1024 * 1024
 #: The most logits whose gradients meet the hidden states in one product.
 PRODUCT_ELEMENTS = 8 * PIECE_ELEMENTS
-#: The same on a device, where starting a kernel takes as long as much arithmetic.
-DEVICE_PIECE_ELEMENTS = 8 * 1024 * 1024
-DEVICE_PRODUCT_ELEMENTS = 4 * DEVICE_PIECE_ELEMENTS
+#: Both on a device, where starting kernels takes as long as much arithmetic: as many as the hidden states have
+#: elements, little beside a layer's activations, between these. With 8 Mi an H200 stood still half of the time.
+DEVICE_PIECE_ELEMENTS = 8 * 1024 * 1024, 64 * 1024 * 1024
 
 
-def _sizes(device: torch.device) -> tuple[int, int]:
-    """Return the most logits of a piece on a device, and of a product."""
-    if device.type == "cuda":
-        return DEVICE_PIECE_ELEMENTS, DEVICE_PRODUCT_ELEMENTS
+def device_piece_elements(tokens: int, width: int) -> int:
+    """Return the most logits of a piece on a device, for so many hidden states of so many elements."""
+    least, most = DEVICE_PIECE_ELEMENTS
+    return min(max(least, tokens * width), most)
+
+
+def _sizes(hidden: torch.Tensor) -> tuple[int, int]:
+    """Return the most logits of a piece, and of a product, for hidden states (N, width)."""
+    if hidden.device.type == "cuda":
+        piece = device_piece_elements(*hidden.shape)
+        return piece, piece
     return PIECE_ELEMENTS, PRODUCT_ELEMENTS
 
 
@@ -71,9 +78,8 @@ class Tokens:
     labels: torch.Tensor
     #: The labels in host memory, once they were asked for.
     on_host: torch.Tensor | None = None
-    #: Of the block that was asked for last: its first row and how many it has, its tokens in host memory, and those and
-    #: their rows in the block where the labels are.
-    _block: tuple[tuple[int, int], torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    #: The tokens by blocks of the table that are so many rows high, once they were asked for.
+    _by_block: _ByBlock | None = None
 
     def chunks(self, rows: int, elements: int) -> Iterator[slice]:
         """Yield chunks of tokens whose logits of `rows` rows are at most `elements`."""
@@ -87,20 +93,48 @@ class Tokens:
             columns = self.labels[chunk] - first
             tokens = ((columns >= 0) & (columns < rows)).nonzero().squeeze(1)
             return tokens, columns[tokens]
-        # How many there are is known on the host without a wait for the device, but for the first one.
-        if self._block is None or self._block[0] != (first, rows):
-            self._block = ((first, rows), *self._find(first, rows))
-        _, on_host, tokens, columns = self._block
-        begin, end = torch.searchsorted(on_host, torch.tensor([chunk.start, chunk.stop])).tolist()
-        return tokens[begin:end] - chunk.start, columns[begin:end]
+        if self._by_block is None or not self._by_block.has(first, rows):
+            if self.on_host is None:
+                self.on_host = self.labels.cpu()
+            # Blocks are asked for in order, and the first is as high as any.
+            self._by_block = _ByBlock(self.on_host, first, rows, self.labels.device)
+        return self._by_block.labelled(chunk, first)
 
-    def _find(self, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tokens whose label is in a block, in host memory and beside the labels, and its rows there."""
-        if self.on_host is None:
-            self.on_host = self.labels.cpu()
-        on_host = ((self.on_host >= first) & (self.on_host < first + rows)).nonzero().squeeze(1)
-        tokens = on_host.to(self.labels.device, non_blocking=True)
-        return on_host, tokens, self.labels[tokens] - first
+
+class _ByBlock:
+    """The tokens of a device by the block of the table that their label is in, found in host memory for all blocks.
+
+    How many there are is so known on the host without a wait for the device.
+    """
+
+    def __init__(self, labels: torch.Tensor, origin: int, height: int, device: torch.device) -> None:
+        """Sort labels (N,) in host memory by blocks of `height` rows, of which one begins at row `origin`."""
+        self._origin, self._height = origin, height
+        blocks = (labels - origin).div(height, rounding_mode="floor")
+        #: The blocks in order; the tokens of each in order; and their rows in it.
+        self._blocks, self._tokens = torch.sort(blocks, stable=True)
+        self._columns = (labels - origin)[self._tokens] - self._blocks * height
+        self._there = [part.to(device, non_blocking=True) for part in (self._tokens, self._columns)]
+
+    def _of(self, first: int) -> tuple[int, int]:
+        number = (first - self._origin) // self._height
+        begin, end = torch.searchsorted(self._blocks, torch.tensor([number, number + 1])).tolist()
+        return begin, end
+
+    def has(self, first: int, rows: int) -> bool:
+        """Return whether the rows are one of the blocks, as far as labels lie in it."""
+        if (first - self._origin) % self._height or rows > self._height:
+            return False
+        begin, end = self._of(first)
+        return rows == self._height or begin == end or int(self._columns[begin:end].max()) < rows
+
+    def labelled(self, chunk: slice, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Tokens.labelled`, of the block that begins at row `first`."""
+        begin, end = self._of(first)
+        ends = torch.searchsorted(self._tokens[begin:end], torch.tensor([chunk.start, chunk.stop]))
+        low, high = (ends + begin).tolist()
+        tokens, columns = self._there
+        return tokens[low:high] - chunk.start, columns[low:high]
 
 
 @dataclass(slots=True)
@@ -120,11 +154,13 @@ class _Reading:
     def __init__(self, tokens: Tokens, table: Table, bias: torch.Tensor | None, recipe: Recipe, wanted: bool) -> None:
         self.tokens, self.table, self.bias, self.recipe, self.wanted = tokens, table, bias, recipe, wanted
         count, width = tokens.hidden.shape
-        self._piece_elements, _ = _sizes(tokens.hidden.device)
+        self._piece_elements, _ = _sizes(tokens.hidden)
         exact: dict[str, Any] = {"dtype": recipe.exact, "device": tokens.hidden.device}
         self.peak = torch.full((count,), -torch.inf, **exact)
         self.rest = torch.zeros(count, **exact)
         self.picked = torch.zeros(count, **exact)
+        #: A number in Python would be copied to a device for each piece, which the host waits for.
+        self.zero = torch.zeros((), **exact)
         self.smooth = recipe.label_smoothing > 0
         self.sums = torch.zeros(count if self.smooth else 0, **exact)
         if wanted:
@@ -169,7 +205,7 @@ class _Reading:
         reference = torch.where(peak == -torch.inf, 0, peak)
         shrink = (self.peak[chunk] - reference).exp_()
         values.sub_(reference.unsqueeze(1)).exp_()
-        values[tokens, columns] = 0
+        values.index_put_((tokens, columns), self.zero)
         self.rest[chunk] = self.rest[chunk] * shrink + values.sum(1)
         self.peak[chunk] = peak
         if self.wanted:
@@ -222,7 +258,7 @@ class HeadSource:
     ) -> None:
         """Take what the forward pass left, the gradient (N,) of the losses, and dtype and rows of the table."""
         self.tokens, self.bias, self.recipe, self.dtype, self.rows = tokens, bias, recipe, dtype, rows
-        self._piece_elements, self._product_elements = _sizes(tokens.hidden.device)
+        self._piece_elements, self._product_elements = _sizes(tokens.hidden)
         self.peak = losses.peak.unsqueeze(1)
         self.scale = (scale / losses.total).unsqueeze(1)
         # Of the labels: the derivative is probability - (1 - smoothing) - smoothing / rows.

@@ -101,6 +101,11 @@ impl Adders {
         Self { tasks: Some(tasks), accepted, threads, origin: Origin::here() }
     }
 
+    /// Whether the caller does all work by itself.
+    pub(super) fn is_one(&self) -> bool {
+        self.threads.is_empty()
+    }
+
     /// Does all work, and adds the statistics of its blocks to `stats`, in order.
     ///
     /// # Errors

@@ -78,6 +78,19 @@ impl CudaAllocator {
     }
 }
 
+impl CudaAllocator {
+    /// A block of `bytes` bytes at the first page in `whole` bytes of CUDA's.
+    fn block(&self, bytes: usize, whole: usize) -> Result<HostBlock> {
+        let start = self.cudart.host_alloc(whole)?;
+        let release = Release::CudaFree(Arc::clone(&self.cudart), start);
+        let begin = start.as_ptr().addr();
+        let skipped = if whole > bytes { begin.next_multiple_of(PAGE_BYTES) - begin } else { 0 };
+        // SAFETY: less than a page is skipped, and there is a page more than the block takes.
+        let address = unsafe { start.add(skipped) };
+        Ok(HostBlock { address, bytes, release, backing: None, huge_pages: false, origin: Origin::here() })
+    }
+}
+
 impl HostAllocator for CudaAllocator {
     fn name(&self) -> &'static str {
         "cuda"
@@ -85,14 +98,12 @@ impl HostAllocator for CudaAllocator {
 
     fn allocate(&self, bytes: usize) -> Result<HostBlock> {
         let bytes = rounded(bytes)?;
-        let address = self.cudart.host_alloc(bytes)?;
-        let release = Release::CudaFree(Arc::clone(&self.cudart));
-        let (backing, huge_pages, origin) = (None, false, Origin::here());
-        let block = HostBlock { address, bytes, release, backing, huge_pages, origin };
-        // CUDA does not promise that page-locked memory begins at a page, which direct I/O needs.
-        let address = address.as_ptr().addr();
-        if !address.is_multiple_of(PAGE_BYTES) {
-            return Err(CudaError::Unaligned { bytes, address }.into());
+        let mut block = self.block(bytes, bytes)?;
+        if !block.address.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
+            // CUDA cuts requests of up to 2 MiB out of larger ones, wherever there is room (seen with driver 580), and
+            // direct I/O needs a page's beginning. Free the first before the next, which may get its place.
+            drop(block);
+            block = self.block(bytes, bytes.saturating_add(PAGE_BYTES))?;
         }
         // CUDA does not promise zeros.
         block

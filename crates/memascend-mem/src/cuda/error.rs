@@ -99,17 +99,6 @@ pub enum CudaError {
         /// The CUDA function.
         call: &'static str,
     },
-    /// CUDA gave memory that direct I/O cannot use.
-    #[error(
-        "cudaHostAlloc of {bytes} bytes gave an address that no page begins at ({address:#x}); use \
-         allocator=\"registered\" or allocator=\"locked\""
-    )]
-    Unaligned {
-        /// Bytes asked for.
-        bytes: usize,
-        /// The address given.
-        address: usize,
-    },
     /// The device failed after a copy was enqueued, so that the end of the copy cannot be observed.
     #[error("the CUDA device failed while it copied to or from the buffer, which is lost: end this process")]
     CopyLost,
