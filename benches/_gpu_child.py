@@ -22,6 +22,10 @@ from _gpu_systems import RUNS
 from _gpu_where import HostMemory, Where
 from _llama import llama_config, write_model
 
+#: Seconds from the process's start until all of this was imported.
+IMPORT_SECONDS = time.clock_gettime(time.CLOCK_BOOTTIME) - int(
+    Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+) / os.sysconf("SC_CLK_TCK")
 SEED = 1
 PHASES = ("forward", "backward", "clip", "update")
 
@@ -173,13 +177,16 @@ def train(job: dict, keep) -> dict:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(SEED)
+        began = time.perf_counter()
         where.settle()
+        # Contexts, handles and the first kernels of libraries.
+        settle_s = time.perf_counter() - began
         if job["system"] in ("memascend", "resident"):
             import memascend  # noqa: F401 (what importing takes is not the run's)
-        return _train(job, where, keep)
+        return _train(job, where, keep, settle_s)
 
 
-def _train(job: dict, where: Where, keep) -> dict:
+def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
     baseline_rss, in_use = rss(), where.in_use()
     reserved = torch.cuda.memory_reserved(where.device) if where.cuda else 0
     host = HostMemory()
@@ -189,6 +196,7 @@ def _train(job: dict, where: Where, keep) -> dict:
     began = time.perf_counter()
     run = RUNS[job["system"]](job, where)
     found = {"setup_s": time.perf_counter() - began, "steps": [], "cut_short": None}
+    found |= {"import_s": IMPORT_SECONDS, "settle_s": settle_s}
     total = job["warmup"] + job["steps"] + job["inspect"]
     driver = 0
     for number in range(total):

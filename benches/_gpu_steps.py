@@ -69,6 +69,8 @@ def step_figures(told: dict, tokens: int, parameters: int) -> dict:
         "host_peak": told["host_peak"],
         "losses": [step["loss"] for step in told["steps"]],
         "setup_s": told["setup_s"],
+        "import_s": told.get("import_s"),
+        "settle_s": told.get("settle_s"),
         "cut_short": told["cut_short"],
     }
     names = ("engine", "direct_io", "host_allocator", "notices", "device_bytes_planned", "host_bytes_planned")

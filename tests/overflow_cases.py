@@ -53,6 +53,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def unscaled_by_torch(tensors: list[torch.Tensor], factor: float) -> float:
     """Unscale in place as torch's gradient scaler does; return what it found."""
-    found = torch.zeros(1, device=tensors[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), factor, device=found.device))
+    # PyTorch 2.11 has no kernel for bfloat16 on a device.
+    where = torch.device("cpu") if tensors[0].dtype == torch.bfloat16 else tensors[0].device
+    found = torch.zeros(1, device=where)
+    there = [tensor.to(where) for tensor in tensors]
+    torch._amp_foreach_non_finite_check_and_unscale_(there, found, torch.full((1,), factor, device=where))
+    for tensor, unscaled in zip(tensors, there, strict=True):
+        tensor.copy_(unscaled)
     return found.item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import math
 import re
@@ -29,6 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- the CUDA kernels, without a device ---------------------------------------------------------------------
 
 
+#: What CuPy appends to the options of every program.
+CUPYS = ("-ftz=true",)
+
+
 def compiled(architecture: str, *options: str) -> tuple[bytes, str, str]:
     """Return (binary, PTX, the compiler's notes) of the kernels for an architecture."""
     with warnings.catch_warnings():
@@ -43,7 +48,7 @@ def compiled(architecture: str, *options: str) -> tuple[bytes, str, str]:
             needs.unmet("cupy", f"NVRTC cannot be loaded: {error}")
     program = nvrtc.createProgram(launcher.source(), "memascend.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*launcher.OPTIONS, f"--gpu-architecture={architecture}", *options))
+        nvrtc.compileProgram(program, (*launcher.OPTIONS, f"--gpu-architecture={architecture}", *options, *CUPYS))
         log = nvrtc.getProgramLog(program).strip("\0\n ")
         if architecture.startswith("compute"):
             ptx = nvrtc.getPTX(program)
@@ -55,6 +60,20 @@ def compiled(architecture: str, *options: str) -> tuple[bytes, str, str]:
 
 #: Bytes of shared memory of the kernels that keep more than sums there.
 SHARED = {"projection_product": 16 * (66 + 64) * 4, "overflow_block_sums": 8 * 32 * 16 + 256}
+
+
+def test_denormals_are_not_flushed() -> None:
+    """As on the CPU. No instruction of the kernels is one that flushes them."""
+    _, ptx, _ = compiled("compute_90")
+    assert ".entry overflow_unscale" in ptx
+    assert not re.findall(r"\S*\.ftz\S*", ptx)
+
+
+def test_cupy_appends_what_is_appended_here() -> None:
+    needs.package("cupy")
+    from cupy.cuda import compiler
+
+    assert "options += ('-ftz=true',)" in inspect.getsource(compiler._compile_with_cache_cuda)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
@@ -476,11 +495,14 @@ class TestDevice:
 
     def test_nothing_waits_before_it_is_asked(self) -> None:
         tensors = [torch.ones(1000, device="cuda") for _ in range(20)]
-        check(tensors, norm=True).norm  # noqa: B018 - compiled now
         stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            # The kernels are compiled and loaded now, and memory for the stream is allocated.
+            torch.cuda._sleep(1)
+            check([tensor.fill_(1) for tensor in tensors], norm=True).norm  # noqa: B018
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(500_000_000)
+            torch.cuda._sleep(1_000_000_000)
             for tensor in tensors:
                 tensor.fill_(2)
             result = check(tensors, norm=True)

@@ -39,11 +39,11 @@ static __device__ __forceinline__ u32 take(u32 word, u32 number, float factor, P
     for (u32 i = 0; i < PER_WORD; ++i) {
         u32 bits = PER_WORD == 1 ? word : (word >> (16 * i)) & 0xFFFFu;
         if (UNSCALE) {
-            bits = F::round(F::value(bits) * factor);
+            bits = F::round(multiply(F::value(bits), factor));
             written |= bits << (PER_WORD == 1 ? 0 : 16 * i);
         }
         if (NORM) {
-            const double value = F::value(bits);
+            const double value = widen(F::value(bits));
             partial.sums[number] += value * value; // the product is exact: 24 bits squared fit in 53
         }
     }
@@ -237,7 +237,7 @@ template <class F> static __device__ double sum_lane(u64 address, u32 length, ui
             }
 #pragma unroll 16
             for (u32 i = 0; i < PER_TILE; i += LANES) {
-                const double value = F::value(lane[i]);
+                const double value = widen(F::value(lane[i]));
                 sum += value * value;
             }
             __syncthreads();
@@ -246,7 +246,7 @@ template <class F> static __device__ double sum_lane(u64 address, u32 length, ui
     // What fills no tile, or is not aligned. Zeros, with which the CPU fills the last lanes, change nothing.
 #pragma unroll 16
     for (at += threadIdx.x; at < length; at += LANES) {
-        const double value = F::value(elements[at]);
+        const double value = widen(F::value(elements[at]));
         sum += value * value;
     }
     return sum;

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256) projection_matrix(u64 key, u64
     const double deviation = __dsqrt_rn(double(rank));
     const u64 count = depth * rank, stride = u64(gridDim.x) * THREADS;
     for (u64 index = u64(blockIdx.x) * THREADS + threadIdx.x; index < count; index += stride)
-        matrix[index] = __double2float_rn(__ddiv_rn(normal(mix(key ^ index)), deviation));
+        matrix[index] = narrow(__ddiv_rn(normal(mix(key ^ index)), deviation));
 }
 
 // A gradient, and its channels.
@@ -111,7 +111,7 @@ struct MatrixGradient {
 };
 
 template <class F>
-static __device__ void multiply(const MatrixGradient gradient, u64 rank, const float *matrix, float *projected,
+static __device__ void multiply_matrix(const MatrixGradient gradient, u64 rank, const float *matrix, float *projected,
                                 float (*values)[STEP], float (*numbers)[SIDE]) {
     const u64 channels = gradient.channels(), depth = gradient.depth(), across = (rank + SIDE - 1) / SIDE;
     const u64 channel = blockIdx.x / across * SIDE, first = blockIdx.x % across * SIDE;
@@ -136,7 +136,7 @@ static __device__ void multiply(const MatrixGradient gradient, u64 rank, const f
 #pragma unroll
                 for (u32 j = 0; j < EACH; ++j)
                     sums[i][j] =
-                        __fmaf_rn(values[down][mine + i * ACROSS], numbers[down][lane + j * ACROSS], sums[i][j]);
+                        multiply_add(values[down][mine + i * ACROSS], numbers[down][lane + j * ACROSS], sums[i][j]);
         __syncthreads();
     }
     for (u32 i = 0; i < EACH; ++i)
@@ -152,17 +152,17 @@ extern "C" __global__ void __launch_bounds__(256)
     __shared__ float values[DEEP][STEP], numbers[DEEP][SIDE];
     const MatrixGradient gradient = {address, rows, columns};
     if (dtype == 0)
-        multiply<F32>(gradient, rank, matrix, projected, values, numbers);
+        multiply_matrix<F32>(gradient, rank, matrix, projected, values, numbers);
     else if (dtype == 1)
-        multiply<F16>(gradient, rank, matrix, projected, values, numbers);
+        multiply_matrix<F16>(gradient, rank, matrix, projected, values, numbers);
     else
-        multiply<Bf16>(gradient, rank, matrix, projected, values, numbers);
+        multiply_matrix<Bf16>(gradient, rank, matrix, projected, values, numbers);
 }
 
 template <class F> static __device__ double squares(const MatrixGradient gradient, u64 channel, u32 from, u32 stride) {
     double sum = 0;
     for (u64 at = from; at < gradient.depth(); at += stride) {
-        const double value = gradient.value<F>(channel, at);
+        const double value = widen(gradient.value<F>(channel, at));
         sum += value * value; // the product is exact: 24 bits squared fit in 53
     }
     return sum;
