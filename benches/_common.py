@@ -5,8 +5,10 @@ Standard library only: the interpreter with DeepSpeed imports it too.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -15,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -192,6 +195,55 @@ def start(command: list[str], job: dict, name: str, workdir: Path, limit_s: floa
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ChildFailed(f"no end after {limit_s:.0f} s") from None
             raise
+    return _outcome(code, log, result, workdir)
+
+
+def fork(modules: list[str], job: dict, name: str, workdir: Path, limit_s: float, environment: dict[str, str]) -> dict:
+    """As `start`, by `run(job)` of the first of some modules, in a process that finds all of them imported.
+
+    It is forked from one that has imported them and has done nothing else, least of all anything with CUDA.
+    """
+    log, result = workdir / f"{name}.log", workdir / f"{name}.result.json"
+    result.unlink(missing_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(modules)
+    here = str(Path(__file__).parent)
+    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    # To learn whether there is a device PyTorch asks the driver, which no fork can use after that, or NVML.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    arguments = (modules[0], {**job, "result": str(result)}, str(log), environment)
+    process = context.Process(target=_run_forked, args=arguments)
+    process.start()
+    try:
+        process.join(limit_s)
+        late = process.exitcode is None
+    finally:
+        if process.exitcode is None:  # a time-out or Ctrl-C: leave no child behind
+            with suppress(ProcessLookupError, TypeError):
+                os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.kill()
+            process.join()
+    if late:
+        raise ChildFailed(f"no end after {limit_s:.0f} s")
+    return _outcome(process.exitcode, log, result, workdir)
+
+
+def _run_forked(module: str, job: dict, log: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    try:
+        importlib.import_module(module).run(job)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _outcome(code: int | None, log: Path, result: Path, workdir: Path) -> dict:
     if code == 0 and result.is_file():
         return json.loads(result.read_text())
     if code == -signal.SIGKILL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from _common import GB, ChildFailed, machine, mem_available, start
+from _common import GB, ChildFailed, fork, machine, mem_available, start
 from _gpu_steps import rates_here
 from _gpu_tables import checks
 from _llama import parameter_count
@@ -41,8 +42,10 @@ STORE_BYTES, STATE_BYTES = 6, {"float32": 8, "bfloat16": 4, "8bit": 2}
 PEERS = ("zero-infinity", "zero-infinity-memascend", "zero-offload", "zero-offload-memascend")
 #: DeepSpeed's: weight, fp32 master, gradient and moments, where they are kept.
 PEER_BYTES = 18
-#: What starting a process, importing and a context take at least.
-START_SECONDS = 10
+#: What a process of a measurement runs, and what takes long to import.
+IMPORTS = ["_gpu_child", "transformers.models.llama.modeling_llama", "memascend"]
+#: What a context and the first kernels take at least.
+START_SECONDS = 5
 #: Bytes per second at which models are written and loaded at best: what has no time even for that is not begun.
 SETUP_RATE = 1.5e9
 
@@ -61,6 +64,8 @@ class Base:
         self.policies = args.policies or (("ssd",) if self.args.smoke or self.args.toy else POLICIES)
         self.began = time.monotonic()
         self.stopped = False
+        if self.small:
+            os.environ["OMP_NUM_THREADS"] = "1"  # a toy's threads would do nothing but wait for each other
         self.results: dict = {"smoke": args.smoke, "machine": self.machine(), "rows": {}}
         self.out = args.out
         if self.out is None and not args.smoke:
@@ -165,11 +170,11 @@ class Base:
             raise ChildFailed(f"no time left: it takes more than {START_SECONDS + need_s:.0f} s, {left:.0f} s are left")
         job = {"device": self.device, "until": time.time() + left - START_SECONDS / 4, "store": self.store, **job}
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("deterministic") else {}
-        if self.small:
-            environment["OMP_NUM_THREADS"] = "1"  # a toy's threads would do nothing but wait for each other
-        command = [python, str(HERE / "_gpu_child.py")]
+        limit = min(left, self.args.timeout)
         try:
-            return start(command, job, name, self.workdir, min(left, self.args.timeout), environment)
+            if python == sys.executable and not job.get("system", "").startswith("zero"):
+                return fork(IMPORTS, job, name, self.workdir, limit, environment)
+            return start([python, str(HERE / "_gpu_child.py")], job, name, self.workdir, limit, environment)
         except (ChildFailed, KeyboardInterrupt) as error:
             kept = self.workdir / f"{name}.result.json"
             reason = str(error) if isinstance(error, ChildFailed) else "interrupted"

@@ -22,10 +22,6 @@ from _gpu_systems import RUNS
 from _gpu_where import HostMemory, Where
 from _llama import llama_config, write_model
 
-#: Seconds from the process's start until all of this was imported.
-IMPORT_SECONDS = time.clock_gettime(time.CLOCK_BOOTTIME) - int(
-    Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-) / os.sysconf("SC_CLK_TCK")
 SEED = 1
 PHASES = ("forward", "backward", "clip", "update")
 
@@ -196,7 +192,7 @@ def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
     began = time.perf_counter()
     run = RUNS[job["system"]](job, where)
     found = {"setup_s": time.perf_counter() - began, "steps": [], "cut_short": None}
-    found |= {"import_s": IMPORT_SECONDS, "settle_s": settle_s}
+    found |= {"settle_s": settle_s}
     total = job["warmup"] + job["steps"] + job["inspect"]
     driver = 0
     for number in range(total):
@@ -280,8 +276,8 @@ def describe(job: dict, keep) -> dict:
 TASKS = {"train": train, "compute": compute, "rates": rates, "write": write, "describe": describe}
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+def run(job: dict) -> None:
+    """Do a job, and end the process."""
     result = Path(job["result"])
 
     def keep(found: dict) -> None:
@@ -295,4 +291,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(json.loads(sys.argv[1]))

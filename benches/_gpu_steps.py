@@ -69,7 +69,6 @@ def step_figures(told: dict, tokens: int, parameters: int) -> dict:
         "host_peak": told["host_peak"],
         "losses": [step["loss"] for step in told["steps"]],
         "setup_s": told["setup_s"],
-        "import_s": told.get("import_s"),
         "settle_s": told.get("settle_s"),
         "cut_short": told["cut_short"],
     }

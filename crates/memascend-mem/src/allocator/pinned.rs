@@ -9,10 +9,9 @@ use crate::{CudaError, Cudart, MemError, Origin, PAGE_BYTES, Result};
 /// The kinds of page-locked memory for a device by name, the preferred one first. This is the only
 /// place that prefers one.
 ///
-/// A device copies from both alike, as far as is known: that is yet to be measured on a device
-/// (`benches/pinned.py`, `memascend bench --gpu`). Only memory that is mapped here lies in huge pages
-/// for certain, into which the drive of a virtual machine moved more than twice as many bytes per
-/// second (docs/measurements.md).
+/// An H200 copied from and to both alike. Only memory that is mapped here lies in huge pages for
+/// certain, into which the drives of virtual machines moved about twice as many bytes per second
+/// (docs/measurements.md).
 pub fn kinds_for_a_device(huge_pages: bool) -> [&'static str; 2] {
     if huge_pages { ["registered", "cuda"] } else { ["cuda", "registered"] }
 }
