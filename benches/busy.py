@@ -121,7 +121,7 @@ class Child:
             stderr=self._log,
             text=True,
             env=inherited | {"PATH": path, "DS_ACCELERATOR": "cpu"} | variables,
-            start_new_session=True,
+            process_group=0,  # in a session of its own the kernel would not compare its niceness with ours
         )
         self._log_path, self._limit_s = log, job["limit_s"]
 
@@ -173,7 +173,7 @@ def neighbours(kind: str, count: int, priority: str) -> Iterator[None]:
             cwd=tests if kind == "tests" else None,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # in a session of its own the kernel would not compare its niceness with ours
         )
         for _ in range(count)
     ]

@@ -47,6 +47,7 @@ from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of
 from memascend.integrations.trainer_position import Position
 from memascend.layout.units import partition
+from memascend.machine import waits
 from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.machine.threads import update_threads
@@ -347,6 +348,7 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
 def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
     """The model in the store or whole in memory, with adapters if there are to be any; closed with `cleanup`."""
     if settings.in_memory:
+        waits.watch(lambda: True)  # as an open store does
         device = open_device(settings.device)
         model = load_in_memory(settings.model_dir, config, DTYPES[settings.dtype])
         memascend.fuse_loss(model)  # as the offloaded model computes it
