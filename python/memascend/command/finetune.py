@@ -25,6 +25,7 @@ from memascend.command import adapters, launched
 from memascend.command.best import Best
 from memascend.command.data import Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
+from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
 from memascend.command.metrics import METRICS_NAME, hidden_records, take_over_records
 from memascend.command.models import load_in_memory, round_gradients
@@ -95,7 +96,9 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
-    work = cleanup.enter_context(workspace(settings.out))
+    # The model so far of a run that a signal ended stays until the run has finished, or ends so again.
+    replaces = bool(progress) and is_interrupted(settings)
+    work = cleanup.enter_context(workspace(settings.out, replaces=replaces))
     finished, scratch, kept = work / "model", work / "scratch", work / KEPT
     with writing(settings.out):
         for folder in (finished, scratch, kept):
@@ -157,7 +160,13 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     log.write({"record": "end", "time": time.time(), **outcome, "store": store})
     with raising_on_all(None if settings.in_memory else ranks_of(model.parameters()), "write --out", Exception):
         if launched.is_first():
-            _put_in_place(settings, finished, records, records.parent == kept, training.left)
+            if records.parent == kept:
+                with writing(settings.out):
+                    shutil.copyfile(records, finished / METRICS_NAME)
+            if result.signal_number is not None and settings.keeps_out:
+                with writing(settings.out):
+                    note_interrupted(finished, settings, result.steps)
+            _put_in_place(settings, finished, training.left, replaces)
     if interrupts.asked is None and not settings.leaves_store:
         best.forget()
     if interrupts.asked is None and keeps_checkpoints:
@@ -165,12 +174,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     return result
 
 
-def _put_in_place(settings: Settings, finished: Path, records: Path, copies: bool, left: Path | None) -> None:
-    """Have the model directory appear, with the metrics if it `copies` them, and remove those of the run before."""
+def _put_in_place(settings: Settings, finished: Path, left: Path | None, replaces: bool) -> None:
+    """Have the model directory appear, and remove the metrics of the run before."""
     with writing(settings.out):
-        if copies:
-            shutil.copyfile(records, finished / METRICS_NAME)
-        put_in_place(finished, settings.out)
+        put_in_place(finished, settings.out, replaces=replaces)
     for file in {hidden_records(settings.out), left or hidden_records(settings.out)}:
         with suppress(OSError):  # The run is complete.
             file.unlink(missing_ok=True)

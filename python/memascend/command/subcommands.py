@@ -18,6 +18,7 @@ from memascend._memascend import format_device
 from memascend.command import launched
 from memascend.command.arguments import parser
 from memascend.command.dtypes import choose_dtype
+from memascend.command.ended import finished_steps
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.metrics import records_of
@@ -70,6 +71,10 @@ def _finetune(chosen: argparse.Namespace) -> int:
         return BAD_INPUT
     quiet_libraries()
     show_plans()
+    if (steps := finished_steps(settings)) is not None:
+        if launched.is_first():
+            print(f"the run has finished: {settings.out} holds the model after {steps} steps")
+        return 0
     settings = replace(settings, model_dir=model_directory(settings.model_dir))
     from memascend.command.finetune import finetune  # Imports transformers' Trainer, which other commands do not need.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -11,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -20,16 +22,19 @@ from memascend.errors import MemascendError, OutputError
 KEPT = "kept"
 #: In a workspace: locked while its process lives. The kernel unlocks it however the process ends.
 _LOCK = "lock"
+#: Of renameat2(2): a relative path is one from here, and the two names are exchanged.
+_HERE, _EXCHANGE = -100, 2
 _WORKSPACE = re.compile(r"\.(?P<out>.+)\.partial-\d+-[^-]+")
 
 
 @contextmanager
-def workspace(out: Path) -> Iterator[Path]:
+def workspace(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Make a hidden directory beside `out` for unfinished files, and remove it at the end of the block.
 
-    Those that killed processes left in the same place are removed first.
+    Those that killed processes left in the same place are removed first. Raises OutputError where `out` exists, unless
+    the block `replaces` it.
     """
-    if os.path.lexists(out):
+    if not replaces and os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
     clear_away(out.parent)
     try:
@@ -97,14 +102,38 @@ def _put_if_newer(file: Path, place: Path) -> None:
         os.replace(file, place)
 
 
-def put_in_place(finished: Path, out: Path) -> None:
-    """Rename the finished directory to `out`, atomically and durably."""
+def put_in_place(finished: Path, out: Path, *, replaces: bool = False) -> None:
+    """Rename the finished directory to `out`, atomically and durably. What it `replaces` lies at `finished` then."""
     for path in [*finished.rglob("*"), finished]:
         sync(path)
+    if replaces and os.path.lexists(out):
+        _exchange(finished, out)
+        sync(out.parent)
+        return
     if os.path.lexists(out):  # made since the start of the run; a rename onto an empty directory would succeed
         raise OutputError(f"--out {out} was created by another process during the run: nothing was written over it")
     os.rename(finished, out)
     sync(out.parent)
+
+
+def _exchange(finished: Path, out: Path) -> None:
+    """Have two directories take each other's names at once, where the filesystem can do that."""
+    names = [os.fsencode(path) for path in (finished, out)]
+    if _libc().renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(out))
+    # A process that is killed in between leaves the earlier one under this name.
+    before = beside(out, "before")
+    os.rename(out, before)
+    os.rename(finished, out)
+    os.rename(before, finished)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,56 @@
+"""How the run ended that wrote --out, for the same command with --resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from memascend.command.metrics import METRICS_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memascend.command.settings import Settings
+
+#: In a model directory whose run a signal has ended before its last step. The metrics may be elsewhere, and those of a
+#: run that goes on no longer say how it ended before.
+INTERRUPTED_NAME = "interrupted.json"
+
+
+def note_interrupted(folder: Path, settings: Settings, steps: int) -> None:
+    """Note in a model directory that its run was ended after so many steps."""
+    record = {"out": str(settings.out), "store": list(map(str, settings.store)), "steps": steps}
+    (folder / INTERRUPTED_NAME).write_text(json.dumps(record) + "\n")
+
+
+def is_interrupted(settings: Settings) -> bool:
+    """Return whether --out holds the model so far of a run that --resume goes on with."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        record = json.loads((settings.out / INTERRUPTED_NAME).read_text())
+        return settings.resume and _is_of(record, settings)
+    return False
+
+
+def finished_steps(settings: Settings) -> int | None:
+    """Return after how many steps the run has finished that --resume was to go on with; None where it has not."""
+    if not settings.resume or settings.change or not settings.out.is_dir():
+        return None
+    file = settings.metrics if settings.metrics is not None else settings.out / METRICS_NAME
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        opening: dict[str, Any] = {}
+        end: dict[str, Any] = {}
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                end = json.loads(line)
+                opening = end if end["record"] in ("start", "resume") else opening
+        if end["record"] == "end" and end["signal_number"] is None and _is_of(opening["settings"], settings):
+            return int(end["steps"])
+    return None
+
+
+def _is_of(record: dict[str, Any], settings: Settings) -> bool:
+    """Return whether a record names the places of this run."""
+    named, here = [record["out"], *record["store"]], [settings.out, *settings.store]
+    return list(map(os.path.abspath, named)) == list(map(os.path.abspath, here))
