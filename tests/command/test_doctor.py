@@ -53,7 +53,7 @@ def test_threads_and_waits(tmp_path, monkeypatch, capsys):
     before = torch.get_num_threads()
     try:
         _, found, waiting = told()
-        assert "4 update weights (8 where a GPU computes)" in found["text"]
+        assert "4 update weights (12 where a GPU computes)" in found["text"]
         assert waiting["text"] == "PyTorch's one thread waits for no other"
         _, found, waiting = told((threads.VARIABLE, "torch=3,update=2"))
         assert "PyTorch computes with 3, 2 update weights (2 where" in found["text"]

@@ -164,9 +164,11 @@ def loss_in_pieces(
 
     `weight` is the parameter that gets the gradient; its values are read from `table`.
     """
-    # What is asked of labels of a device is computed on the host, which waits once for the device to tell them.
-    told = on_host(labels)
-    told = labels.cpu() if told is None else told
+    told = labels
+    if labels.device.type == "cuda":
+        # What is asked of them is computed on the host, which waits once for the device to tell them.
+        known = on_host(labels)
+        told = labels.cpu() if known is None else known
     kept = (told != ignore_index).nonzero().squeeze(1)
     kept_labels = labels
     if kept.numel() < labels.numel():
