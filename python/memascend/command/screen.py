@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 
 def show_plans() -> None:
@@ -43,6 +46,9 @@ def quiet_libraries() -> None:
     """Have transformers print neither warnings nor progress bars: the screen is for this command's own lines."""
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():
+        # DeepSpeed, which libraries import where it is installed, warns that it has looked for a device in vain.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # PEFT asks a model of transformers by a name that it had before.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     logging.set_verbosity_error()

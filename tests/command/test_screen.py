@@ -1,0 +1,23 @@
+"""What the command lets others show on the screen."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+
+import forked
+import pytest
+
+PROGRAM = """
+from memascend.command.screen import quiet_libraries
+quiet_libraries()
+from deepspeed.accelerator import get_accelerator
+get_accelerator()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_says_nothing_of_a_device_that_is_not_there() -> None:
+    done = subprocess.run([forked.python(), "-P", "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "accelerator" not in done.stdout + done.stderr
