@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -269,7 +270,7 @@ def test_a_raw_device_from_format_to_reopening(
             finetune(model_dir, tmp_path / "again", f"UUID={uuid}"),
             ["bench", device.path, "--size", "16MiB", "--seconds", "0.05"],
         ):
-            assert "kept" in refusal(capfd, words)
+            assert re.search("holds (a run of LlamaForCausalLM|the store of an earlier run)", refusal(capfd, words))
         assert uuid in refusal(capfd, ["format", device.path])
         code, out, err = told(capfd, ["format", device.path, "--destroy", device.path])
         assert code == 0, err
@@ -303,6 +304,20 @@ def test_formatting_refuses_what_holds_data(tmp_path: Path, capfd: pytest.Captur
         code, out, _ = told(capfd, ["format", device.path, "--destroy", device.path])
         assert code == 0
         assert "precious" in out
+
+
+@pytest.mark.root
+def test_formatting_refuses_data_that_has_no_signature(capfd: pytest.CaptureFixture[str]) -> None:
+    with lab.loop_device(64 * MIB) as device:
+        device.path.write_bytes(b"precious raw data\n" * 1000)
+        message = refusal(capfd, ["format", device.path])
+        assert 'text at byte 0 ("precious raw data' in message
+        assert f"--destroy {device.path}" in message
+        with device.path.open("rb") as raw:
+            assert raw.read(17) == b"precious raw data"
+        code, out, _ = told(capfd, ["format", device.path, "--destroy", device.path])
+        assert code == 0
+        assert "destroyed: data of an unknown kind (5 of 16384 blocks" in out
 
 
 @pytest.mark.root

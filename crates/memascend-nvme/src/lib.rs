@@ -18,6 +18,7 @@ mod volume;
 #[doc(hidden)]
 pub mod fuzzing;
 
+pub use block_device::blank::{Example, UnknownData};
 pub use block_device::content::{Content, Signature};
 pub use block_device::device::{Device, device_uuid, find_device};
 pub use block_device::error::{BlockDeviceError, BlockDeviceResult};

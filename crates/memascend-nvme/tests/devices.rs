@@ -267,6 +267,71 @@ fn signatures_that_contradict_each_other_are_all_named() {
     is_refused_and_destroyed(&device, "ext4", &["(ext4", "(btrfs"]);
 }
 
+/// Data without a signature is refused with its place, and destroyed when told so.
+#[track_caller]
+fn is_unknown_and_destroyed(device: &Loop, words: &[&str]) {
+    let error = device.refused(|| device.format());
+    assert!(matches!(error, BlockDeviceError::NotBlank { .. }), "{error}");
+    for &word in words.iter().chain(&["--destroy"]) {
+        assert!(error.to_string().contains(word), "{word}: {error}");
+    }
+    let error = device.refused(|| Device::open(&device.path));
+    assert!(matches!(error, BlockDeviceError::Unformatted { .. }), "{error}");
+    assert!(error.to_string().contains(words[0]), "{error}");
+    let formatted = device.destroy().unwrap();
+    assert!(matches!(&formatted.destroyed[..], [Content::Unknown(_)]), "{formatted:?}");
+    assert_eq!(Device::open(&device.path).unwrap().id(), formatted.id);
+}
+
+#[test]
+fn data_without_a_signature_is_refused_wherever_it_lies() {
+    if !ready(&[]) {
+        return;
+    }
+    // As xorshift makes them: what encryption leaves has no signature.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let random: Vec<u8> = std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    })
+    .take(4096)
+    .collect();
+    let size = 32 * MIB;
+    let cases: [(u64, &[u8], &str); 7] = [
+        (0, b"precious raw data", "text at byte 0 (\"precious raw data"),
+        (0, &random, "random or encrypted bytes at byte 0 ("),
+        (MIB, b"\x01\x02", "bytes at byte 1048576 (01 02"),
+        // One byte, in the midst of a block in the midst of the device.
+        (size / 2 + 1234, b"\x80", "bytes at byte 16778450 (80"),
+        (size - MIB - 1, b"end", "text at byte 32505855"),
+        (size - 1, b"\x07", "bytes at byte 33554431 (07)"),
+        (size - 4096, &random, "random or encrypted bytes at byte 33550336"),
+    ];
+    for (offset, bytes, words) in cases {
+        let device = Loop::new(size);
+        device.write(offset, bytes);
+        is_unknown_and_destroyed(&device, &[words, "of 8192 blocks"]);
+    }
+    // A device too large to be read whole, with a run of data between what is always read.
+    let device = Loop::new(512 * MIB);
+    device.write(300 * MIB, &random.repeat(64));
+    is_unknown_and_destroyed(&device, &["random or encrypted bytes at byte 31", "of 40960 blocks"]);
+}
+
+#[test]
+fn what_drives_return_for_discarded_blocks_is_blank() {
+    if !ready(&[]) {
+        return;
+    }
+    let device = Loop::new(32 * MIB);
+    for offset in (0..32 * MIB).step_by(2 * MIB as usize) {
+        device.write(offset, &vec![0xff; MIB as usize]);
+    }
+    assert!(device.format().unwrap().destroyed.is_empty());
+}
+
 /// A partition table with one partition, of the old kind.
 fn mbr() -> [u8; 512] {
     let mut sector = [0; 512];
@@ -799,7 +864,8 @@ fn without_libblkid_only_a_named_device_is_formatted() {
             error.to_string().contains("libblkid1") && error.to_string().contains("no-such-library"),
             "{error}"
         );
-        assert_eq!(format_device(&path, Some(&path)).unwrap().destroyed, []);
+        let destroyed = format_device(&path, Some(&path)).unwrap().destroyed;
+        assert!(matches!(&destroyed[..], [Content::Unknown(_)]), "{destroyed:?}");
         return;
     }
     if !ready(&["mkswap"]) {

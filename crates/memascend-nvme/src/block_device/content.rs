@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::Uuid;
+use crate::{UnknownData, Uuid};
 
 /// What was on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub enum Content {
         /// The format's version.
         version: u32,
     },
+    /// Data without a signature.
+    Unknown(UnknownData),
 }
 
 impl fmt::Display for Content {
@@ -43,6 +45,7 @@ impl fmt::Display for Content {
             Self::NewerStore { version } => {
                 write!(out, "a store of a newer memascend (format version {version})")
             }
+            Self::Unknown(data) => data.fmt(out),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use memascend_mem::LockExt;
 
-use crate::block_device::format::{Standing, described};
+use crate::block_device::format::{Standing, described, described_unformatted};
 use crate::block_device::node::{self, Node};
 use crate::block_device::notes::{FoundNote, Notes};
 use crate::block_device::signatures::Blkid;
@@ -72,7 +72,8 @@ impl Device {
                 return Err(first_block_lost(path, &superblock, found));
             }
             Standing::Foreign => {
-                return Err(BlockDeviceError::Unformatted { found: described(&cached, &path), path });
+                let found = described_unformatted(&cached, &path, device_bytes);
+                return Err(BlockDeviceError::Unformatted { path, found });
             }
             Standing::Damaged => return Err(BlockDeviceError::Damaged { path }),
             Standing::Newer(version) => {

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::{Content, Signature, Uuid};
+use crate::{Content, Signature, UnknownData, Uuid};
 
 /// Errors of raw devices. Every message names the device and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -101,6 +101,17 @@ pub enum BlockDeviceError {
         path: PathBuf,
         /// Signatures found.
         found: Vec<Signature>,
+    },
+    /// There is data on the device, and nothing says of what kind.
+    #[error(
+        "{path} is not blank: it holds {data}; use another device, or, to lose all that is on this one, name it to be \
+         destroyed: `memascend format {path} --destroy {path}`"
+    )]
+    NotBlank {
+        /// The device.
+        path: PathBuf,
+        /// What was found, and where.
+        data: UnknownData,
     },
     /// The device belongs to a store.
     #[error(
@@ -348,6 +359,7 @@ impl BlockDeviceError {
             | Self::Busy { path, .. }
             | Self::Partitioned { path, .. }
             | Self::NotEmpty { path, .. }
+            | Self::NotBlank { path, .. }
             | Self::BelongsToStore { path, .. }
             | Self::OtherDevice { path, .. }
             | Self::NotDestroyed { path, .. }

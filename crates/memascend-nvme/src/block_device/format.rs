@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crate::block_device::blank::unknown_data;
 use crate::block_device::blocks::Blocks;
 use crate::block_device::error::list;
 use crate::block_device::node::{self, Node};
@@ -28,8 +29,9 @@ pub struct Formatted {
 }
 
 /// Writes a superblock with a new UUID onto a block device. A device with any content is refused
-/// unless `destroy` names the same device. A device in use is always refused. Nothing is written
-/// before all checks have passed.
+/// unless `destroy` names the same device: with a signature, or with data at its beginning, its end
+/// or at places in between. A device in use is always refused. Nothing is written before all checks
+/// have passed.
 ///
 /// # Errors
 /// Each reason to refuse is a variant of [`BlockDeviceError`].
@@ -91,10 +93,17 @@ fn refuse_contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceRe
     let blkid =
         Blkid::load().map_err(|reason| BlockDeviceError::NoLibblkid { path: path.clone(), reason })?;
     let signatures = blkid.signatures(file, &path)?;
-    if signatures.is_empty() { Ok(()) } else { Err(BlockDeviceError::NotEmpty { path, found: signatures }) }
+    if !signatures.is_empty() {
+        return Err(BlockDeviceError::NotEmpty { path, found: signatures });
+    }
+    match unknown_data(file, device_bytes) {
+        Ok(None) => Ok(()),
+        Ok(Some(data)) => Err(BlockDeviceError::NotBlank { path, data }),
+        Err(source) => Err(BlockDeviceError::io("read", &path, source)),
+    }
 }
 
-/// The content found on a device. Without libblkid, filesystems and the like are not found.
+/// The content found on a device. Without libblkid, filesystems and the like are data of an unknown kind.
 fn contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceResult<Vec<Content>> {
     let mut contents = Vec::new();
     let partitions = node.partitions();
@@ -104,6 +113,10 @@ fn contents(node: &Node, file: &File, device_bytes: u64) -> BlockDeviceResult<Ve
     contents.extend(store_content(file, &node.path, device_bytes)?);
     if let Ok(blkid) = Blkid::load() {
         contents.extend(blkid.signatures(file, &node.path)?.into_iter().map(Content::Signature));
+    }
+    if contents.is_empty() {
+        // A block that cannot be read is no reason to keep a device that is to be destroyed.
+        contents.extend(unknown_data(file, device_bytes).unwrap_or_default().map(Content::Unknown));
     }
     Ok(contents)
 }
@@ -187,6 +200,19 @@ impl Standing {
             (Err(NotSuperblock::Damaged), _) | (_, Err(NotSuperblock::Damaged)) => Self::Damaged,
             _ => Self::Foreign,
         })
+    }
+}
+
+/// What is on a device without a superblock, as text.
+pub(crate) fn described_unformatted(file: &File, path: &Path, device_bytes: u64) -> String {
+    let signatures = Blkid::load().map(|blkid| blkid.signatures(file, path));
+    if signatures.is_ok_and(|found| found.is_ok_and(|found| !found.is_empty())) {
+        return described(file, path);
+    }
+    match unknown_data(file, device_bytes) {
+        Ok(None) => "nothing where it was looked at".to_owned(),
+        Ok(Some(data)) => data.to_string(),
+        Err(error) => format!("what cannot be read ({error})"),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Raw block devices: what the kernel reports about them, what is on them, and memascend's format.
 
+pub(crate) mod blank;
 pub(crate) mod blocks;
 pub(crate) mod content;
 pub(crate) mod crc;
