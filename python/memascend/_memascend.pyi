@@ -332,6 +332,7 @@ class Runtime:
         states_count_max: int | None = None,
         resume: bool = False,
         in_place: bool = False,
+        replace: bool = False,
         engine: str = "auto",
         direct: bool = True,
         rates: Sequence[float] = ...,

@@ -79,6 +79,7 @@ def test_a_store_without_room_for_another_does_not_end_the_run(
         (["--keep-last", "2"], "--keep-last is of the checkpoints of --save-every"),
         (["--save-every", "2", "--durability", "none"], "--save-every keeps durable steps"),
         (["--save-every", "0"], "'0' is not"),
+        (["--replace-store", "--resume"], "--replace-store deletes the run in the store"),
     ],
 )
 def test_what_does_not_go_together(
@@ -88,6 +89,23 @@ def test_what_does_not_go_together(
     assert main.main([*words, *flags]) == main.BAD_INPUT
     assert says in capfd.readouterr().err
     assert main.main([*in_memory(words), "--save-every", "1"]) == main.BAD_INPUT
+
+
+def test_a_run_that_is_there_is_refused_and_replaced(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+
+    def run(out: str, *flags: str) -> int:
+        return main.main([*words_of(model_dir, room / out, room / "store", steps=2), *flags])
+
+    assert run("first", "--keep-store") == 0
+    assert run("second") != 0
+    assert "holds a run of LlamaForCausalLM after step 2" in (err := capfd.readouterr().err)
+    assert "--resume); to delete it and begin anew" in err and "--replace-store" in err
+    assert run("second", "--replace-store", "--keep-store") == 0, capfd.readouterr().err
+    assert run("third", "--replace-store") == 0, capfd.readouterr().err
+    assert list((room / "store").iterdir()) == []
+    expected, found = (load_file(room / name / "model.safetensors") for name in ("first", "third"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_signal_while_the_model_is_written_abandons_that_and_keeps_the_run(model_dir: Path) -> None:

@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import bits
 import pytest
-from trainer_runs import InterruptAt, build, interrupted, make
+from trainer_runs import InterruptAt, build, interrupted, make, weights
 
 import memascend
+from memascend.integrations.transformers import MemascendArguments
 from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
@@ -72,6 +74,40 @@ def test_another_optimizer_or_dtype_is_refused(run_found: Any, arguments: dict[s
         run_found(**arguments)
     trainer = run_found(learning_rate=1e-5, optim="adamw_torch_fused")  # the same optimizer, by another name
     trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("word", ["True", "last"])
+def test_a_scripts_word_goes_on_with_it(run_found: Any, model_folder: str, tmp_path: Path, word: str) -> None:
+    """As HfArgumentParser gives `--resume_from_checkpoint True`, before there is a checkpoint too."""
+    begun = run_found()
+    with pytest.raises(ValueError, match=r"--resume_from_checkpoint True of a script.*keep_store='replace'"):
+        begun.train(resume_from_checkpoint="False")
+    begun.train(resume_from_checkpoint=word)
+    whole = make(model_folder, tmp_path / "whole", offload=True)
+    whole.train(resume_from_checkpoint="None")
+    assert bits.difference(weights(begun.model), weights(whole.model)) is None
+    memascend.close(begun.model)
+    memascend.close(whole.model)
+    # Killed before its first durable step, a script begins anew with the same words.
+    fresh = make(build(), tmp_path / "fresh", offload=True, max_steps=1)
+    fresh.train(resume_from_checkpoint=word)
+    assert fresh.state.global_step == 1
+    memascend.close(fresh.model)
+
+
+def test_it_is_replaced_on_request(run_found: Any, model_folder: str, tmp_path: Path) -> None:
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(MemascendArguments)
+    for words, expected in ((["--keep_store"], True), (["--keep_store", "False"], False), ([], None)):
+        assert parser.parse_args_into_dataclasses(["--output_dir", "o", *words])[0].keep_store is expected
+    (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", "o", "--keep_store", "replace"])
+    trainer = run_found(keep_store=arguments.keep_store)
+    trainer.train()
+    whole = make(model_folder, tmp_path / "whole", offload=True)
+    whole.train()
+    assert bits.difference(weights(trainer.model), weights(whole.model)) is None
+    memascend.close(whole.model)
 
 
 def test_options_that_the_run_keeps_are_told(run_found: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,13 +93,24 @@ pub enum IoError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// A directory above the one to be made does not exist.
+    #[error(
+        "cannot create {path}: {missing} does not exist; mount the drive that is to be there, or make the directory \
+         above the store (`mkdir -p`)"
+    )]
+    NoParent {
+        /// The directory to be made.
+        path: PathBuf,
+        /// The first directory of its path that is missing.
+        missing: PathBuf,
+    },
     /// A raw block device could not be used.
     #[error(transparent)]
     Device(Box<BlockDeviceError>),
     /// The volume holds a store that a run can resume from.
     #[error(
-        "{path} holds a store that was kept (keep_store, or a run that was interrupted): go on with it by `memascend.resume` \
-         or `memascend finetune --resume`; or {remedy}; or choose another place"
+        "{path} holds the store of an earlier run: go on with it by `memascend.resume` or `memascend finetune --resume`; \
+         or {remedy}; or choose another place"
     )]
     Kept {
         /// The directory or device.
@@ -156,7 +167,7 @@ impl IoError {
             Self::InUse { .. } => Some(libc::EBUSY),
             Self::Replaced { .. } => Some(libc::ESTALE),
             Self::Kept { .. } => Some(libc::EEXIST),
-            Self::NotKept { .. } => Some(libc::ENOENT),
+            Self::NotKept { .. } | Self::NoParent { .. } => Some(libc::ENOENT),
             Self::Closed => None,
         }
     }
@@ -172,6 +183,7 @@ impl IoError {
             | Self::Replaced { path }
             | Self::Kept { path, .. }
             | Self::NotKept { path }
+            | Self::NoParent { path, .. }
             | Self::NoSpace { path, .. } => Some(path),
             Self::Device(error) => error.path(),
             Self::RingUnavailable { .. } | Self::NoThread { .. } | Self::Closed => None,

@@ -55,7 +55,8 @@ impl Runtime {
 #[pymethods]
 impl Runtime {
     /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place`
-    /// keeps one copy of each tensor, without a second one for the next generation.
+    /// keeps one copy of each tensor, without a second one for the next generation. `replace` deletes
+    /// the store of an earlier run that is in the way of a new one.
     ///
     /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients
     /// and activations is `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are
@@ -71,6 +72,7 @@ impl Runtime {
     #[pyo3(signature = (
         store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
         states_bytes = 0, states_count = 0, chunk_count_max = None, states_count_max = None, resume = false, in_place = false,
+        replace = false,
         engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
         checksums = true, allocator = "auto", huge_pages = true, compute_threads = 1,
         device = None
@@ -92,6 +94,7 @@ impl Runtime {
         states_count_max: Option<usize>,
         resume: bool,
         in_place: bool,
+        replace: bool,
         engine: &str,
         direct: bool,
         rates: Vec<f64>,
@@ -120,7 +123,7 @@ impl Runtime {
         let engine = engine_options(engine, depth, io_poll, sq_poll)?;
         let store = StorePlan {
             paths: store,
-            options: StoreOptions { engine, direct, rates, checksums, in_place },
+            options: StoreOptions { engine, direct, rates, checksums, in_place, replace },
             resume,
         };
         let allocator = AllocatorChoice { name: allocator.to_owned(), huge_pages };

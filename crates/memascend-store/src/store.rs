@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memascend_mem::{LockExt, Pool};
-use memascend_nvme::{CountersSnapshot, EngineOptions, IoError, Recorder, Volume, open_engine};
+use memascend_nvme::{CountersSnapshot, EngineOptions, IoError, NoteKeeper, Recorder, Volume, open_engine};
 
 use crate::id::StoreId;
 use crate::map::Map;
@@ -28,6 +28,8 @@ pub struct StoreOptions {
     /// Overwrite tensors where they are: half the room, but a generation is gone with the first
     /// rewrite after it.
     pub in_place: bool,
+    /// Delete the store of an earlier run that is there, where a store is created.
+    pub replace: bool,
 }
 
 impl Default for StoreOptions {
@@ -38,6 +40,7 @@ impl Default for StoreOptions {
             rates: Vec::new(),
             checksums: true,
             in_place: false,
+            replace: false,
         }
     }
 }
@@ -83,7 +86,8 @@ pub struct VolumeReport {
 
 impl Store {
     /// Creates an empty store on `paths`: directories, which are made if missing, and formatted
-    /// devices. The remains of a killed run are overwritten; a store with a commit is refused.
+    /// devices. The remains of a killed run are overwritten; a store with a commit is refused,
+    /// unless it is to be replaced. It goes once all volumes are locked for this process.
     pub fn create(paths: &[PathBuf], options: &StoreOptions) -> Result<Self> {
         Self::create_with(paths, options, &|file| open_engine(file, options.engine))
     }
@@ -92,13 +96,23 @@ impl Store {
     pub fn create_with(paths: &[PathBuf], options: &StoreOptions, open: OpenEngine<'_>) -> Result<Self> {
         let mut seen = Vec::new();
         let mut volumes = Vec::new();
+        let make = if options.replace { Volume::take } else { Volume::create };
         for path in paths {
-            volumes.push(Volume::create(path, options.direct).map_err(|error| {
+            volumes.push(make(path, options.direct).map_err(|error| {
                 // This call holds its lock: report the duplicate path instead of a volume in use.
                 let twice = path.canonicalize().is_ok_and(|path| seen.contains(&path));
                 if twice { StoreError::Duplicate { path: path.clone() } } else { error.into() }
             })?);
             seen.extend(path.canonicalize().ok());
+        }
+        if options.replace {
+            // First all manifests: one that is left after a crash must not name data that is gone.
+            for volume in &volumes {
+                if volume.read_note()?.is_some() {
+                    volume.clear_note()?;
+                }
+            }
+            volumes.iter().try_for_each(Volume::empty)?;
         }
         let layout = if options.rates.is_empty() {
             Layout::even(volumes.len().max(1))

@@ -128,6 +128,8 @@ def _add_finetune(subcommands: Any) -> None:
     add("--host-memory", text, type=_size_or_auto, metavar="SIZE")
     add("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
     add("--keep-store", "leave the store's files when done", action="store_true")
+    text = "delete the store of an earlier run that is there, which is refused otherwise"
+    add("--replace-store", text, action="store_true")
     text = "continue the run in the store from its last durable step; start a new run where there is none"
     add("--resume", text, action="store_true")
     text = (
@@ -445,7 +447,7 @@ def _add_format(subcommands: Any) -> None:
         "format",
         help="prepare a raw block device for stores; everything on it is lost",
         description="Write memascend's superblock to a block device. A device that is mounted, in use or partitioned,\n"
-        "or that holds a filesystem, RAID or another store, is refused.",
+        "or that holds a filesystem, RAID, another store or any data where it is looked at, is refused.",
     )
     add = parser.add_argument
     add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")

@@ -53,7 +53,7 @@ from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.machine.threads import update_threads
 from memascend.offloading.api import offload_of
-from memascend.offloading.locations import paths_of
+from memascend.offloading.locations import REPLACE, paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.places import ranks_of
 from memascend.offloading.together import raising_on_all, told_by_first
@@ -346,7 +346,7 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
             steps = adapters.recorded(checkpoint)[0]["steps"]
         if unfinished and (generation or checkpoint is not None) and settings.keeps_store:
             where = ", ".join(map(str, settings.store))
-            text = f"{where} holds the run after step {steps}: --resume goes on with it; delete it to begin anew"
+            text = f"{where} holds the run after step {steps}: --resume goes on with it; --replace-store begins anew"
             print(f"memascend: note: {text}", file=sys.stderr, flush=True)
 
     cleanup.push(close)
@@ -406,9 +406,10 @@ def _load_into_store(
             gradients=settings.gradients,
             frozen=frozen,
             durability="none" if frozen else settings.durability,
-            keep_store=settings.keep_store or None,
+            keep_store=REPLACE if settings.replace_store else settings.keep_store or None,
             progress=loading,
         )
+        offload_of(model).keep_store = settings.keep_store or None
     finally:
         if bar is not None:
             bar.close()

@@ -44,6 +44,7 @@ class Settings:
     resume: bool = False
     change: bool = False  # a resumed run may have other options than before
     keep_store: bool = False
+    replace_store: bool = False  # of an earlier run
     save_every: int | None = None  # steps between checkpoints in the store
     keep_last: int | None = None  # of these checkpoints; None is all
     recompute: bool = True

@@ -93,6 +93,8 @@ def _conflict(settings: Settings) -> str | None:
     """The reason why the options cannot be used together, or None."""
     if settings.change and not settings.resume:
         return "--change is of a run that goes on: give --resume too"
+    if settings.replace_store and (settings.resume or settings.in_memory):
+        return "--replace-store deletes the run in the store and begins anew: leave out --resume and --in-memory"
     if settings.keep_last and not settings.save_every:
         return "--keep-last is of the checkpoints of --save-every: give that too"
     if settings.eval_steps and not settings.evaluation:

@@ -56,7 +56,7 @@ def from_pretrained(
     gradients: str = "auto",
     update: str = "forward",
     durability: str = "auto",
-    keep_store: bool | None = None,
+    keep_store: bool | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     process_group: Any = None,
     **options: Any,
@@ -138,10 +138,10 @@ def _dtype_of(dtype: str | torch.dtype, config: Any, files: WeightFiles) -> torc
     return parse_dtype(getattr(config, "dtype", None) or files.first_dtype() or torch.float32)
 
 
-def _check_frozen(frozen: str | None, durability: str, keep_store: bool | None) -> None:
+def _check_frozen(frozen: str | None, durability: str, keep_store: bool | str | None) -> None:
     if frozen not in (None, "store", "files"):
         raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
-    if frozen == "files" and (keep_store or durability not in ("auto", "none")):
+    if frozen == "files" and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
             "with frozen='files' the store holds nothing that could be kept: leave out durability and keep_store, or "
             "use frozen='store'"

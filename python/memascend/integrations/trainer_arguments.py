@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import transformers
 from torch import nn
@@ -19,6 +19,7 @@ from memascend.formats.hub import download
 from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
 from memascend.offloading.api import offload_of
+from memascend.offloading.locations import REPLACE
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 
 if TYPE_CHECKING:
@@ -74,7 +75,14 @@ class OffloadArguments:
     activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
     fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
     gradients: str = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
-    keep_store: bool | None = field(default=None, metadata={"help": "keep the store when the model is closed"})
+    keep_store: Literal[True, False, "replace"] | None = field(
+        default=None,
+        metadata={
+            "help": "True keeps the store when the model is closed; replace deletes an earlier run's and begins anew",
+            "nargs": "?",
+            "const": True,
+        },
+    )
 
 
 @dataclass
@@ -108,7 +116,7 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
         "keep_store": args.keep_store,
     }
     in_memory = model if isinstance(model, nn.Module) else None
-    if memascend.can_resume(paths):
+    if args.keep_store != REPLACE and memascend.can_resume(paths):
         resumed = memascend.resume(paths, model=in_memory, **options)
         try:
             _check_weights_of_run(args, model, resumed.model)
@@ -209,7 +217,7 @@ def check_optimizer_of_run(args: Any, optimizer: OffloadedOptimizer) -> None:
     if differing:
         raise ValueError(
             f"the run in the store was begun with another optimizer than the arguments name: {', '.join(differing)}. "
-            "Give the run's, or close the model, delete the store and begin anew"
+            "Give the run's, or keep_store='replace', which deletes the run and begins anew"
         )
 
 
@@ -222,7 +230,7 @@ def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
         stored = str(next(iter(dtypes))).removeprefix("torch.")
         raise ValueError(
             f"the run in the store has weights in {stored}, the arguments say {str(wanted).removeprefix('torch.')}: "
-            f"give weights_dtype={stored!r}, or delete the store and begin anew"
+            f"give weights_dtype={stored!r}, or keep_store='replace', which deletes the run and begins anew"
         )
     fused_loss: bool | str = "auto" if args.fused_loss else False
     for name, given, recorded in (

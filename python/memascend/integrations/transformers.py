@@ -195,13 +195,14 @@ class TrainerMixin(CheckpointsMixin):
 
         Args:
             resume_from_checkpoint: True goes on from the last durable step, or begins where there is none yet; the
-                directory of a checkpoint gives up all later steps.
+                directory of a checkpoint gives up all later steps. "True", "last" and "False" are taken as a script's
+                `--resume_from_checkpoint` gives them.
 
         Raises:
             ValueError: the store holds a run, and nothing was said of it.
             CheckpointError: the checkpoint is not in the store.
         """
-        with self._resumption(resume_from_checkpoint) as folder:
+        with self._resumption(_parse_resumption(resume_from_checkpoint)) as folder:
             return super().train(folder, *others, **named)  # type: ignore[misc]
 
     @contextmanager
@@ -223,7 +224,8 @@ class TrainerMixin(CheckpointsMixin):
                 where = ", ".join(map(str, session.opened_with["store"]))
                 raise ValueError(
                     f"{where} holds a run after step {session.generations.steps}: train(resume_from_checkpoint=True) "
-                    "goes on with it; to begin anew, close the model and delete the store"
+                    "goes on with it (--resume_from_checkpoint True of a script); keep_store='replace' (--keep_store "
+                    "replace) deletes it and begins anew"
                 )
             yield None
             return
@@ -351,6 +353,13 @@ def _signature_of(trainer_class: type) -> inspect.Signature:
     classes = trainer_class.__mro__[trainer_class.__mro__.index(TrainerMixin) + 1 :]
     signatures = (inspect.signature(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls))
     return next(signature for signature in signatures if "model" in signature.parameters)
+
+
+def _parse_resumption(given: Any) -> Any:
+    """Return what `resume_from_checkpoint` means: a script's arguments are texts, where no directory is so called."""
+    if not isinstance(given, str) or os.path.isdir(given):
+        return given
+    return {"true": True, "last": True, "false": None, "none": None}.get(given.lower(), given)
 
 
 def _placing(prepare: Callable[..., Any]) -> Callable[..., Any]:

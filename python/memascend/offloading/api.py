@@ -168,7 +168,7 @@ def offload(
     gradients: str = "auto",
     update: str = "forward",
     durability: str = "auto",
-    keep_store: bool | None = None,
+    keep_store: bool | str | None = None,
     process_group: Any = None,
     **options: Any,
 ) -> nn.Module:
@@ -227,6 +227,7 @@ def offload(
         keep_store: True leaves the store's files in place on `close`, for a later `resume`. None removes them, except
             after an exception and where there are checkpoints. A program that ends without `close` leaves its last
             step, or, ended by an exception, its last durable one. False removes them always.
+            "replace" is None, and first deletes the store of an earlier run that is there, which is refused otherwise.
         process_group: the ranks that the store is divided over: a group of torch.distributed, or a DeviceMesh of one
             dimension. None is the group that is initialised, if any; a group of this process alone divides nothing.
             It has a backend for CPU tensors ("gloo", "cpu:gloo,cuda:nccl"), also where each rank computes on a device

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from memascend._memascend import Runtime, keep_large_blocks, return_large_blocks_to_system
-from memascend.errors import StoreError
+from memascend.errors import BudgetError, HostMemoryError, MemascendError, StoreError
 from memascend.machine import waits
 from memascend.machine.drives import notices_of, store_options
 from memascend.machine.gpu import preferred_pinned
+from memascend.offloading.refused_stores import in_use_error, kept_error
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ OPTIONS = frozenset(
     for name, parameter in inspect.signature(Runtime).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     and name
-    not in ("resume", "in_place", "device", "states_bytes", "states_count", "chunk_count_max", "states_count_max")
+    not in (
+        *("resume", "in_place", "replace", "device", "states_bytes", "states_count"),
+        *("chunk_count_max", "states_count_max"),
+    )
 )
 
 _log = logging.getLogger("memascend")
@@ -84,15 +88,16 @@ def open_runtime(
     *,
     resume: bool = False,
     in_place: bool = True,
+    replace: bool = False,
     device: int | None = None,
 ) -> Runtime:
     """Create the native side of `plan` on the locations of `store`, or open what is there to `resume`.
 
-    Host memory is pinned for the CUDA device with the number `device`. `options` are those in `OPTIONS`.
+    The store of an earlier run is refused, or deleted to `replace` it. Host memory is pinned for the CUDA device with
+    the number `device`. `options` are those in `OPTIONS`.
     """
     _log.info("host memory:\n%s", plan.table())
     close_unused()  # Its memory is available, too.
-    check_available(plan)
     set_heap(plan)
     paths = store_paths(store)
     for notice in notices_of(paths):
@@ -105,8 +110,10 @@ def open_runtime(
         measured = {name: value for name, value in measured.items() if name != "rates"}
     if device is not None and plan.most is None and (preferred := preferred_pinned()) is not None:
         measured["allocator"] = preferred
-    return when_free(
-        lambda: Runtime(
+
+    def open_now() -> Runtime:
+        check_available(plan)
+        return Runtime(
             paths,
             _buffers(plan),
             [(line.consumer, line.nbytes, line.count) for line in plan.packs],
@@ -121,10 +128,17 @@ def open_runtime(
             states_count_max=None if plan.most is None else plan.most.states.count,
             resume=resume,
             in_place=in_place,
+            replace=replace,
             device=device,
             **{"compute_threads": plan.update_threads, **measured, **options},
         )
-    )
+
+    try:
+        return when_free(open_now)
+    except StoreError as error:
+        if error.errno != errno.EEXIST or resume:
+            raise
+        raise kept_error(error, paths) from None
 
 
 def set_heap(plan: Plan) -> None:
@@ -145,29 +159,30 @@ def _buffers(plan: Plan) -> list[tuple[str, int, int] | tuple[str, int, int, int
 
 
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:
-    """Return what `open_store` opens. Models of this process that nothing refers to let go of their stores before.
+    """Return what `open_store` opens. Models of this process that nothing refers to let go of what they have before.
 
-    Raises StoreError, saying how to let go, where a model or an optimizer of this process still has the store.
+    Raises StoreError, saying how to let go, where a model or an optimizer of this process, or another process of the
+    same launch, still has the store.
     """
     collected = False
     while True:
         close_unused()
         try:
             return open_store()
-        except StoreError as error:
-            if not _is_ours(error):
+        except (StoreError, HostMemoryError, BudgetError) as error:
+            if collected or not _any_open() or not _is_lacking(error):
+                if isinstance(error, StoreError) and error.errno == errno.EBUSY:
+                    raise in_use_error(error, _is_ours(error)) from error
                 raise
-            if collected:
-                raise StoreError(
-                    error.errno,
-                    f"{error.filename} is in use by this very process: a model that was offloaded there before, or its "
-                    "optimizer, still has it. Let go of it with memascend.close(model) before the cell or function "
-                    "that offloads runs again, or choose another place",
-                    error.filename,
-                ) from error
-        # A notebook's cell that runs again has left its model to the collector, which may not have run since.
+        # A notebook's cell that runs again, or a function that is tried again with a smaller batch, has left its model
+        # to the collector, which may not have run since: with its store, its memory and its space.
         gc.collect()
         collected = True
+
+
+def _is_lacking(error: MemascendError) -> bool:
+    """Whether a store could not be opened for want of what another model of this process may have."""
+    return not isinstance(error, StoreError) or error.errno == errno.ENOSPC or _is_ours(error)
 
 
 def _is_ours(error: StoreError) -> bool:

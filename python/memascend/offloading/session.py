@@ -41,6 +41,7 @@ from memascend.offloading.early import EarlyUpdates
 from memascend.offloading.early_device import EarlyUpdatesOnDevice
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
+from memascend.offloading.locations import parse_keep_store
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
 from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, make_plan, replan
@@ -105,7 +106,7 @@ class Session:
         store: StorePaths,
         *,
         computing: Computing,
-        keep_store: bool | None,
+        keep_store: bool | str | None,
         durability: str,
         source: dict[str, Any],
         options: dict[str, Any],
@@ -127,7 +128,7 @@ class Session:
         self.gradients_in = computing.gradients
         self.device = computing.device
         self.torch_device = computing.torch_device
-        self.keep_store = keep_store
+        replace, self.keep_store = parse_keep_store(keep_store)
         #: What opens the store again as it was; see `memascend.restore_checkpoint`.
         self.opened_with = {
             "store": store_paths(store),
@@ -152,7 +153,7 @@ class Session:
         #: What is known of the machine, where the budget follows it.
         self._watch: Watch | None = None
         self._said_lacking = False
-        self.plan, self.runtime = self._open(plan, store, options, resume)
+        self.plan, self.runtime = self._open(plan, store, options, resume, replace)
         try:
             if tag is not None:
                 self.runtime.take_up_snapshot(tag)
@@ -191,7 +192,9 @@ class Session:
         if automatic:
             self.follow_machine()
 
-    def _open(self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool) -> tuple[Plan, Runtime]:
+    def _open(
+        self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool, replace: bool
+    ) -> tuple[Plan, Runtime]:
         """Create the native side. Where the system pins less memory than `plan` takes, use a smaller plan."""
         in_place = self.generations.period == 0
         index = None if self.device is None else self.device.index
@@ -199,7 +202,9 @@ class Session:
         while True:
             try:
                 with nullcontext() if self.device is None else self.device.current():
-                    runtime = open_runtime(plan, store, options, resume=resume, in_place=in_place, device=index)
+                    runtime = open_runtime(
+                        plan, store, options, resume=resume, in_place=in_place, replace=replace, device=index
+                    )
                 break
             except PinnedMemoryError as error:
                 if plan.total <= plan.smallest_bytes:

@@ -25,7 +25,7 @@ from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
 from memascend.offloading.computing import Computing
-from memascend.offloading.locations import paths_of
+from memascend.offloading.locations import REPLACE, paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
@@ -91,7 +91,7 @@ def resume(
     activations: str | None = None,
     batch_tokens: int | None = None,
     update: str = "forward",
-    keep_store: bool | None = None,
+    keep_store: bool | str | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     process_group: Any = None,
     **options: Any,
@@ -122,6 +122,8 @@ def resume(
         CheckpointError: the store holds another model than the one given, or cannot be understood.
         BudgetError: as in `memascend.offload`.
     """
+    if keep_store == REPLACE:
+        raise ValueError("keep_store='replace' deletes the run that is to be resumed: leave it out")
     return_large_blocks_to_system()
     ranks = Ranks.of(process_group)
     paths = paths_of(store, process_group)

@@ -47,6 +47,10 @@ impl HeldDirectory {
         if create && !directory.exists() {
             // Only the last part of the path: a missing parent is a typing error or a drive that is
             // not mounted.
+            let missing = directory.ancestors().skip(1).take_while(|above| !above.exists()).last();
+            if let Some(missing) = missing {
+                return Err(IoError::NoParent { path: given.to_owned(), missing: missing.to_owned() });
+            }
             std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(failed("create"))?;
             made = true;
             // A crash must not lose the directory's name with what is committed in the directory. A

@@ -61,19 +61,34 @@ impl Volume {
     /// Transfers bypass the page cache (O_DIRECT) where that is possible and `direct` is wanted;
     /// [`Volume::notice`] says when it was refused.
     pub fn create(path: &Path, direct: bool) -> Result<Self> {
-        let volume = Self::open_place(path, direct, true)?;
-        // Until the volume is known to hold no kept store, an error must not remove the file.
-        volume.keep.store(true, Ordering::Release);
+        let volume = Self::take(path, direct)?;
         if volume.read_note()?.is_some() {
             return Err(volume.kept_error());
         }
-        volume.keep.store(false, Ordering::Release);
-        if let Place::Directory(_) = volume.place {
-            let file = &volume.file;
+        volume.empty()?;
+        Ok(volume)
+    }
+
+    /// As [`Volume::create`], without looking at what is there, which stays until [`Volume::empty`]
+    /// is called.
+    pub fn take(path: &Path, direct: bool) -> Result<Self> {
+        let volume = Self::open_place(path, direct, true)?;
+        // Until the volume is known to hold nothing that is wanted, an error must not remove the
+        // file.
+        volume.keep.store(true, Ordering::Release);
+        Ok(volume)
+    }
+
+    /// Removes the data of a volume that has no note. What is written from now on goes on drop,
+    /// unless it is kept.
+    pub fn empty(&self) -> Result<()> {
+        self.keep.store(false, Ordering::Release);
+        if let Place::Directory(_) = self.place {
+            let file = &self.file;
             file.file.set_len(0).map_err(|source| file_error("empty", &file.path, source))?;
             write_in_place(&file.file);
         }
-        Ok(volume)
+        Ok(())
     }
 
     /// Opens a volume that was kept, for reading and writing. [`Volume::read_note`] returns its

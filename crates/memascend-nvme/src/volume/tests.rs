@@ -104,6 +104,20 @@ fn what_was_kept_is_opened_again_and_not_overwritten() {
     assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
 }
 
+#[test]
+fn a_missing_directory_above_is_named_and_not_made() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("not/mounted/volume");
+    let error = Volume::create(&directory, true).unwrap_err();
+    let missing = root.path().join("not");
+    assert!(matches!(&error, IoError::NoParent { missing: named, .. } if *named == missing), "{error}");
+    assert!(error.to_string().contains("mkdir -p") && error.errno() == Some(libc::ENOENT), "{error}");
+    assert!(!missing.exists());
+    std::fs::create_dir(&missing).unwrap();
+    let error = Volume::create(&directory, true).unwrap_err();
+    assert!(error.to_string().contains("not/mounted does not exist"), "{error}");
+}
+
 /// A cleaner of temporary files may remove the lock file of a store in use.
 #[test]
 fn a_directory_without_its_lock_file_is_in_use_still() {

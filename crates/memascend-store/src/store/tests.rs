@@ -85,6 +85,28 @@ fn nothing_is_moved_at_once_and_who_waited_finds_the_buffer_free() {
 }
 
 #[test]
+fn a_store_is_replaced_on_request_unless_it_is_in_use() {
+    let root = tempfile::tempdir().unwrap();
+    let directories: Vec<PathBuf> = (0..2).map(|index| root.path().join(index.to_string())).collect();
+    let replace = StoreOptions { replace: true, ..StoreOptions::default() };
+    let first = Store::create(&directories, &replace).unwrap();
+    first.create_tensor("tensor", 9 << 20).unwrap();
+    assert_eq!(first.commit("the state").unwrap(), 1);
+    let error = Store::create(&directories, &replace).err().unwrap();
+    assert!(error.to_string().contains("in use"), "{error}");
+    drop(first);
+    assert_eq!(Store::open(&directories, &StoreOptions::default()).unwrap().generation(), 1);
+
+    let second = Store::create(&directories, &replace).unwrap();
+    assert_eq!((second.generation(), second.state(), second.tensors().len()), (0, None, 0));
+    drop(second);
+    for directory in &directories {
+        let left = std::fs::read_dir(directory).map_or(0, |entries| entries.count());
+        assert_eq!(left, 0, "{}", directory.display());
+    }
+}
+
+#[test]
 fn a_kept_store_is_opened_again_whole_from_any_of_its_volumes() {
     let root = tempfile::tempdir().unwrap();
     let directories: Vec<PathBuf> = (0..3).map(|index| root.path().join(index.to_string())).collect();
@@ -100,6 +122,10 @@ fn a_kept_store_is_opened_again_whole_from_any_of_its_volumes() {
     drop(first);
     let error = Store::create(&directories[1..2], &StoreOptions::default()).err().unwrap();
     assert!(error.to_string().contains("memascend.resume"), "{error}");
+    // Not even what is to be replaced goes where a store cannot be created.
+    let elsewhere = [directories[0].clone(), root.path().join("missing/volume")];
+    let replace = StoreOptions { replace: true, ..StoreOptions::default() };
+    Store::create(&elsewhere, &replace).err().unwrap();
     for given in &directories {
         let store = Store::open(std::slice::from_ref(given), &StoreOptions::default()).unwrap();
         assert_eq!((store.generation(), store.state().as_deref()), (1, Some("the state")));
