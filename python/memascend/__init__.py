@@ -23,8 +23,10 @@ from memascend.errors import (
 )
 from memascend.formats.distributed import load_distributed, save_distributed
 from memascend.formats.hugging_face import from_pretrained
+from memascend.formats.safetensors_library import meet_safetensors as _meet_safetensors
 from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.machine.pinned import empty_pinned, pin_memory
+from memascend.offloading.addresses import meet_libraries_by as _meet_libraries_by
 from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
 from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
@@ -44,6 +46,8 @@ from memascend.vocabulary.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch import nn
+
+_meet_libraries_by(_meet_safetensors)
 
 try:
     #: That of Cargo.toml, from which the wheel has it.

@@ -370,10 +370,20 @@ def test_a_state_that_was_saved_from_memory_is_refused(offloaded: Callable[..., 
         loop.accelerator.load_state(tmp_path / "state")
 
 
-def test_the_plain_accelerator_refuses_to_save_a_state(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    loop = Loop(offloaded(tiny.build("qwen2")), accelerate.Accelerator)
-    with pytest.raises(memascend.MemascendError, match="is on SSD"):
-        loop.accelerator.save_state(tmp_path / "state")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_state_of_the_plain_accelerator_goes_on_to_the_same_bits(
+    offloaded: Callable[..., nn.Module], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    expected = Loop(tiny.build("qwen2", dtype), accelerate.Accelerator).run(batches=range(5))
+    _reset()
+    loop = Loop(offloaded(tiny.build("qwen2", dtype)), accelerate.Accelerator).run(batches=range(3))
+    loop.accelerator.save_state(tmp_path / "state")
+    loop.run(batches=range(3, 5)).assert_same(expected)  # saving has changed nothing
+    _reset()
+    other = tiny.build("qwen2", dtype)
+    again = Loop(offloaded(other.requires_grad_(), store=tmp_path / "other"), accelerate.Accelerator)
+    again.accelerator.load_state(tmp_path / "state")
+    again.run(batches=range(3, 5)).assert_same(expected, last=2)
 
 
 # ---- models out ---------------------------------------------------------------------------------------------------

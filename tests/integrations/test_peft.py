@@ -265,9 +265,13 @@ def test_copies_of_modules_on_ssd_are_refused(offloaded: Callable[..., nn.Module
     assert_same([*steps(ours), values(ours)], [*steps(expected), values(expected)])
 
 
-def test_pefts_own_saving_of_trained_biases_names_memascends(
+def test_pefts_own_saving_of_trained_biases_has_the_bits_of_memory(
     offloaded: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
-    model = adapt(offloaded(build()), METHODS["biases"]())
-    with pytest.raises(memascend.MemascendError, match=r"memascend\.save_pretrained"):
-        model.save_pretrained(tmp_path)
+    for name, base in (("in memory", build()), ("on SSD", offloaded(build()))):
+        model = adapt(base, METHODS["biases"]())
+        steps(model)
+        model.save_pretrained(tmp_path / name)
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("in memory", "on SSD"))
+    assert_same([found], [expected])
+    assert any(name.endswith("bias") for name in found)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import trainer_runs
 from bits import differing
+from torch import nn
 from trainer_runs import InterruptAt, build, interrupted, logged, make, weights
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as PlainTrainer
@@ -26,8 +27,6 @@ from memascend.integrations.transformers import MemascendArguments, Trainer, Tra
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -316,3 +315,34 @@ def test_apollo_by_its_name(tmp_path: Path) -> None:
     assert (matrices["rank"], matrices["scale"], matrices["weight_decay"], len(matrices["params"])) == (8, 2, 0.1, 6)
     assert (rest["rank"], rest["weight_decay"], vectors["rank"], vectors["weight_decay"]) == (None, 0.1, None, 0.0)
     memascend.close(trainer.model)
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_module_of_ones_own_is_saved(tmp_path: Path, save_only_model: bool) -> None:
+    """transformers has safetensors write its `state_dict()`, and looks for shared memory there."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.last(torch.relu(self.first(x)))
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    rows = [{"x": torch.full((8,), float(i)), "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = {"use_cpu": True, "report_to": [], "max_steps": 2, "save_steps": 1, "disable_tqdm": True}
+    saved = []
+    for name in ("in memory", "on SSD"):
+        model: nn.Module = Own()
+        if name == "on SSD":
+            model = memascend.offload(model, store=tmp_path / "store", host_memory="64MiB", keep_store=False)
+        out = TrainingArguments(str(tmp_path / name), save_only_model=save_only_model, **arguments)
+        trainer = Trainer(model, out, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(tmp_path / name / "saved")
+        folders = ["saved", *(["checkpoint-1", "checkpoint-2"] if save_only_model else [])]
+        saved.append([(tmp_path / name / folder / "model.safetensors").read_bytes() for folder in folders])
+        memascend.close(model)
+    assert saved[1] == saved[0]

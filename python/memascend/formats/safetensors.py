@@ -35,6 +35,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Tensors are converted to another dtype in pieces of this many bytes.
 PIECE_BYTES = 8 * 1024 * 1024
 HEADER_BYTES_MAX = 100 * 1000 * 1000
+#: What transformers asks a file for.
+_METADATA = {"format": "pt"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -166,6 +168,7 @@ def write_safetensors(
     path: Path,
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[tuple[str, torch.Tensor | Generator[torch.Tensor, None, None]]],
+    metadata: dict[str, str] | None = _METADATA,
 ) -> None:
     """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
 
@@ -173,7 +176,7 @@ def write_safetensors(
 
     The file appears under its name only when it is complete and on the medium.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offsets: dict[str, int] = {}
     position = 0
     for name, (dtype, shape) in entries.items():
@@ -183,7 +186,7 @@ def write_safetensors(
         offsets[name] = position
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + nbytes]}
         position += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)

@@ -19,6 +19,7 @@ from memascend.errors import FORKED, MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation, refuse_overwritten
+from memascend.offloading.addresses import meet_libraries
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
@@ -164,6 +165,7 @@ class Hooks:
             self._absent[place.absent.data_ptr()] = place
             session.gradients.watch(place)
         refuse_other_optimizers()
+        meet_libraries()
         if session.device is not None and session.device_plan is not None:
             self._move_buffers(model)
             # Weights that were on the device have left it, and the plan's own buffers are not there yet.

@@ -51,6 +51,8 @@ class Session(Protocol):
 
     runtime: Runtime
     streamer: Streamer
+    #: Over which ranks the store is divided, if it is.
+    membership: Any
 
     @property
     def gradients(self) -> Gradients:

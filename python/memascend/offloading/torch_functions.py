@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
+from memascend.offloading.addresses import ADDRESS, ANSWERS
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import (
@@ -67,6 +68,8 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     stand_ins = [tensor for tensor in stand_ins if is_stand_in(tensor)]
     if not stand_ins:
         return func(*args, **kwargs)
+    if func in ANSWERS:
+        return ANSWERS[func](*args, **kwargs)
     if len(stand_ins) > 1 and name.startswith(("_foreach_", "_amp_foreach_")):
         return _one_by_one(func, args, kwargs)
     if len(gradients) > len(set(gradients)):
@@ -352,14 +355,9 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
 #: Functions that read tables by blocks or rows.
 _OF_TABLES: dict[Any, Callable[..., Any]] = {F.embedding: _look_up, F.linear: _apply_head}
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
-_ADDRESS = (
-    "asks for its address in memory; take a copy by .detach().clone() first, or save models by "
-    "memascend.save_pretrained"
-)
 #: Functions that have no meaning for values on SSD, and what the error says of them.
 _REFUSED = {
-    **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "typed_storage", "_typed_storage"), _ADDRESS),
-    **dict.fromkeys(("__dlpack__", "__dlpack_device__", "share_memory_", "is_set_to", "as_subclass"), _ADDRESS),
+    **dict.fromkeys(("typed_storage", "__dlpack__", "__dlpack_device__", "share_memory_", "as_subclass"), ADDRESS),
     **dict.fromkeys(("set_", "resize_", "resize_as_"), "would change its memory: resize before memascend.offload"),
 }
 #: Functions that write to tensors without counting it in their version.
