@@ -30,6 +30,7 @@ SAID = {
     "a part": "call the model, or use torch.no_grad()",
     "added": "training layers.0.added.weight, which is not on the store, is not possible",
     "write": "write to weights before memascend.offload",
+    "storage": "is on SSD, divided over ranks: its storage asks for its address",
     "set_host_memory": "give host_memory when it is offloaded or resumed",
     "gradient": "clip with optimizer.clip_grad_norm_(...)",
     "zeros": "use zero_grad(set_to_none=True)",
