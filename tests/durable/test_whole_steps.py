@@ -205,6 +205,8 @@ def test_a_run_that_is_stopped_in_its_first_step_or_the_first_after_it_was_resum
     resumed = memascend.resume(tmp_path / "s", model=build(), **LEAST)
     assert resumed.steps == 0
     same(dict(resumed.model.named_buffers()), dict(build().named_buffers()))
+    memascend.track(resumed.model, data=(data := Data()))
+    assert data.position == 0, "no batch was trained on"
     memascend.close(resumed.model)
 
 
