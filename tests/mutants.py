@@ -52,14 +52,14 @@ MUTANTS = (
     Mutant(
         "a note that is found is flushed",
         f"{VOLUME}/notes.rs",
-        "        file.sync()?;\n        let bytes",
-        "        let bytes",
+        "        file.sync()?;\n        let mut note",
+        "        let mut note",
     ),
     Mutant(
         "the name of a note that is found is flushed",
         f"{VOLUME}/notes.rs",
-        "        let bytes = file.read()?;\n        self.names.sync()?;\n",
-        "        let bytes = file.read()?;\n",
+        "        let mut note = file.read()?;\n        self.names.sync()?;\n",
+        "        let mut note = file.read()?;\n",
     ),
     Mutant(
         "the absence of a note is flushed",
@@ -70,14 +70,22 @@ MUTANTS = (
     Mutant(
         "names are exchanged, not removed and given again",
         f"{VOLUME}/notes.rs",
-        "if self.names.exchange(SPARE_NAME, Volume::NOTE_NAME).is_err() {",
-        "let _ = self.names.remove(Volume::NOTE_NAME);\n        {",
+        "if self.names.exchange(SPARE_NAME, Volume::NOTE_NAME).is_err() {\n            // There",
+        "let _ = self.names.remove(Volume::NOTE_NAME);\n        {\n            // There",
     ),
     Mutant(
         "the note before stays until the next is whole",
         f"{VOLUME}/notes.rs",
         "let file = match self.names.open(SPARE_NAME, true) {",
         "let file = match self.names.open(Volume::NOTE_NAME, true) {",
+    ),
+    Mutant(
+        "names are flushed after the note before was put in the place of a damaged one",
+        f"{VOLUME}/notes.rs",
+        '            renamed.map_err(|source| file_error("write", &self.note_path(), source))?;\n        }\n'
+        "        self.flush_names()\n",
+        '            renamed.map_err(|source| file_error("write", &self.note_path(), source))?;\n        }\n'
+        "        Ok(())\n",
     ),
     Mutant(
         "nothing is committed where the store was replaced",

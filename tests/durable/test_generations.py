@@ -583,15 +583,31 @@ def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
     store.close()
 
 
-def test_a_damaged_manifest_is_refused(kept: Path) -> None:
-    manifest = kept / "memascend.json"
+def test_a_damaged_manifest_is_told_and_the_one_before_it_is_taken(
+    kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = Run(build("llama"), "llama").go(STEPS).state()
+    manifest, before = kept / "memascend.json", kept / "memascend.json.new"
     whole = manifest.read_bytes()
-    for position in range(0, len(whole), max(1, len(whole) // 50)):
-        manifest.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        with pytest.raises(memascend.StoreError, match=r"damaged|format|kept"):
-            memascend.resume(kept)
-    manifest.write_bytes(whole[: len(whole) // 2])
+    lengths = [0, 1, 30, len(whole) // 2]
+    damaged = [whole[:length] for length in lengths]
+    for position in range(0, len(whole.rstrip(b"\0")), max(1, len(whole) // 20)):
+        damaged.append(whole[:position] + bytes([whole[position] ^ 8]) + whole[position + 1 :])
+    for content in damaged:
+        caplog.clear()
+        manifest.write_bytes(content)
+        resumed = memascend.resume(kept, keep_store=True, **LEAST)
+        assert resumed.steps == 1
+        memascend.offload_of(resumed.model).close(failed=True)
+        assert f"the manifest {manifest} is damaged: the one before it was taken, which has step 1" in caplog.text
+        assert before.read_bytes() == content, "the whole one has taken the place of the damaged one"
+        manifest.replace(before)
+    manifest.write_bytes(damaged[-1])
+    copied_before = before.read_bytes()
+    before.write_bytes(copied_before[: len(copied_before) // 2])
     with pytest.raises(memascend.StoreError, match="damaged"):
         memascend.resume(kept)
-    manifest.write_bytes(whole)
-    assert go_on(kept, "llama")[0] == 2
+    before.write_bytes(copied_before)
+    durable, _, state = go_on(kept, "llama")
+    assert durable == 1
+    same(state, expected)

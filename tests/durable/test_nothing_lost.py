@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -104,6 +105,37 @@ def test_a_store_that_stays_for_its_checkpoints_has_the_last_step(tmp_path: Path
     resumed = memascend.resume(tmp_path / "s", model=small(), **LEAST)
     assert resumed.steps == 3
     same(dict(memascend.parameters_of(resumed.model)), in_memory(3))
+    memascend.close(resumed.model)
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize("end", ["closed", "dropped", "failing"])
+def test_updates_in_place_end_with_the_last_step(
+    tmp_path: Path, end: str, has_checkpoint: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that stays holds the last step, however its steps were written, or what it holds is said."""
+    begun(tmp_path / "s")
+    if not has_checkpoint:
+        resumed = memascend.resume(tmp_path / "s", model=small(), keep_store=True, **LEAST)
+        memascend.delete_checkpoint(resumed.model, "two")
+        memascend.close(resumed.model)
+    resumed = memascend.resume(tmp_path / "s", model=small(), durability="none", **LEAST)
+    go(resumed.model, resumed.optimizer, range(3, 5))
+    memascend.flush(resumed.model)
+    if end == "closed":
+        memascend.close(resumed.model)
+    elif end == "failing":
+        memascend.offload_of(resumed.model).close(failed=True)
+        left = "the store keeps its checkpoints alone: two" if has_checkpoint else "nothing was durable before"
+        assert f"updates in place are not committed after an error: {left}" in caplog.text
+    del resumed
+    gc.collect()
+    if not has_checkpoint and end in ("closed", "failing"):
+        assert not memascend.can_resume(tmp_path / "s"), "closed in peace, the store goes; and it holds nothing"
+        return
+    resumed = memascend.resume(tmp_path / "s", model=small(), tag="two" if end == "failing" else None, **LEAST)
+    assert resumed.steps == (2 if end == "failing" else 5)
+    same(go(resumed.model, resumed.optimizer, range(resumed.steps, 7)), in_memory(7))
     memascend.close(resumed.model)
 
 

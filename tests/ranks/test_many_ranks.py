@@ -23,6 +23,7 @@ import torch
 from simulated_ranks import Fault, Group, Lost, Simulation
 
 from memascend.durable.generations import Generations
+from memascend.durable.moment import Moment
 from memascend.errors import CheckpointError, RankError
 from memascend.ranks import group
 from memascend.ranks.group import GRACE_SECONDS, Ranks
@@ -264,11 +265,12 @@ class Streamer:
 class SmallGenerations(Generations):
     """Real generations, with records that say no more than the step."""
 
-    def _take_moment(self) -> dict[str, Any]:
-        return {"buffers": None}
+    def _take_moment(self) -> Moment:
+        return Moment(random={}, data=None, buffers=None)
 
     def _record(self) -> str:
         self._written = False
+        self._recorded_moment = self._moment
         return json.dumps({"steps": self.steps, "ranks": self._session.membership.described})
 
 
@@ -281,6 +283,7 @@ class Session:
         self.timeline = SimpleNamespace(waiting=lambda _: nullcontext())
         self.membership = Membership(ranks, "run")
         self.keep_store = True
+        self.tracked: dict[str, Any] = {}
 
     def model(self) -> None:
         return None

@@ -110,6 +110,33 @@ def test_a_store_is_verified(kept: Any, capfd: pytest.CaptureFixture[str]) -> No
     assert "not as they were written" in err
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_damaged_manifest_is_told_and_mended(kept: Any, capfd: pytest.CaptureFixture[str], is_whole: bool) -> None:
+    store, _, _ = kept
+    manifest = store / "memascend.json"
+    steps = json.loads(told(capfd, "inspect", store, "--json"))["steps"]
+    content = bytearray(manifest.read_bytes())
+    content[200] ^= 1
+    manifest.write_bytes(content)
+    report = json.loads(told(capfd, "inspect", store, "--json"))
+    assert report["steps"] <= steps and [checkpoint["tag"] for checkpoint in report["checkpoints"]] == ["second"]
+    assert any(str(store) in notice and "the one before it was taken" in notice for notice in report["notices"])
+    assert manifest.read_bytes() == content, "looking changes nothing"
+    if not is_whole:
+        volume = store / "memascend.volume"
+        volume.write_bytes(bytes(volume.stat().st_size))
+    assert main.main(["verify", str(store)]) == main.FAILED
+    out, err = capfd.readouterr()
+    end = "it is written anew" if is_whole else "it stays as it is, since other damage was found"
+    assert f"damaged: the manifest {manifest}: the one before it was taken, which has step {report['steps']}" in out
+    assert f"the last commit is lost; {end}" in out and "not as they were written" in err
+    if is_whole:
+        assert "everything is as it was written" in told(capfd, "verify", store)
+        assert json.loads(told(capfd, "inspect", store, "--json"))["steps"] == report["steps"]
+    else:
+        assert manifest.read_bytes() == content
+
+
 def test_checkpoints_on_the_command_line(kept: Any, capfd: pytest.CaptureFixture[str]) -> None:
     store, _, _ = kept
     reference = Run(build("llama"), "llama").go(4).state()

@@ -376,6 +376,24 @@ impl KeptStore {
         Ok(self.store()?.notices().to_vec())
     }
 
+    /// Files with damaged manifests.
+    #[getter]
+    fn damaged_manifests(&self) -> PyResult<Vec<PathBuf>> {
+        Ok(self.store()?.damaged_manifests().0.to_vec())
+    }
+
+    /// Whether the manifest before a damaged one was taken: the last commit is lost then.
+    #[getter]
+    fn is_older(&self) -> PyResult<bool> {
+        Ok(self.store()?.damaged_manifests().1)
+    }
+
+    /// Writes the manifests anew, in the place of damaged ones.
+    fn mend_manifests(&self, py: Python<'_>) -> PyResult<()> {
+        let store = self.store()?;
+        py.detach(|| store.mend_manifests()).map_err(|error| store_error(&error))
+    }
+
     /// Names of the tensors and their lengths in bytes, in whole blocks.
     fn tensors(&self) -> PyResult<Vec<(String, u64)>> {
         Ok(self.store()?.tensors().into_iter().map(|(name, extent)| (name, extent.bytes)).collect())

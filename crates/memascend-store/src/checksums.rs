@@ -158,6 +158,11 @@ impl Checksums {
         }
     }
 
+    /// Whether every MiB has a checksum, or parts of it have.
+    pub(crate) fn is_complete(&self) -> bool {
+        (0..self.mibs() as u32).all(|mib| !self.written(mib).is_empty())
+    }
+
     /// Forgets all checksums.
     pub(crate) fn clear(&mut self) {
         self.known.fill(0);

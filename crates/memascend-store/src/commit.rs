@@ -180,6 +180,24 @@ impl Store {
         }
     }
 
+    /// Has every later opening find the generations that this one has found, where a manifest is
+    /// damaged. Call it before anything is written: the bytes that only the damaged manifest has,
+    /// should it be readable another time, are free.
+    pub fn settle_manifests(&self) -> Result<()> {
+        let _alone = self.writer();
+        self.on_all(|_, member| member.settle_note())
+    }
+
+    /// Writes the manifest anew on every volume, in the place of those that are damaged.
+    pub fn mend_manifests(&self) -> Result<()> {
+        let _alone = self.writer();
+        let (durable, snapshots) = {
+            let table = self.table();
+            (table.durable.clone(), table.snapshots.clone())
+        };
+        self.write_manifest(durable.as_ref(), &snapshots).map_err(|failed| failed.error)
+    }
+
     /// The number of the durable generation; 0 if there is none.
     pub fn generation(&self) -> u64 {
         self.table().durable.as_ref().map_or(0, |durable| durable.number)

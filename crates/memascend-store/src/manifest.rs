@@ -161,6 +161,11 @@ impl Manifest {
         Ok(Self { volume, id, layout, body, sums })
     }
 
+    /// Whether all bytes that it describes have checksums, which tell what was written since.
+    pub(crate) fn is_checked(&self) -> bool {
+        self.sums.iter().all(Checksums::is_complete)
+    }
+
     /// End of the address space that it describes.
     pub(crate) fn end(&self) -> u64 {
         let ends = self.body.versions.iter().flat_map(|version| &version.ranges);
@@ -209,10 +214,15 @@ fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
     // Other formats define length and checksum in their own way, so the format is compared first.
     match words.get(1).and_then(|format| format.parse::<u32>().ok()) {
         Some(FORMAT) => {}
-        Some(format) => return Err(NotManifest::Format(format)),
-        None => return Err(NotManifest::damaged("its manifest is damaged: its first line has no format")),
+        // Before format 3 there was no first line.
+        Some(format) if format > FORMAT => return Err(NotManifest::Format(format)),
+        _ => return Err(NotManifest::damaged("its manifest is damaged: its first line has no format")),
     }
     let json = &note[end.map_or(0, |end| end + 1)..];
+    // What lies behind the JSON is room for a longer one.
+    let bytes = words.get(2).and_then(|bytes| bytes.parse().ok()).unwrap_or(json.len());
+    let note = &note[..note.len() - json.len() + json.len().min(bytes)];
+    let json = &json[..json.len().min(bytes)];
     if note[..note.len() - json.len()] != *first_line(json.len(), checksum(json)).as_bytes() {
         return Err(NotManifest::damaged("its manifest is damaged: its checksum does not match"));
     }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use memascend_nvme::{Activity, Engine, FoundNote, IoError, NoteKeeper, OpenedEngine, Volume, VolumeFile};
@@ -23,6 +23,8 @@ pub(crate) struct Member {
     /// Bytes written before this store was opened.
     pub life_before: u64,
     note_bytes: AtomicU64,
+    /// Whether the note is damaged and the one before was taken, which is to be put in its place.
+    damaged: AtomicBool,
     /// The file and the errno of the first flush that failed. The system reports lost writes once:
     /// a later flush succeeds without them.
     lost: OnceLock<(PathBuf, i32)>,
@@ -34,7 +36,9 @@ impl Member {
         let OpenedEngine { engine, notice } = open(volume.file())?;
         let notes = engine.notes();
         let note_bytes = AtomicU64::new(0);
-        Ok((Self { engine, volume, notes, life_before: 0, note_bytes, lost: OnceLock::new() }, notice))
+        let damaged = AtomicBool::new(false);
+        let lost = OnceLock::new();
+        Ok((Self { engine, volume, notes, life_before: 0, note_bytes, damaged, lost }, notice))
     }
 
     fn notes(&self) -> &dyn NoteKeeper {
@@ -43,6 +47,25 @@ impl Member {
 
     pub(crate) fn find_note(&self) -> Result<FoundNote> {
         Ok(self.notes().find_note()?)
+    }
+
+    /// The note that the last one replaced, if the keeper still has it.
+    pub(crate) fn find_note_before(&self) -> Option<Vec<u8>> {
+        self.notes().find_note_before()
+    }
+
+    /// Notes that the note before was taken, since the last one is damaged.
+    pub(crate) fn take_note_before(&self) {
+        self.damaged.store(true, Ordering::Relaxed);
+    }
+
+    /// Puts a note before that was taken in the place of the damaged one, for every later opening.
+    pub(crate) fn settle_note(&self) -> Result<()> {
+        if self.damaged.load(Ordering::Relaxed) {
+            self.remembering(self.notes().put_note_before_in_place())?;
+            self.damaged.store(false, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// The longest note that can be written.
@@ -57,6 +80,7 @@ impl Member {
     }
 
     pub(crate) fn write_note(&self, note: &[u8]) -> Result<()> {
+        self.settle_note()?;
         self.note_bytes.fetch_add(note.len() as u64, Ordering::Relaxed);
         let write = || self.notes().write_note(note);
         self.remembering(match self.engine.recorder() {

@@ -17,6 +17,8 @@ struct Candidate {
     member: Member,
     /// None if the volume has no note.
     manifest: Option<std::result::Result<Manifest, NotManifest>>,
+    /// What is wrong with the last manifest, if `manifest` is the one before it.
+    damaged: Option<String>,
 }
 
 impl Candidate {
@@ -38,7 +40,34 @@ impl Candidate {
             ));
         }
         let manifest = note.note.map(|note| Manifest::parse(&note));
-        Ok(Self { path: path.to_owned(), member, manifest })
+        let mut volume = Self { path: path.to_owned(), member, manifest, damaged: None };
+        volume.fall_back();
+        Ok(volume)
+    }
+
+    /// Takes the manifest before in the place of one that is damaged. A manifest that cannot be
+    /// read, or of another version, is not replaced by an older one.
+    fn fall_back(&mut self) {
+        let Some(Err(NotManifest::Damaged(reason))) = &self.manifest else { return };
+        let Some(Ok(before)) = self.member.find_note_before().map(|note| Manifest::parse(&note)) else {
+            return;
+        };
+        if before.is_checked() {
+            self.damaged = Some(reason.clone());
+            self.manifest = Some(Ok(before));
+            self.member.take_note_before();
+        } else {
+            // Its bytes may have been written over since, and nothing would tell.
+            let reason = format!(
+                "{reason}; the one before it, in {}.new, is whole, but names bytes that were written without checksums",
+                self.note_path().display()
+            );
+            self.manifest = Some(Err(NotManifest::Damaged(reason)));
+        }
+    }
+
+    fn note_path(&self) -> PathBuf {
+        self.path.join(Volume::NOTE_NAME)
     }
 
     fn whole(&self) -> Option<&Manifest> {
@@ -109,6 +138,7 @@ impl Store {
     ) -> Result<Self> {
         let newest = newest(&candidates)?;
         let mut places = Vec::new();
+        let (mut damaged, mut is_older) = (Vec::new(), false);
         for volume in &candidates {
             let path = volume.path.clone();
             match place(volume, newest) {
@@ -119,12 +149,24 @@ impl Store {
                 Some(index) if places.contains(&index) => return Err(StoreError::Duplicate { path }),
                 Some(index) => places.push(index),
             }
-            if let Some(Err(reason)) = &volume.manifest {
-                notices.push(format!(
-                    "{}: {reason}; the one of another volume was taken, and the next commit writes it anew",
-                    path.display()
-                ));
-            }
+            let reason = match &volume.manifest {
+                Some(Err(reason)) => reason.to_string(),
+                Some(Ok(_)) if volume.damaged.is_some() => volume.damaged.clone().expect("it was found"),
+                _ => continue,
+            };
+            let went_back =
+                volume.whole().is_some_and(|manifest| manifest.body.sequence == newest.body.sequence);
+            let (is_from, which) = match &newest.body.current {
+                _ if !went_back => ("of another volume", String::new()),
+                Some(current) => ("before it", format!(", generation {}", current.number)),
+                None => ("before it", ", which has checkpoints alone".into()),
+            };
+            notices.push(format!(
+                "{}: {reason}; the one {is_from} was taken{which}, and the next commit writes it anew",
+                path.display()
+            ));
+            is_older |= went_back;
+            damaged.push(volume.note_path());
         }
         let best = candidates.iter().position(|volume| {
             std::ptr::eq(volume.whole().map_or(std::ptr::null(), |manifest| manifest), newest)
@@ -139,7 +181,9 @@ impl Store {
         for (member, life) in members.iter_mut().zip(&manifest.body.life) {
             member.life_before = *life;
         }
-        let store = Self::of(members, manifest.layout.clone(), manifest.id, options, notices)?;
+        let mut store = Self::of(members, manifest.layout.clone(), manifest.id, options, notices)?;
+        store.damaged_manifests = damaged;
+        store.is_older = is_older;
         store.restore(manifest).ok_or_else(|| StoreError::Manifest {
             path,
             reason: "its manifest names bytes beyond the end of a volume: a file was truncated or replaced"

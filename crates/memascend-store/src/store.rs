@@ -59,6 +59,10 @@ pub struct Store {
     pub(crate) checksums: bool,
     pub(crate) in_place: bool,
     pub(crate) notices: Vec<String>,
+    /// Files with damaged manifests.
+    pub(crate) damaged_manifests: Vec<PathBuf>,
+    /// Whether the manifest before a damaged one was taken.
+    pub(crate) is_older: bool,
 }
 
 /// How one volume of a store works on this machine.
@@ -166,6 +170,8 @@ impl Store {
             checksums: options.checksums && moves,
             in_place: options.in_place,
             notices,
+            damaged_manifests: Vec::new(),
+            is_older: false,
         })
     }
 
@@ -207,6 +213,12 @@ impl Store {
     /// What the user should know, such as a refused O_DIRECT or a refused io_uring.
     pub fn notices(&self) -> &[String] {
         &self.notices
+    }
+
+    /// Files with manifests that were found damaged, and whether the manifest before was taken: the
+    /// last commit is lost then.
+    pub fn damaged_manifests(&self) -> (&[PathBuf], bool) {
+        (&self.damaged_manifests, self.is_older)
     }
 
     /// How each volume works, and its counters.

@@ -158,29 +158,180 @@ fn a_bit_of_the_manifest_is_noticed() {
         drop(store);
         let path = directories[0].join(Volume::NOTE_NAME);
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let length = written_bytes(&std::fs::read(&path).unwrap()) as u64;
+        let (mut noticed, mut unused, mut other_formats) = (0, 0, 0);
         for place in places(file.metadata().unwrap().len()) {
             flip(&file, place);
             match Store::open(&directories, &options()) {
-                Err(StoreError::Manifest { path, .. }) => {
-                    assert!(volumes == 1, "the other volume has it");
+                // One bit makes the 3 of the format a 7, which nothing older may stand in for.
+                Err(StoreError::Manifest { path, reason }) => {
+                    assert!(volumes == 1 && reason.contains("format 7"), "{place:?}: {reason}");
                     assert_eq!(path, directories[0]);
+                    other_formats += 1;
                 }
                 Err(error) => panic!("{error}"),
                 Ok(store) => {
-                    assert!(volumes == 2, "bit {place:?} was not noticed");
+                    let is_used = place.0 < length;
                     let told = store.notices().iter().any(|notice| notice.contains("manifest"));
-                    assert!(told, "{:?}", store.notices());
-                    assert_eq!((store.generation(), store.state().as_deref()), (3, Some("3")));
+                    assert_eq!(told, is_used, "{place:?}: {:?}", store.notices());
+                    // The other volume has the last one; one volume alone has the one before.
+                    let value = if volumes == 1 && is_used { 2 } else { 3 };
+                    assert_eq!((store.generation(), store.state()), (value, Some(value.to_string())));
+                    assert_eq!(store.snapshots().len(), 1);
+                    let (damaged, is_older) = store.damaged_manifests();
+                    assert_eq!(is_older, value == 2);
+                    // A manifest of another format is not damaged.
+                    assert!(damaged.is_empty() != is_used || volumes == 2);
+                    *(if is_used { &mut noticed } else { &mut unused }) += 1;
                     if place.0.is_multiple_of(16) {
-                        assert!(holds(&store, "large", 3).unwrap() && holds(&store, "small", 3).unwrap());
+                        assert!(
+                            holds(&store, "large", value).unwrap() && holds(&store, "small", value).unwrap()
+                        );
                     }
                 }
             }
             flip(&file, place);
         }
+        eprintln!("{noticed} noticed, {unused} behind the manifest, {other_formats} of another format");
+        assert!(noticed > 0 && unused > 0);
         let store = Store::open(&directories, &options()).unwrap();
         assert!(!store.notices().iter().any(|notice| notice.contains("manifest")));
     }
+}
+
+/// Where the zeros behind a manifest begin.
+fn written_bytes(note: &[u8]) -> usize {
+    note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1)
+}
+
+/// A store of one volume after three steps, and the file of its manifest.
+fn trained(root: &Path, options: &StoreOptions) -> ([PathBuf; 1], File) {
+    let directories = [root.join("volume")];
+    train(&Store::create(&directories, options).unwrap());
+    let path = directories[0].join(Volume::NOTE_NAME);
+    (directories, OpenOptions::new().read(true).write(true).open(path).unwrap())
+}
+
+/// The place of a bit in the JSON.
+const PLACE: (u64, u8) = (100, 4);
+
+/// What the run goes on to write lies where the last generation was: its manifest must not be found
+/// again, even if it can be read another time.
+#[test]
+fn a_run_that_went_back_stays_back() {
+    let root = tempfile::tempdir().unwrap();
+    let (directories, file) = trained(root.path(), &options());
+    flip(&file, PLACE);
+    let store = Store::open(&directories, &options()).unwrap();
+    drop(store);
+    assert!(Store::open(&directories, &options()).unwrap().damaged_manifests().1, "looking changes nothing");
+    let store = Store::open(&directories, &options()).unwrap();
+    store.settle_manifests().unwrap();
+    let id = store.find_tensor("large").unwrap();
+    store.make_spare(id).unwrap();
+    fill(&store, store.rewrite(id).unwrap().target, 9);
+    drop(store);
+    flip(&file, PLACE);
+    let store = Store::open(&directories, &options()).unwrap();
+    assert_eq!((store.generation(), store.damaged_manifests().1), (2, false));
+    assert!(holds(&store, "large", 2).unwrap() && holds(&store, "small", 2).unwrap());
+    store.commit("after").unwrap();
+    drop(store);
+    assert_eq!(Store::open(&directories, &options()).unwrap().state().as_deref(), Some("after"));
+}
+
+/// Whatever writes a manifest first, the only whole one is not written over.
+#[test]
+fn the_only_whole_manifest_is_not_written_over() {
+    let root = tempfile::tempdir().unwrap();
+    let (directories, file) = trained(root.path(), &options());
+    flip(&file, PLACE);
+    let whole = std::fs::read(directories[0].join("memascend.json.new")).unwrap();
+    let store = Store::open(&directories, &options()).unwrap();
+    store.delete_snapshot("first").unwrap();
+    // What was replaced last is the one that was taken.
+    let before = std::fs::read(directories[0].join("memascend.json.new")).unwrap();
+    assert_eq!(before[..written_bytes(&before)], whole[..written_bytes(&whole)]);
+}
+
+#[test]
+fn a_damaged_manifest_is_mended() {
+    let root = tempfile::tempdir().unwrap();
+    let (directories, file) = trained(root.path(), &options());
+    flip(&file, PLACE);
+    let store = Store::open(&directories, &options()).unwrap();
+    assert_eq!(store.verify(&mut |_, _| true).unwrap(), []);
+    store.mend_manifests().unwrap();
+    drop(store);
+    let store = Store::open(&directories, &options()).unwrap();
+    assert_eq!((store.generation(), store.damaged_manifests()), (2, (&[][..], false)));
+    assert_eq!(store.snapshots().len(), 1);
+}
+
+/// The generation before may have been written over in part by the step after the last one.
+#[test]
+fn what_was_written_over_is_told_and_snapshots_stay() {
+    let root = tempfile::tempdir().unwrap();
+    let (directories, file) = trained(root.path(), &options());
+    let store = Store::open(&directories, &options()).unwrap();
+    let id = store.find_tensor("small").unwrap();
+    store.make_spare(id).unwrap();
+    fill(&store, store.rewrite(id).unwrap().target, 4);
+    drop(store);
+    flip(&file, PLACE);
+    let store = Store::open(&directories, &options()).unwrap();
+    assert_eq!(store.generation(), 2);
+    let damaged = ["large", "small"].map(|name| match holds(&store, name, 2) {
+        Ok(right) => !right && panic!("{name} has other bytes, and nothing tells"),
+        Err(StoreError::Damaged(damage)) => damage.tensor == name,
+        Err(error) => panic!("{error}"),
+    });
+    assert!(damaged.contains(&true), "the step went on where the second generation was");
+    assert!(!store.verify(&mut |_, _| true).unwrap().is_empty());
+    store.restore_snapshot("first").unwrap();
+    assert!(holds(&store, "large", 1).unwrap() && holds(&store, "small", 1).unwrap());
+}
+
+/// Without checksums nothing would tell what was written over.
+#[test]
+fn an_older_manifest_without_checksums_is_not_taken() {
+    let root = tempfile::tempdir().unwrap();
+    let unchecked = StoreOptions { checksums: false, ..options() };
+    let (directories, file) = trained(root.path(), &unchecked);
+    flip(&file, PLACE);
+    match Store::open(&directories, &options()) {
+        Err(StoreError::Manifest { reason, .. }) => assert!(reason.contains("without checksums"), "{reason}"),
+        other => panic!("{:?}", other.map(|store| store.generation())),
+    }
+}
+
+/// An older step stands in for a manifest that is damaged, not for one that cannot be read, is of a
+/// later version, or was removed.
+#[test]
+fn an_older_manifest_is_taken_for_a_damaged_one_alone() {
+    let root = tempfile::tempdir().unwrap();
+    let (directories, file) = trained(root.path(), &options());
+    let opened = || Store::open(&directories, &options()).map(|store| store.generation());
+    let path = directories[0].join(Volume::NOTE_NAME);
+    let length = file.metadata().unwrap().len();
+    file.set_len(257 << 20).unwrap();
+    assert_eq!(opened().unwrap_err().io().and_then(memascend_nvme::IoError::errno), Some(libc::EFBIG));
+    file.set_len(length).unwrap();
+    assert_eq!(opened().unwrap(), 3);
+    let mut format = [0];
+    let place = "memascend-store ".len() as u64;
+    file.read_exact_at(&mut format, place).unwrap();
+    file.write_all_at(b"4", place).unwrap();
+    assert!(opened().unwrap_err().to_string().contains("format 4"));
+    file.write_all_at(&format, place).unwrap();
+    let aside = root.path().join("aside");
+    std::fs::rename(&path, &aside).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert!(opened().is_err());
+    std::fs::remove_dir(&path).unwrap();
+    assert!(matches!(opened(), Err(StoreError::Volume(memascend_nvme::IoError::NotKept { .. }))));
+    std::fs::rename(&aside, &path).unwrap();
+    assert_eq!(opened().unwrap(), 3);
 }
 
 /// On a device, of which the two slots are simulated: the generation before is taken, and it is

@@ -342,7 +342,7 @@ def _add_verify(subcommands: Any) -> None:
         "verify",
         help="read the whole store and check it against its checksums",
         description="Read the whole store, checkpoints too, and compare it with its checksums. Damage makes exit\n"
-        "code 1 and is listed with its tensor, file and position.",
+        "code 1 and is listed with its tensor, file and position. A damaged manifest is written anew.",
     )
     _add_stores(parser)
 

@@ -4,12 +4,17 @@ A step's updates run with the next forward pass, into extents that no durable ge
 been submitted, a native thread waits for the writes, flushes the drives and writes the manifest, while the backward
 pass computes. The next step waits for that commit. A generation is the tensors on the SSD and one JSON text, the
 record (`memascend.durable.record`).
+
+Between the beginning of a pass and the step that ends it, weights and states are those of the step before, while
+buffers, random numbers and tracked objects are on their way to the next. What is committed then has those of the step
+before too (`memascend.durable.moment`).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +23,7 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durable import exact_json
 from memascend.durable.model_buffers import ModelBuffers
+from memascend.durable.moment import Moment
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
 
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 #: The tracked object whose state is taken at once when a step is taken. The states of the others
 #: are taken when the next pass begins, after schedulers and scalers have followed the step.
 _TAKEN_WITH_THE_STEP = "data"
+
+_log = logging.getLogger("memascend")
 
 
 def parse_durability(durability: str) -> int | None:
@@ -67,14 +75,20 @@ class Generations:
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
         self._counted: weakref.ref[Optimizer] | None = None
-        #: Random numbers, data position and buffers at the last step, and those of the last commit.
-        self._moment: dict[str, Any] | None = None
-        self._committed_moment: dict[str, Any] | None = None
+        #: What belongs to the last step, and what belonged to the generation recorded last.
+        self._moment: Moment | None = None
+        self._recorded_moment: Moment | None = None
+        #: The state of the tracked data as it was given to `track`, before the first step.
+        self._first_data: Any = None
+        #: Whether the store held a generation or snapshots when it was opened.
+        self.taken_up = False
         #: Whether the last commit lacks something: states were loaded, or schedulers had not
         #: followed the step.
         self._incomplete = False
         #: Whether the program has written to weights since the last commit.
         self._written = False
+        #: Whether weights have changed since a pass began that no step has ended: they are those of no step.
+        self.within_step = False
         self._buffers = ModelBuffers(session)
         self._due: str | None = None
         self._commit: Commit | None = None
@@ -125,6 +139,7 @@ class Generations:
                 tracked.load_state_dict(self.waiting[name])
                 del self.waiting[name]
             self._tracked[name] = tracked
+            self._note_tracked(name, tracked)
         if self._resumed is not None:
             # Undo what the program did since it resumed: a new scheduler, for example, sets the
             # learning rate.
@@ -134,6 +149,18 @@ class Generations:
                 groups = optimizer.param_groups if optimizer else ()
                 for group, recorded in zip(groups, described["groups"], strict=False):
                     group.update({name: value for name, value in recorded.items() if name != "params"})
+
+    def _note_tracked(self, name: str, tracked: Any) -> None:
+        """Add the state of an object that is tracked from now on to what belongs to the last step."""
+        moment = self._moment
+        state = exact_json.encode(tracked.state_dict(), name)
+        if name == _TAKEN_WITH_THE_STEP:
+            if moment is None:
+                self._first_data = state
+            elif moment.data is None:
+                moment.data = state
+        if moment is not None and moment.tracked is not None:
+            moment.tracked[name] = moment.data if name == _TAKEN_WITH_THE_STEP else state
 
     def decide(self, optimizer: Optimizer, missing_bytes: int, spare_bytes: int) -> bool:
         """Return whether tensors get a second slot, so that steps are durable, and settle `period`.
@@ -184,7 +211,7 @@ class Generations:
         """
         if early:
             return self._wanted(ahead=1)
-        return bool(self.period) and (self._moment is not None or self._due is not None)
+        return bool(self.period) and (self._due is not None or self._unrecorded() or self._incomplete)
 
     def allows_early(self, optimizer: Optimizer) -> bool:
         """Whether updates may begin in the middle of a pass: `settle` would have none of the last step to apply."""
@@ -198,23 +225,42 @@ class Generations:
             self.steps += 1  # Steps of other optimizers before the next pass belong to the same step of the run.
             self._counted = weakref.ref(optimizer)
         for entry in self._entries:
-            if entry.reference() is optimizer and (self.period or self._session.keep_store):
+            entry.options = None
+            if entry.reference() is optimizer and self._may_be_kept():
                 entry.alive = optimizer
-        if self._wanted():
-            self._moment = self._take_moment()
+        self.within_step = False
+        self._moment = self._take_moment() if self._may_be_kept() else None
 
     def begin(self, late: bool = False) -> None:
         """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that.
 
-        `late` says that parts of the model have run since the step: buffers are taken as they were then.
+        `late` says that the program has used weights since the step: buffers are taken as they were then.
         """
         self._counted = None
-        if self._moment is not None and self._due is None and (self._wanted() or self._incomplete):
-            if not late:
-                self._moment["buffers"] = self._buffers.changed()
+        self.begin_part(late)
+        if self._due is None and (self._unrecorded() or self._incomplete):
             self._due = self._record()
-            self._moment = self._committed_moment = None
             self._incomplete = False
+
+    def begin_part(self, late: bool = False) -> None:
+        """Note that a part of the model is about to run: what belongs to the last step is taken before that changes it.
+
+        Steps of other optimizers that follow still belong to the same step of the run.
+        """
+        moment = self._moment
+        if moment is None:
+            if not self._may_be_kept():
+                return
+            # Before the first step: there is nothing new to commit.
+            moment = self._moment = self._recorded_moment = self._take_moment()
+        elif moment.passed:
+            return
+        elif not late:
+            moment.buffers = self._buffers.changed()
+        moment.tracked = self._tracked_states(moment)
+        for entry in self._entries:
+            entry.note_options()
+        moment.passed = True
 
     def start(self) -> None:
         """Start committing the generation that is due, once all updates of its step have been submitted."""
@@ -268,6 +314,8 @@ class Generations:
         assert self._due is not None
         tracked = json.loads(self._due)["tracked"]
         self._due = None
+        if self._moment is not None:
+            self._moment.tracked = None  # The program may make them smaller.
         if tracked:
             sizes = {name: len(exact_json.as_json(state)) for name, state in tracked.items()}
             name, size = max(sizes.items(), key=lambda item: item[1])
@@ -277,25 +325,51 @@ class Generations:
     def commit(self) -> None:
         """Make the present state of the run a durable generation. Apply all updates before."""
         self.settle()
-        unsaved = self._moment is not self._committed_moment or self.steps != self._committed_steps or self._written
+        unsaved = self._moment is not self._recorded_moment or self.steps != self._committed_steps or self._written
         if self.period and unsaved:
             self.keep()
 
     def keep(self) -> None:
-        """Commit a generation even if nothing changed: the store is to be kept, or a snapshot made."""
+        """Commit a generation even if nothing changed: the store is to be kept, or a snapshot made.
+
+        In a pass that no step has ended yet, it is the state of the step before. Where the program has written to
+        weights since the pass began, it wants those: then the present state is committed.
+        """
         self.settle()
-        if self._moment is not None:
-            self._moment["buffers"] = self._buffers.changed()
+        if self.within_step:
+            self._forget_moment()
+        moment, stepped = self._moment, self._moment is not None and self._resumed is None
+        if moment is None:
+            moment = self._moment = self._take_moment()
+        elif not moment.passed:
+            moment.buffers = self._buffers.changed()
         self._due = self._record()
         self.settle()
         # Schedulers may follow the step only now. Their new states are committed with the next
         # pass.
-        self._committed_moment, self._incomplete = self._moment, self._moment is not None
+        self._incomplete = stepped and not moment.passed
+        if moment.passed and self._buffers.changed() is not None:
+            _log.warning(
+                "a pass with gradients has changed buffers of the model and no optimizer step has followed: the store "
+                "has them as they were after step %d",
+                self.steps,
+            )
 
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
         if self.period and self._session.runtime.generation:
             self._moment, self._incomplete = self._take_moment(), True
+        elif self._moment is not None and self._moment.passed:
+            self._forget_moment()
+        for entry in self._entries:
+            entry.options = None
+
+    def _forget_moment(self) -> None:
+        """Have the present state be the one that is committed next, and not that of the last step."""
+        self._moment = self._recorded_moment = None
+        self._incomplete = self.within_step = False
+        for entry in self._entries:
+            entry.options = None
 
     def before_write(self) -> None:
         """Wait until no generation is due: the program is about to change weights beside a step.
@@ -305,6 +379,11 @@ class Generations:
         if self.period:
             self.settle()
             self._written = True
+        if self._moment is not None and self._moment.passed:
+            # Weights that nothing but the program trains are as it leaves them.
+            self.within_step = bool(self._entries) and self.steps > 0
+            if not self.within_step:
+                self._forget_moment()
 
     def leave_out(self) -> bool:
         """Commit no generation of the last step, since its weights were changed before that was done.
@@ -314,7 +393,9 @@ class Generations:
         if self._commit is not None or not self.period or self.steps == self._committed_steps:
             self.settle()
             return bool(self.period)
-        self._due = self._moment = None
+        self._due = None
+        self._forget_moment()
+        self.within_step = True
         return False
 
     def abandon(self) -> None:
@@ -327,36 +408,53 @@ class Generations:
 
     def take_up(self, record: dict[str, Any]) -> None:
         """Go on from the record of a store."""
+        self.taken_up = True
         self.steps = self._committed_steps = record["steps"]
         self.waiting = record["tracked"]
         self._resumed = {"random": record["random"], "optimizers": record["optimizers"]}
         self._buffers.take_up(record["buffers"])
+        data = exact_json.encode(self.waiting.get(_TAKEN_WITH_THE_STEP), _TAKEN_WITH_THE_STEP)
+        self._moment = self._recorded_moment = Moment(random=record["random"], data=data, buffers=None)
 
     def _wanted(self, ahead: int = 0) -> bool:
         """Whether a generation is due after so many steps more."""
         return bool(self.period) and self.steps + ahead - self._committed_steps >= (self.period or 1)
 
+    def _unrecorded(self) -> bool:
+        """Whether the last step is to be durable and has no record yet."""
+        return self._moment is not None and self._moment is not self._recorded_moment and self._wanted()
+
+    def _may_be_kept(self) -> bool:
+        """Whether a step may become a generation, if only because the store is to stay when it is closed."""
+        return self.period != 0 or bool(self._session.keep_store) or self.taken_up
+
     # ---- the record ---------------------------------------------------------------------------------------
 
-    def _take_moment(self) -> dict[str, Any]:
+    def _take_moment(self) -> Moment:
         """Return what has to be taken at the step itself: the next batch changes it."""
         data = self._tracked.get(_TAKEN_WITH_THE_STEP)
-        return {
-            "random": random_states(),
-            "data": None if data is None else data.state_dict(),
-            "buffers": self._buffers.changed(),
-        }
+        if self.steps == 0 and self._first_data is not None:
+            state = self._first_data
+        else:
+            state = None if data is None else exact_json.encode(data.state_dict(), _TAKEN_WITH_THE_STEP)
+        return Moment(random=random_states(), data=state, buffers=self._buffers.changed())
+
+    def _tracked_states(self, moment: Moment) -> dict[str, Any]:
+        """Return the states of tracked objects by name, as `exact_json.encode` does."""
+        names = [name for name in self._tracked if name != _TAKEN_WITH_THE_STEP]
+        states = exact_json.encode(self.waiting | {name: self._tracked[name].state_dict() for name in names}, "the run")
+        if _TAKEN_WITH_THE_STEP in self._tracked:
+            states[_TAKEN_WITH_THE_STEP] = moment.data
+        return states
 
     def _record(self) -> str:
-        """Write changed weights and buffers to the store and return the record of the present state."""
+        """Write changed weights and buffers to the store and return the record of the last step."""
         self._session.streamer.clean()
         self._written = False
         moment = self._moment or self._take_moment()
-        self._buffers.write(moment["buffers"])
-        tracked_states = dict(self.waiting)
-        for name, tracked in self._tracked.items():
-            tracked_states[name] = moment["data"] if name == _TAKEN_WITH_THE_STEP else tracked.state_dict()
-        return record_text(
+        self._buffers.write(moment.buffers)
+        moment.buffers = None
+        text = record_text(
             steps=self.steps,
             source=self._source,
             recompute=self._session.recompute,
@@ -365,10 +463,12 @@ class Generations:
             units=self._session.units,
             buffers=self._buffers.described,
             optimizers=self._describe_optimizers(),
-            random_numbers=moment["random"],
-            tracked=tracked_states,
+            random_numbers=moment.random,
+            tracked=self._tracked_states(moment) if moment.tracked is None else moment.tracked,
             ranks=None if self._session.membership is None else self._session.membership.described,
         )
+        self._recorded_moment = moment
+        return text
 
     def _describe_optimizers(self) -> list[dict[str, Any]]:
         """Describe the optimizers, including those that are gone but whose states are still in the store."""
@@ -377,6 +477,7 @@ class Generations:
             optimizer = entry.reference()
             if optimizer is not None:
                 entry.described = optimizer.describe(session) if optimizer.trains_only(session) else None
+                entry.restore_options()
             elif entry.described is not None:
                 places = {place.name: place for place in session.places}
                 for name in list(entry.described["states"]):
@@ -401,3 +502,20 @@ class _OptimizerEntry:
         self.described: dict[str, Any] | None = None
         #: Keeps the optimizer alive from a step until it has been described.
         self.alive: Optimizer | None = None
+        #: The options of its groups when the present pass began: the program may change them before the next step.
+        self.options: list[dict[str, Any]] | None = None
+
+    def note_options(self) -> None:
+        """Keep the options of the groups as they are now."""
+        optimizer = self.reference()
+        if optimizer is not None:
+            self.options = [
+                exact_json.encode({name: value for name, value in group.items() if name != "params"}, "a group")
+                for group in optimizer.param_groups
+            ]
+
+    def restore_options(self) -> None:
+        """Put the options that were kept, if any, into the description."""
+        if self.described is not None and self.options is not None:
+            for group, options in zip(self.described["groups"], self.options, strict=False):
+                group.update(options)

@@ -55,10 +55,10 @@ def record_text(
         buffers: name, dtype and shape of each of the model's buffers.
         optimizers: what `describe` of each optimizer returned.
         random_numbers: what `random_states` returned.
-        tracked: state dicts by the names given to `memascend.track`.
+        tracked: state dicts by the names given to `memascend.track`, as `exact_json.encode` returns them.
         ranks: over which ranks the store is divided, if it is; see `memascend.ranks.membership.Membership`.
 
-    Raises MemascendError for a value in `random_numbers` or `tracked` that JSON cannot hold exactly.
+    Raises MemascendError for a value in `random_numbers` that JSON cannot hold exactly.
     """
     return exact_json.as_json(
         {
@@ -74,7 +74,7 @@ def record_text(
             "buffers": buffers,
             "optimizers": optimizers,
             "random": exact_json.encode(random_numbers, "the random numbers"),
-            "tracked": exact_json.encode(tracked, "the run"),
+            "tracked": tracked,
         }
         | ({} if ranks is None else {"ranks": ranks})
     )

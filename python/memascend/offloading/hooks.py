@@ -308,6 +308,8 @@ class Hooks:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_process()
+            if session.streamer.depth == 0 and torch.is_grad_enabled():
+                session.generations.begin_part()
             wanted = recompute and (
                 session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )

@@ -693,6 +693,8 @@ class Session:
         stays = self.keep_store is not False and (
             failed or ended or bool(self.keep_store) or bool(self.runtime.snapshots())
         )
+        if failed and stays and self.generations.period == 0 and self.generations.taken_up:
+            _log.warning("updates in place are not committed after an error: %s", self._what_stays())
         try:
             if stays and not failed:
                 self._complete()
@@ -714,13 +716,29 @@ class Session:
 
     def _complete(self) -> None:
         """Commit the last step to a store that stays."""
-        if not self.keep_store:
-            self.flush()
+        generations = self.generations
+        if generations.within_step:
+            _log.warning(
+                "weights were changed in a pass that no optimizer step has ended, so that the model was closed in the "
+                "state of no step: %s",
+                self._what_stays(),
+            )
             return
-        if outside := self.trained_outside():
+        if self.keep_store and (outside := self.trained_outside()):
             _log.warning("%s is trained, but not on the store that is kept: save it yourself", outside[0])
-        self.streamer.apply_updates()
-        self.generations.keep()
+        # Steps that were updated in place were never committed.
+        if self.keep_store or (generations.period == 0 and generations.taken_up):
+            self.streamer.apply_updates()
+            generations.keep()
+        else:
+            self.flush()
+
+    def _what_stays(self) -> str:
+        """Say what the store holds where nothing more is committed."""
+        if self.runtime.generation:
+            return f"the store keeps step {self.generations.durable_steps}"
+        tags = [tag for tag, _, _ in self.runtime.snapshots()]
+        return f"the store keeps its checkpoints alone: {', '.join(tags)}" if tags else "nothing was durable before"
 
     def _leave_model(self) -> None:
         if self.attachment is not None:

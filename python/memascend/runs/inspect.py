@@ -22,7 +22,7 @@ from memascend.formats.side_files import add_tokenizer, has_tokenizer
 from memascend.machine.drives import notices_of
 from memascend.offloading.api import offload_of
 from memascend.runs.live import live_report, process_using
-from memascend.runs.resume import read_record, resume
+from memascend.runs.resume import read_record, resume, what_it_has
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,7 +185,10 @@ def checkpoints_text(report: dict[str, Any]) -> str:
 
 
 def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
-    """Read everything that a store holds; return the bytes read, and a line for each damaged range."""
+    """Read everything that a store holds; return the bytes read, and a line for each damaged range or manifest.
+
+    A damaged manifest is written anew if what its store holds by another one is whole.
+    """
     bar: Progress | None = None
     read_bytes = 0
 
@@ -201,11 +204,28 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
         finally:
             if bar is not None:
                 bar.close()
-    lines = []
+        lines = _mended(store, paths, is_whole=not damaged)
     for tensor, offset, length, copies in damaged:
         where = " and ".join(f"{path} at {position}" for path, position in copies)
         lines.append(f"damaged: {tensor}, bytes {offset} to {offset + length}: in {where}")
     return read_bytes, lines
+
+
+def _mended(store: KeptStore, paths: Sequence[Path], is_whole: bool) -> list[str]:
+    """Write damaged manifests of a store anew if what it holds `is_whole`, and return a line for each."""
+    if not store.damaged_manifests:
+        return []
+    taken = f"of another volume was taken, which has {what_it_has(store, paths)}"
+    if store.is_older:
+        taken = f"before it was taken, which has {what_it_has(store, paths)}: the last commit is lost"
+    end = "it stays as it is, since other damage was found"
+    if is_whole:
+        try:
+            store.mend_manifests()
+            end = "it is written anew"
+        except StoreError as error:
+            end = f"it could not be written anew: {error}"
+    return [f"damaged: the manifest {file}: the one {taken}; {end}" for file in store.damaged_manifests]
 
 
 def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore: str | None) -> None:

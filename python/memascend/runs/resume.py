@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ from memascend.ranks.membership import Membership, refuse_share
 from memascend.runs.common_step import go_to_common_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from memascend.layout.units import Unit
     from memascend.offloading.locations import RankLocations
     from memascend.optim.base import OffloadedOptimizer
+
+_log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,12 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
         if tag is not None and tag not in records:
             kept_store.restore_snapshot(tag)  # Raises, naming the tag.
         text = kept_store.state if tag is None else records[tag]
+        if kept_store.is_older:
+            _log.warning(
+                "the manifest %s is damaged: the one before it was taken, which has %s; the last commit is lost",
+                ", ".join(map(str, kept_store.damaged_manifests)),
+                what_it_has(kept_store, paths),
+            )
     if text is None:
         where = ", ".join(str(path) for path in paths)
         raise CheckpointError(
@@ -328,6 +337,13 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
             f"checkpoints --restore) one of {', '.join(records)}"
         )
     return parse_record(text, paths)
+
+
+def what_it_has(kept_store: KeptStore, paths: Sequence[Any]) -> str:
+    """Name the last durable step of an open store, or its checkpoints where there is none."""
+    if kept_store.state is None:
+        return f"checkpoints alone ({', '.join(tag for tag, _, _, _ in kept_store.snapshots())})"
+    return f"step {parse_record(kept_store.state, paths)['steps']}"
 
 
 def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, ranks: Ranks | None) -> list[Unit]:

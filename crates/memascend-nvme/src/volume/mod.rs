@@ -388,6 +388,24 @@ impl NoteKeeper for Volume {
             }
         }
     }
+
+    fn find_note_before(&self) -> Option<Vec<u8>> {
+        match &self.place {
+            // A device's slots have checksums of their own: the last whole one was found.
+            Place::Device(_) => None,
+            Place::Directory(directory) => directory.notes().find_before(),
+        }
+    }
+
+    fn put_note_before_in_place(&self) -> Result<()> {
+        match &self.place {
+            Place::Device(_) => Ok(()),
+            Place::Directory(directory) => {
+                self.check_in_place(directory)?;
+                directory.notes().put_before_in_place()
+            }
+        }
+    }
 }
 
 impl Drop for Volume {

@@ -24,6 +24,18 @@ pub trait NoteKeeper: Send + Sync {
 
     /// Removes the note. When this returns, the removal is on the medium.
     fn clear_note(&self) -> Result<()>;
+
+    /// The note that the last one replaced, for a caller that finds the last one damaged. None
+    /// where the keeper looks for it itself, has none, or cannot read it.
+    fn find_note_before(&self) -> Option<Vec<u8>> {
+        None
+    }
+
+    /// Has the note before take the place of the last one. When this returns, it is found after a
+    /// power failure too, so that the data which only the last one refers to may be overwritten.
+    fn put_note_before_in_place(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The longest note in a directory: far longer than any that a store needs, and small enough to
@@ -47,12 +59,8 @@ impl<N: Names> DirectoryNotes<'_, N> {
 
     /// The note, which is on the medium with its name when this returns.
     pub(super) fn find(&self) -> Result<FoundNote> {
-        match self.read() {
-            Ok(mut note) => {
-                // Cut the padding behind the note, which is zeros. No note ends in zeros.
-                note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
-                Ok(FoundNote { note: Some(note), damaged: false })
-            }
+        match self.read(Volume::NOTE_NAME) {
+            Ok(note) => Ok(FoundNote { note: Some(note), damaged: false }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 // A killed process may have removed the note without waiting for the medium, and the
                 // caller is about to overwrite the data.
@@ -62,15 +70,32 @@ impl<N: Names> DirectoryNotes<'_, N> {
         }
     }
 
-    fn read(&self) -> io::Result<Vec<u8>> {
-        let file = self.names.open(Volume::NOTE_NAME, false)?;
+    fn read(&self, name: &str) -> io::Result<Vec<u8>> {
+        let file = self.names.open(name, false)?;
         if file.length()? > NOTE_BYTES_MAX {
             return Err(io::Error::from_raw_os_error(libc::EFBIG));
         }
         file.sync()?;
-        let bytes = file.read()?;
+        let mut note = file.read()?;
         self.names.sync()?;
-        Ok(bytes)
+        // Cut the padding behind the note, which is zeros. No note ends in zeros.
+        note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+        Ok(note)
+    }
+
+    /// The note that the last one replaced, or one that was being written.
+    pub(super) fn find_before(&self) -> Option<Vec<u8>> {
+        self.read(SPARE_NAME).ok().filter(|note| !note.is_empty())
+    }
+
+    /// Has the spare file be the note. The note becomes the spare file, which the next write
+    /// overwrites: were it the whole one, a power failure in that write would leave none.
+    pub(super) fn put_before_in_place(&self) -> Result<()> {
+        if self.names.exchange(SPARE_NAME, Volume::NOTE_NAME).is_err() {
+            let renamed = self.names.rename(SPARE_NAME, Volume::NOTE_NAME);
+            renamed.map_err(|source| file_error("write", &self.note_path(), source))?;
+        }
+        self.flush_names()
     }
 
     /// Writes a note that appears whole and durably, or not at all, with zeros behind it.

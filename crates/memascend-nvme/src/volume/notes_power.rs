@@ -279,6 +279,43 @@ fn a_note_that_is_too_long_changes_nothing() {
     assert!(names.0.borrow().names.contains_key(SPARE_NAME), "room for the next note is there");
 }
 
+/// A caller that finds the note damaged has the one before take its place, and then writes the next.
+#[test]
+fn a_note_before_that_took_the_place_of_a_damaged_one_survives_power_cuts() {
+    let mut states = 0;
+    for seed in 1..=40 {
+        for operations in 0..12 {
+            let mut random = Random(seed * 7919 + 1);
+            let state = State { left: usize::MAX, exchanges: seed % 4 > 0, ..State::default() };
+            let names = SimNames(Rc::new(RefCell::new(state)));
+            for bytes in [&b"older"[..], b"before", b"last"] {
+                notes(&names).write(bytes).unwrap();
+            }
+            if seed % 4 == 0 {
+                // Without exchanges the room of the note before is cleared.
+                assert_eq!(notes(&names).find_before(), None);
+                break;
+            }
+            assert_eq!(notes(&names).find_before().as_deref(), Some(&b"before"[..]));
+            names.open(super::Volume::NOTE_NAME, true).unwrap().write(b"lost").unwrap();
+            notes(&names).find().unwrap();
+            names.0.borrow_mut().left = operations;
+            let in_place = notes(&names).put_before_in_place().is_ok();
+            let written = in_place && notes(&names).write(b"next").is_ok();
+            let cut = SimNames(Rc::new(RefCell::new(names.0.borrow().crashed(&mut random))));
+            let (found, before) = (notes(&cut).find().unwrap().note.unwrap(), notes(&cut).find_before());
+            match &found[..] {
+                b"lost" => assert!(!in_place && before.as_deref() == Some(b"before")),
+                b"before" => assert!(!written),
+                b"next" => assert!(in_place),
+                other => panic!("seed {seed}, {operations} operations: {other:?} is found"),
+            }
+            states += 1;
+        }
+    }
+    assert!(states > 300, "{states}");
+}
+
 /// Another program may have copied the directory a moment ago.
 #[test]
 fn a_note_that_was_copied_stays_once_it_is_found() {

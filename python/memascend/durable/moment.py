@@ -1,0 +1,26 @@
+"""What belongs to a step beside weights and states, and changes with the batch and the pass that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """The random numbers, data, buffers and tracked objects of a step.
+
+    Random numbers and data are taken when the step is taken, since the next batch changes them. Buffers and tracked
+    objects are taken when the next pass begins, after the program, schedulers and scalers have followed the step.
+    """
+
+    #: What `memascend.durable.record.random_states` returned.
+    random: dict[str, Any]
+    #: The state of the data as `exact_json.encode` returns it, None if none is tracked.
+    data: Any
+    #: What `ModelBuffers.changed` returned: None where the store has the buffers.
+    buffers: dict[str, Any] | None
+    #: Whether a pass has begun since: from then on nothing here changes.
+    passed: bool = False
+    #: The states of all tracked objects as `exact_json.encode` returns them, once a pass has begun.
+    tracked: dict[str, Any] | None = None
