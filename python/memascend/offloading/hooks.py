@@ -323,16 +323,25 @@ class Hooks:
             with as_held():
                 trained = [place.parameter.requires_grad for place in places]
 
+            def written() -> list[int]:
+                return [session.streamer.residencies[unit].module_writes for unit in needed]
+
             def run_unless_stepped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal versions
                 for place, version in zip(places, versions, strict=True):
                     if _version(place) != version:
                         raise MemascendError(stale(place.name))
+                before = written()
                 with _trained_as(places, trained):
-                    return run(*args, **kwargs)
+                    result = run(*args, **kwargs)
+                if written() == before and not any(session.streamer.uses(unit) for unit in needed):
+                    # A function has counted a write that has changed nothing.
+                    versions = [_version(place) for place in places]
+                return result
 
-            written = [session.streamer.residencies[unit].module_writes for unit in needed]
+            before = written()
             result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
-            if written != [session.streamer.residencies[unit].module_writes for unit in needed]:
+            if written() != before:
                 raise MemascendError(
                     f"the forward of {needed[0].name} has written to its own weights, so that it cannot be computed "
                     "again in the backward pass: pass recompute=False"

@@ -17,6 +17,7 @@ from memascend.layout.units import as_held
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import (
+    OTHER_MEMORY,
     Loan,
     OffloadedParameter,
     OffloadedTensor,
@@ -360,7 +361,7 @@ _ADDRESS = (
 _REFUSED = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "typed_storage", "_typed_storage"), _ADDRESS),
     **dict.fromkeys(("__dlpack__", "__dlpack_device__", "share_memory_", "is_set_to", "as_subclass"), _ADDRESS),
-    **dict.fromkeys(("set_", "resize_", "resize_as_"), "would change its memory: resize before memascend.offload"),
+    **dict.fromkeys(("set_", "resize_", "resize_as_"), OTHER_MEMORY),
 }
 #: Functions that write to tensors without counting it in their version.
 _UNCOUNTED = frozenset(("apply_", "map_", "map2_", "_amp_foreach_non_finite_check_and_unscale_"))
