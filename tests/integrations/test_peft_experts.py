@@ -143,3 +143,21 @@ def test_memory_of_adapters_is_that_of_all_that_are_trained() -> None:
         model = adapters._adapted(build(architecture), 4)
         assert forecast == sum(p.numel() for p in model.parameters() if p.requires_grad) * 16
         assert bool(on_experts(model)) == (architecture == "qwen3_moe")
+
+
+def test_experts_that_peft_does_not_know_are_named() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from memascend.command import adapters
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = adapters._adapted(GptOssForCausalLM(GptOssConfig(**sizes, **heads)), 4)
+    names = [
+        f"base_model.model.model.layers.{layer}.mlp.experts.{name}_proj"
+        for layer in (0, 1)
+        for name in ("gate_up", "down")
+    ]
+    assert sorted(adapters.experts_without(model)) == sorted(names)
+    for architecture in ("qwen3_moe", "mixtral", "llama"):
+        assert adapters.experts_without(adapters._adapted(build(architecture), 4)) == []

@@ -67,6 +67,18 @@ def _adapted(model: nn.Module, rank: int, **options: Any) -> Any:
         return peft.get_peft_model(model, config, **options)
 
 
+def experts_without(model: nn.Module) -> list[str]:
+    """Return the names of fused experts' weights to which `add_adapters` has given no adapters."""
+    adapted = {id(module.get_param()) for module in model.modules() if hasattr(module, "get_param")}  # type: ignore[operator]
+    return [
+        f"{name}.{parameter_name}"
+        for name, module in model.named_modules()
+        if "experts" in name
+        for parameter_name, parameter in module._parameters.items()
+        if parameter is not None and parameter.ndim == 3 and id(parameter) not in adapted
+    ]
+
+
 def begin(settings: Settings) -> None:
     """Import PEFT, and see that nothing of another run is lost.
 
