@@ -220,15 +220,12 @@ def test_two_adapters_in_one_batch(offloaded: Callable[..., nn.Module]) -> None:
     assert torch.equal(mixed(lora(offloaded(build()))), mixed(lora(build())))
 
 
-def test_adapters_on_parameters(offloaded: Callable[..., nn.Module]) -> None:
-    """PEFT writes to the weight in each forward, which a layer that is computed again must not do."""
+@pytest.mark.parametrize("recompute", [True, False])
+def test_adapters_on_parameters(offloaded: Callable[..., nn.Module], recompute: bool) -> None:
+    """PEFT parametrises the weight in each forward, which changes no value; see `test_peft_experts.py`."""
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.down_proj.weight"])
-    with pytest.raises(memascend.MemascendError, match=r"has written to its own weights.*recompute=False"):
-        model = offloaded(build())
-        steps(adapt(model, config))
-    memascend.close(model)
     expected = adapt(build(), config)
-    ours = adapt(offloaded(build(), recompute=False), config)
+    ours = adapt(offloaded(build(), recompute=recompute), config)
     assert_same([*steps(ours), values(ours)], [*steps(expected), values(expected)])
 
 

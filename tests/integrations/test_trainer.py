@@ -225,6 +225,24 @@ def test_what_cannot_be_done_is_refused_first(
         make(offloaded(build(), **options), tmp_path / "out", **arguments)
 
 
+def test_compiling_a_model_says_that_its_layers_are_not_compiled(
+    offloaded: Callable[..., nn.Module],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("BACKEND", "MODE", "USE_DYNAMIC"):
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")  # which the arguments set for the whole process
+        monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}")
+    expected = make(build(), tmp_path / "in memory")
+    expected.train()
+    trainer = make(offloaded(build()), tmp_path / "out", torch_compile_backend="aot_eager")
+    trainer.train()
+    assert logged(trainer) == logged(expected)
+    told = [record.getMessage() for record in caplog.records if "does not compile its layers" in record.getMessage()]
+    assert [text.split(": ", 1)[1] for text in told] == ["for layer in model.model.layers: layer.compile()"]
+
+
 def test_an_optimizer_of_pytorch_is_refused(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
     model = offloaded(build())
     args = TrainingArguments(str(tmp_path / "out"), **trainer_runs.ARGUMENTS)

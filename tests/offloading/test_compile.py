@@ -160,3 +160,47 @@ def test_tables_stay_outside_of_the_graphs(offloaded: Callable[..., nn.Module], 
     session = model._memascend
     assert any(session.streamer.is_streamed(unit) for unit in session.units)
     assert (backend.runs > 0) == (what == "layers" or "own" in what)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "does not compile its layers" in record.getMessage()]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "torch.compile before", "a step", "model.compile", "compile before"])
+@pytest.mark.parametrize("architecture", ["plain", "llama"])
+def test_a_model_whose_layers_stay_uncompiled_says_so_once(
+    offloaded: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, how: str, architecture: str
+) -> None:
+    model = tiny.build(architecture)
+    called: Any = model
+    if how == "compile before":
+        model.compile(backend="aot_eager")
+    if how == "torch.compile before":
+        called = offloaded(torch.compile(model, backend="aot_eager"))
+    else:
+        offloaded(model)
+    if how == "model.compile":
+        model.compile(backend="aot_eager")
+    elif how == "torch.compile":
+        called = torch.compile(model, backend="aot_eager")
+    elif how == "a step":
+        called = torch.compile(lambda **batch: model(**batch), backend="aot_eager")
+    for number in range(2):
+        called(**tiny.batch(architecture, number)).loss.backward()
+    (told,) = said(caplog)
+    layers = "layers" if architecture == "plain" else "model.layers"
+    inner = "_orig_mod." if how == "torch.compile before" else ""
+    assert told.endswith(f"for layer in model.{inner}{layers}: layer.compile()")
+    assert len(eval(f"model.{layers}")) == LAYERS
+
+
+@pytest.mark.parametrize("how", ["layers", "replaced", "a step around them", "nothing"])
+def test_where_layers_are_compiled_nothing_is_said(
+    offloaded: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    model = offloaded(tiny.build("plain"))
+    if how != "nothing":
+        (replace_layers if how == "replaced" else compile_layers)(model, Backend())
+    called: Any = torch.compile(model, backend="aot_eager") if "around" in how else model
+    called(**tiny.batch("plain", 0)).loss.backward()
+    assert said(caplog) == []

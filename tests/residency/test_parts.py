@@ -138,9 +138,9 @@ def test_an_update_without_a_buffer_is_the_one_in_memory(runtime: Callable[..., 
 # ---- blocks and rows ----------------------------------------------------------------------------------------
 
 
-def read_rows(runtime: Runtime, tensor: Any, width: int, rows: torch.Tensor) -> torch.Tensor:
+def read_rows(runtime: Runtime, tensor: Any, width: int, rows: torch.Tensor, compare: bool = False) -> torch.Tensor:
     target = torch.empty((len(rows), width))
-    runtime.read_rows(tensor, width * 4, rows.data_ptr(), len(rows), target.data_ptr())
+    runtime.read_rows(tensor, width * 4, rows.data_ptr(), len(rows), target.data_ptr(), compare)
     return target
 
 
@@ -172,9 +172,9 @@ def test_a_table_is_written_by_blocks_and_read_by_blocks_and_rows(
         assert torch.frombuffer(lease, dtype=torch.float32)[: part.numel()].view_as(part).equal(part)
 
     generator = torch.Generator().manual_seed(2)
-    for count in (0, 1, 40, 2900, rows):
+    for count, compare in [(count, compare) for count in (0, 1, 40, 2900, rows) for compare in (False, True, True)]:
         few = torch.randperm(rows, generator=generator)[:count].sort().values
-        assert read_rows(native, tensor, width, few).equal(table[few])
+        assert read_rows(native, tensor, width, few, compare).equal(table[few])
 
 
 def test_parts_and_rows_that_a_tensor_does_not_have(runtime: Callable[..., Runtime]) -> None:

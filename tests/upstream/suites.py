@@ -68,7 +68,6 @@ SUITES = {
     ),
     "trl": Suite(
         files=("tests/test_sft_trainer.py",),
-        refused={"has written to its own weights": "target_parameters of PEFT with recomputation"},
         # A kernel of Liger fails without a GPU, and leaves later tests of the process patched.
         options=("-k", "not liger"),
         substitutes={("trl", name): (_OURS, name) for name in ("SFTTrainer", "SFTConfig")},

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use memascend_mem::{Lease, LeaseSlice, PAGE_BYTES};
-use memascend_store::{Extent, StoreError};
+use memascend_store::{BlockCheck, Extent, StoreError};
 
 use crate::{ExecError, Result, Staging};
 
@@ -20,23 +20,36 @@ impl Staging {
     /// Reads `rows`, ascending numbers of rows of `row_bytes` bytes, of `extent`, whose writes have
     /// ended, and puts them one behind another into `target`.
     ///
-    /// Checksums are of whole MiBs, and rows here and there are read alone: they are not compared
-    /// with what was written. Where the rows are spread over more than half of the extent, all of
-    /// it is read, and compared.
+    /// With `compare` they are compared with what was written. Checksums are of whole MiBs, so the
+    /// first read of a row reads its MiB, and notes a checksum for each block there, with which later
+    /// reads are compared. Where the rows are spread over more than half of the extent, all of it is
+    /// read, and compared in any case.
     ///
     /// # Errors
-    /// If a row is not in the extent, or does not follow the one before it, or if a read fails.
+    /// If a row is not in the extent, or does not follow the one before it, if a read fails, or if
+    /// bytes are compared and differ.
     ///
     /// # Panics
     /// If `target` has another length than the rows.
-    pub fn read_rows(&self, extent: Extent, row_bytes: usize, rows: &[i64], target: &mut [u8]) -> Result<()> {
+    pub fn read_rows(
+        &self,
+        extent: Extent,
+        row_bytes: usize,
+        rows: &[i64],
+        target: &mut [u8],
+        compare: bool,
+    ) -> Result<()> {
         assert_eq!(Some(target.len()), rows.len().checked_mul(row_bytes), "the target holds the rows");
         check(extent, row_bytes, rows)?;
         let spans = spans(row_bytes, rows);
         let mut picker = Picker { row_bytes, rows, target, next: 0 };
         let covered: usize = spans.iter().map(Range::len).sum();
         if covered as u64 * 2 <= extent.bytes {
-            return self.read_spans(extent, spans, &mut picker);
+            let Some(mut check) = compare.then(|| self.store().check_blocks(extent)) else {
+                return self.read_spans(extent, spans, &mut picker, None);
+            };
+            let spans = check.widen(spans);
+            return self.read_spans(extent, spans, &mut picker, Some(check));
         }
         let (chunk_bytes, bytes) = (self.chunk_bytes(), extent.bytes as usize);
         self.read_chunks(
@@ -53,8 +66,14 @@ impl Staging {
         )
     }
 
-    /// Reads `spans` without comparing, as many at once as staging chunks hold.
-    fn read_spans(&self, extent: Extent, spans: Vec<Range<usize>>, picker: &mut Picker<'_>) -> Result<()> {
+    /// Reads `spans`, as many at once as staging chunks hold, and compares them by `check`.
+    fn read_spans(
+        &self,
+        extent: Extent,
+        spans: Vec<Range<usize>>,
+        picker: &mut Picker<'_>,
+        mut check: Option<BlockCheck>,
+    ) -> Result<()> {
         let most = self.chunk_bytes();
         let cut = |span: Range<usize>| {
             let end = span.end;
@@ -81,7 +100,7 @@ impl Staging {
                 ahead.push_back(filled);
             }
             match ahead.pop_front() {
-                Some(filled) => filled.pick(picker)?,
+                Some(filled) => filled.pick(picker, check.as_mut())?,
                 None => return Ok(()),
             }
         }
@@ -123,8 +142,8 @@ struct Filled {
 }
 
 impl Filled {
-    /// Waits for the reads, and picks the rows.
-    fn pick(self, picker: &mut Picker<'_>) -> Result<()> {
+    /// Waits for the reads, compares them by `check`, and picks the rows.
+    fn pick(self, picker: &mut Picker<'_>, mut check: Option<&mut BlockCheck>) -> Result<()> {
         for _ in &self.pieces {
             self.ended.recv().map_err(|_| ExecError::Closed)??;
         }
@@ -132,7 +151,11 @@ impl Filled {
         for piece in self.pieces {
             let read = LeaseSlice::new(Arc::clone(&self.chunk), at, piece.len());
             // SAFETY: the reads have ended and the chunk is ours alone.
-            picker.pick(piece.start, unsafe { read.as_slice() });
+            let bytes = unsafe { read.as_slice() };
+            if let Some(check) = &mut check {
+                check.compare(piece.start as u64, bytes)?;
+            }
+            picker.pick(piece.start, bytes);
             at += piece.len();
         }
         Ok(())

@@ -55,12 +55,13 @@ proptest! {
         kept_of_ten in 0_u64..11,
         (pages, buffers, volumes) in (1_usize..40, 1_usize..8, 1_usize..4),
         seed in any::<u64>(),
+        compare in any::<bool>(),
         engine in any::<prop::sample::Index>(),
     ) {
         let kinds = Kind::all(seed);
         let kind = kinds[engine.index(kinds.len())];
         let what = format!("seed {seed}, {kind:?}, {kept_of_ten} of 10 of {count} rows of {row_bytes} bytes, \
-            {buffers} of {pages} pages, {volumes} volumes");
+            {buffers} of {pages} pages, {volumes} volumes, compared {compare}");
         within_patience(&what.clone(), move || {
             let bench = Bench::new(kind, volumes);
             let values = random_bytes(seed, count * row_bytes);
@@ -68,10 +69,14 @@ proptest! {
             let chunks = pool(pages * 4096, buffers);
             let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), pages * 4096);
             let mut random = Random(seed);
-            let rows: Vec<i64> = (0..count as i64).filter(|_| random.next() % 10 < kept_of_ten).collect();
-            let mut found = vec![0xEE; rows.len() * row_bytes];
-            staging.read_rows(bench.store.current(id), row_bytes, &rows, &mut found).unwrap();
-            assert!(found == rows_of(&values, row_bytes, &rows), "{what}");
+            // Blocks that were read before are compared with checksums of their own.
+            for _ in 0..3 {
+                let rows: Vec<i64> = (0..count as i64).filter(|_| random.next() % 10 < kept_of_ten).collect();
+                let mut found = vec![0xEE; rows.len() * row_bytes];
+                let extent = bench.store.current(id);
+                staging.read_rows(extent, row_bytes, &rows, &mut found, compare).unwrap();
+                assert!(found == rows_of(&values, row_bytes, &rows), "{what}");
+            }
             assert_eq!(chunks.counters().live_bytes, 0, "{what}");
         });
     }
@@ -84,46 +89,99 @@ fn few_rows_read_few_pages_and_many_read_all_once() {
     let values = random_bytes(1, row_bytes * count);
     let id = bench.put("table", &values).unwrap();
     let staging = Staging::new(Arc::clone(&bench.store), pool(MIB, 4), MIB);
-    let read = |rows: &[i64]| {
+    let read = |rows: &[i64], compare: bool| {
         let before = bench.store.volumes()[0].counters.reads;
         let mut found = vec![0; rows.len() * row_bytes];
-        staging.read_rows(bench.store.current(id), row_bytes, rows, &mut found).unwrap();
+        staging.read_rows(bench.store.current(id), row_bytes, rows, &mut found, compare).unwrap();
         assert!(found == rows_of(&values, row_bytes, rows));
         let after = bench.store.volumes()[0].counters.reads;
         (after.requests - before.requests, after.bytes - before.bytes)
     };
     // Three that are far apart, and two with a gap that is read too.
-    assert_eq!(read(&[0, 100, 1_000, 1_005]), (3, 4_096 + 4_096 + 6 * 4_096));
-    let (_, bytes) = read(&(0..count as i64).step_by(2).collect::<Vec<_>>());
+    let few = (3, 4_096 + 4_096 + 6 * 4_096);
+    assert_eq!(read(&[0, 100, 1_000, 1_005], false), few);
+    let (_, bytes) = read(&(0..count as i64).step_by(2).collect::<Vec<_>>(), false);
     assert_eq!(bytes, values.len() as u64);
-    assert_eq!(read(&[]), (0, 0));
+    assert_eq!(read(&[], false), (0, 0));
+    // To be compared, each MiB is read as a whole once: rows 0 and 100 lie in the first, the others in the fourth.
+    assert_eq!(read(&[0, 100, 1_000, 1_005], true).1, 2 * MIB as u64);
+    assert_eq!(read(&[0, 100, 1_000, 1_005], true), few);
+    assert_eq!(read(&[1, 900], true), (2, 2 * 4_096));
+    // The MiB of row 300 is new; that of row 255, which is read with it, is not.
+    assert_eq!(read(&[255, 300], true).1, 4_096 + MIB as u64);
+    assert_eq!(read(&[], true), (0, 0));
 }
 
-/// Reads here and there cannot be compared with checksums of whole MiBs; reading all of them is.
+/// Flips a byte of a row where it lies on the volume.
+fn flip(bench: &Bench, row: &[u8]) {
+    let path = bench.store.volumes()[0].path.join(Volume::FILE_NAME);
+    let stored = std::fs::read(&path).unwrap();
+    let at = stored.chunks(4_096).position(|block| block == row).unwrap() * 4_096;
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[!row[0]], at as u64).unwrap();
+    file.sync_all().unwrap();
+}
+
+#[test]
+fn damage_is_found_in_rows_that_are_compared() {
+    for chunk_bytes in [MIB, 24 << 10] {
+        let bench = Bench::new(Kind::Threads, 1);
+        let (row_bytes, count) = (4_096, 1_100);
+        let values = random_bytes(1, row_bytes * count);
+        let id = bench.put("table", &values).unwrap();
+        let staging = Staging::new(Arc::clone(&bench.store), pool(chunk_bytes, 8), chunk_bytes);
+        let extent = bench.store.current(id);
+        let mut found = vec![0; row_bytes];
+        let mut read = |row: i64| {
+            let result = staging.read_rows(extent, row_bytes, &[row], &mut found, true);
+            result.map_err(|error| error.to_string())
+        };
+        let row = |row: usize| &values[row * row_bytes..][..row_bytes];
+        // Before its MiB was read, for any row of the MiB; the last one is shorter.
+        flip(&bench, row(700));
+        flip(&bench, row(1_099));
+        for (touched, offset, bytes) in
+            [(700, 2 << 20, MIB), (513, 2 << 20, MIB), (1_030, 4 << 20, 76 * 4_096)]
+        {
+            let error = read(touched).unwrap_err();
+            assert!(error.contains(&format!("table: {bytes} bytes at offset {offset} are not")), "{error}");
+        }
+        // After that, in the block alone; rows beside it are as they were.
+        read(100).unwrap();
+        flip(&bench, row(101));
+        read(100).unwrap();
+        let error = read(101).unwrap_err();
+        assert!(error.contains(&format!("table: 4096 bytes at offset {} are not", 101 * 4_096)), "{error}");
+        // What is written in its place has checksums of its own.
+        let other = random_bytes(2, values.len());
+        let pending = Arc::default();
+        staging.write(extent, &other, &pending).unwrap();
+        pending.wait().unwrap();
+        staging.read_rows(extent, row_bytes, &[101], &mut found, true).unwrap();
+        assert!(found == other[101 * row_bytes..][..row_bytes]);
+    }
+}
+
+/// Rows that are not compared are read as they are; reading all of them is compared.
 #[test]
 fn damage_is_found_where_most_of_the_tensor_is_read() {
     let bench = Bench::new(Kind::Threads, 1);
     let (row_bytes, count) = (4_096, 1_024);
     let values = random_bytes(1, row_bytes * count);
     let id = bench.put("table", &values).unwrap();
-    let path = bench.store.volumes()[0].path.join(Volume::FILE_NAME);
-    let stored = std::fs::read(&path).unwrap();
     let row = &values[700 * row_bytes..][..row_bytes];
-    let at = stored.chunks(4_096).position(|block| block == row).unwrap() * 4_096;
-    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
-    std::os::unix::fs::FileExt::write_all_at(&file, &[!row[0]], at as u64).unwrap();
-    file.sync_all().unwrap();
+    flip(&bench, row);
 
     let staging = Staging::new(Arc::clone(&bench.store), pool(MIB, 4), MIB);
     let extent = bench.store.current(id);
     let mut found = vec![0; row_bytes];
     for _ in 0..3 {
-        staging.read_rows(extent, row_bytes, &[700], &mut found).unwrap();
+        staging.read_rows(extent, row_bytes, &[700], &mut found, false).unwrap();
         assert!(found[0] == !row[0] && found[1..] == row[1..]);
     }
     let all: Vec<i64> = (0..count as i64).collect();
     let mut found = vec![0; values.len()];
-    let error = staging.read_rows(extent, row_bytes, &all, &mut found).unwrap_err().to_string();
+    let error = staging.read_rows(extent, row_bytes, &all, &mut found, false).unwrap_err().to_string();
     assert!(error.contains("table"), "{error}");
 }
 
@@ -134,7 +192,7 @@ fn rows_that_are_not_there_or_out_of_order_are_an_error() {
     let staging = Staging::new(Arc::clone(&bench.store), pool(MIB, 2), MIB);
     for (rows, says) in [([1, 10], "row 10"), ([-1, 3], "row -1"), ([3, 3], "order"), ([4, 3], "order")] {
         let error =
-            staging.read_rows(bench.store.current(id), 4_096, &rows, &mut [0; 2 * 4_096]).unwrap_err();
+            staging.read_rows(bench.store.current(id), 4_096, &rows, &mut [0; 2 * 4_096], true).unwrap_err();
         assert!(matches!(&error, ExecError::Misused(message) if message.contains(says)), "{error}");
     }
 }
@@ -149,7 +207,7 @@ fn a_failed_read_of_rows_names_the_tensor() {
         let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), 8 * 4096);
         let rows: Vec<i64> = (0..40).map(|row| row * 20).collect();
         let mut found = vec![0; 40 * 4096];
-        let error = staging.read_rows(bench.store.current(id), 4_096, &rows, &mut found).unwrap_err();
+        let error = staging.read_rows(bench.store.current(id), 4_096, &rows, &mut found, true).unwrap_err();
         assert!(error.to_string().starts_with("table: read of"), "{error}");
         drop((staging, bench));
         assert_eq!(chunks.counters().live_bytes, 0);

@@ -108,6 +108,12 @@ impl Part {
     }
 }
 
+/// Whether the drives have what lies in `lease` from `tensor.offset` on, as checksums say.
+pub(crate) fn is_stored(parts: &Parts, tensor: &memascend_exec::UnitTensor, lease: &LeaseBuffer) -> bool {
+    let buffer = LeaseSlice::new(Arc::clone(&lease.lease), tensor.offset, tensor.bytes);
+    parts.store.is_stored(parts.store.current(tensor.tensor), &buffer)
+}
+
 /// Reads rows, `count` int64 at address `rows`, to address `target`.
 pub(crate) fn read_rows(
     parts: &Parts,
@@ -115,6 +121,7 @@ pub(crate) fn read_rows(
     row_bytes: usize,
     (rows, count): (usize, usize),
     target: usize,
+    compare: bool,
 ) -> memascend_exec::Result<()> {
     if count == 0 {
         return Ok(()); // torch gives an empty tensor the address 0
@@ -124,5 +131,5 @@ pub(crate) fn read_rows(
     // rows.
     let (rows, target) =
         unsafe { (host::elements(rows, count), host::elements_mut(target, count * row_bytes)) };
-    parts.staging.read_rows(extent, row_bytes, rows, target)
+    parts.staging.read_rows(extent, row_bytes, rows, target, compare)
 }

@@ -422,6 +422,18 @@ impl Runtime {
         tensors.try_for_each(|tensor| blocks::write_tensor(&parts, &unit, tensor, lease.get()))
     }
 
+    /// Whether the drives have what lies in `lease` as a unit's weights, `(tensor, offset, bytes)` of
+    /// each, as checksums say: False where one is unknown.
+    fn is_stored(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<(Bound<'_, TensorId>, usize, usize)>,
+        lease: &Bound<'_, LeaseBuffer>,
+    ) -> PyResult<bool> {
+        let (parts, tensors, lease) = (self.parts()?, unit_tensors(&tensors), lease.get());
+        Ok(py.detach(|| tensors.iter().all(|tensor| blocks::is_stored(&parts, tensor, lease))))
+    }
+
     /// Starts reading `bytes` bytes of a tensor's current value, from `offset` on, into the
     /// beginning of `lease`, once what is written of the unit is written. `offset` is the start of a
     /// page; whole pages are read. `written` says that these bytes are written already: then the read
@@ -460,8 +472,10 @@ impl Runtime {
     /// numbers are `count` int64 at address `rows`, ascending, each once. The tensor's writes have
     /// to have ended.
     ///
-    /// Checksums are of whole MiBs, so rows here and there are not compared with what was written.
-    /// Where they are spread over more than half of the tensor, all of it is read, and compared.
+    /// With `compare` they are compared with what was written: the first read of a row reads the MiB
+    /// around it. Where they are spread over more than half of the tensor, all of it is read, and
+    /// compared in any case.
+    #[allow(clippy::too_many_arguments)]
     fn read_rows(
         &self,
         py: Python<'_>,
@@ -470,9 +484,10 @@ impl Runtime {
         rows: usize,
         count: usize,
         target: usize,
+        compare: bool,
     ) -> PyResult<()> {
         let (parts, tensor) = (self.parts()?, tensor.get().0);
-        py.detach(|| blocks::read_rows(&parts, tensor, row_bytes, (rows, count), target))
+        py.detach(|| blocks::read_rows(&parts, tensor, row_bytes, (rows, count), target, compare))
             .map_err(|error| exec_error(&error))
     }
 

@@ -83,13 +83,15 @@ struct Mixed {
     pending: Vec<Pending>,
 }
 
-/// The checksums of one extent: 4 bytes and a bit for each MiB, and the parts where there are any.
+/// The checksums of one extent: 4 bytes and a bit for each MiB, and the parts where there are any;
+/// 4 bytes for each block of the MiBs of which single blocks are read.
 #[derive(Debug, Default)]
 pub(crate) struct Checksums {
     blocks: u64,
     sums: Vec<u32>,
     known: Vec<u64>,
     mixed: HashMap<u32, Mixed>,
+    noted: HashMap<u32, Box<[u32]>>,
 }
 
 /// A part of a transfer with its checksum.
@@ -167,6 +169,37 @@ impl Checksums {
     pub(crate) fn clear(&mut self) {
         self.known.fill(0);
         self.mixed.clear();
+        self.noted.clear();
+    }
+
+    /// Whether all of a MiB has one checksum.
+    pub(crate) fn is_whole(&self, mib: u32) -> bool {
+        self.known(mib).is_some()
+    }
+
+    /// Whether the checksums of bytes from the first on, by MiBs, are those of what was written.
+    pub(crate) fn are(&self, sums: &[Summed]) -> bool {
+        sums.iter().all(|Summed { mib, part }| {
+            (part.begin, part.end) == (0, self.blocks_of(*mib)) && self.known(*mib) == Some(part.sum)
+        })
+    }
+
+    /// The checksums of the blocks of a MiB, where they are noted.
+    pub(crate) fn blocks(&self, mib: u32) -> Option<&[u32]> {
+        self.noted.get(&mib).map(AsRef::as_ref)
+    }
+
+    /// Notes the checksums of the blocks of a MiB that were read, once they are all there. `sum` is that of
+    /// their bytes. Returns false if that differs from what was written.
+    pub(crate) fn note_blocks(&mut self, mib: u32, blocks: &[u32], sum: u32) -> bool {
+        if blocks.len() < self.blocks_of(mib) as usize {
+            return true;
+        }
+        let same = self.known(mib) == Some(sum);
+        if same {
+            self.noted.insert(mib, blocks.into());
+        }
+        same
     }
 
     /// The written parts of a MiB, in order.
@@ -193,6 +226,7 @@ impl Checksums {
 
     fn overwrite(&mut self, mib: u32, part: Option<Part>, range: Range<u32>) {
         let blocks = self.blocks_of(mib);
+        self.noted.remove(&mib);
         if range == (0..blocks) {
             self.set_known(mib, part.map(|part| part.sum));
             self.mixed.remove(&mib);
@@ -403,7 +437,7 @@ fn unseen(pending: &Pending, range: &Range<u32>) -> impl Iterator<Item = Range<u
 
 /// The MiBs that `bytes` bytes at `offset` touch: the MiB, its blocks, and the bytes of the
 /// transfer.
-fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<u32>, Range<usize>)> {
+pub(crate) fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<u32>, Range<usize>)> {
     let end = offset + bytes;
     (offset / SUM_BYTES..end.div_ceil(SUM_BYTES)).map(move |mib| {
         let (first, last) = ((mib * SUM_BYTES).max(offset), ((mib + 1) * SUM_BYTES).min(end));

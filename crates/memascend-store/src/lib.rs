@@ -20,6 +20,7 @@
 
 mod allocation;
 mod base64;
+mod blocks;
 mod checksums;
 mod commit;
 mod error;
@@ -42,6 +43,7 @@ mod verify;
 #[doc(hidden)]
 pub mod fuzzing;
 
+pub use blocks::BlockCheck;
 pub use commit::{Snapshot, TensorReport};
 pub use error::{Damage, Result, StoreError};
 pub use extents::{Extent, ExtentAllocator};

@@ -128,7 +128,7 @@ impl Store {
     ///
     /// # Panics
     /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
-    fn part_of(&self, extent: Extent, offset: u64, bytes: u64) -> Arc<Bytes> {
+    pub(crate) fn part_of(&self, extent: Extent, offset: u64, bytes: u64) -> Arc<Bytes> {
         assert!(offset + bytes <= extent.bytes, "{bytes} bytes at {offset} leave {extent:?}");
         assert!(
             (offset | bytes).is_multiple_of(BLOCK_BYTES as u64),

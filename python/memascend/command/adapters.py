@@ -6,14 +6,14 @@ They lie in the store's directory until the run has ended.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shutil
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from memascend.common.outputs import sync, writing
@@ -22,6 +22,8 @@ from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import nn
 
     from memascend.command.settings import Settings
 
@@ -42,8 +44,14 @@ _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 def add_adapters(model: nn.Module, rank: int, model_dir: Path) -> Any:
     """Return a model of PEFT: `model`, frozen, with trained adapters of `rank` at every linear layer but the head.
 
-    Their files name `model_dir` as the model that they belong to.
+    Experts that transformers fuses into one parameter are among these, where PEFT knows the architecture. The adapters'
+    files name `model_dir` as the model that they belong to.
     """
+    model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
+    return _adapted(model, rank)
+
+
+def _adapted(model: nn.Module, rank: int, **options: Any) -> Any:
     import peft
 
     model.requires_grad_(False)
@@ -53,8 +61,22 @@ def add_adapters(model: nn.Module, rank: int, model_dir: Path) -> Any:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
-    return peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT 0.21 gives fused experts the rank of their parts together, and looks for their name among modules.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        return peft.get_peft_model(model, config, **options)
+
+
+def experts_without(model: nn.Module) -> list[str]:
+    """Return the names of fused experts' weights to which `add_adapters` has given no adapters."""
+    adapted = {id(module.get_param()) for module in model.modules() if hasattr(module, "get_param")}  # type: ignore[operator]
+    return [
+        f"{name}.{parameter_name}"
+        for name, module in model.named_modules()
+        if "experts" in name
+        for parameter_name, parameter in module._parameters.items()
+        if parameter is not None and parameter.ndim == 3 and id(parameter) not in adapted
+    ]
 
 
 def begin(settings: Settings) -> None:
@@ -73,10 +95,9 @@ def begin(settings: Settings) -> None:
 
 
 def memory_bytes(model: nn.Module, rank: int) -> int:
-    """Return the bytes that adapters of a model, which may be without values, take with gradients and states."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    return sum(rank * sum(module.weight.shape) for module in linear) * _BYTES_PER_PARAMETER
+    """Return the bytes that adapters of a model without values take with gradients and states."""
+    adapted = _adapted(copy.deepcopy(model), rank, low_cpu_mem_usage=True)
+    return sum(p.numel() for p in adapted.parameters() if p.requires_grad) * _BYTES_PER_PARAMETER
 
 
 def has_checkpoints(settings: Settings) -> bool:

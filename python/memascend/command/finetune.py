@@ -367,6 +367,11 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         model = adapters.add_adapters(model, settings.lora_rank, settings.model_dir)
+        if bare := adapters.experts_without(model):
+            note(
+                f"{bare[0]} and others like it get no adapters, since PEFT does not know the experts of "
+                f"{config.model_type}: train them from Python, with target_parameters= of peft.LoraConfig"
+            )
     if settings.in_memory and settings.gradients == "bfloat16":
         round_gradients(model)
     return model

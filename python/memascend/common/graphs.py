@@ -34,6 +34,28 @@ def outside_of_graphs(function: Callable) -> Callable:
     return outside
 
 
+def called_from_compiled() -> bool:
+    """Whether a function or a module that `torch.compile` has made has called, however far from here."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    made: Any = getattr(eval_frame, "OptimizedModule", None)
+    frame = None if made is None else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
+            return True
+        # Where PyTorch's own function has another name.
+        if code.co_name == "_wrapped_call_impl" and isinstance(frame.f_locals.get("self"), made):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` has made a module, or `module.compile()` was called."""
+    made = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, made) or module.__dict__.get("_compiled_call_impl") is not None
+
+
 def in_backward() -> bool:
     """Whether this thread is in a backward pass, which computes layers again."""
     return torch._C._current_graph_task_id() != -1

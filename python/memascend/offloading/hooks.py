@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
-from memascend.common.graphs import outside_of_graphs
+from memascend.common.graphs import called_from_compiled, is_compiled, outside_of_graphs
 from memascend.errors import FORKED, MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
@@ -23,7 +23,7 @@ from memascend.offloading.addresses import meet_libraries
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
-from memascend.offloading.native import close_when_unused
+from memascend.offloading.native import close_when_unused, warn_of
 from memascend.offloading.places import place_of, register
 from memascend.offloading.session import stale
 from memascend.offloading.stand_ins import disguise, is_stand_in
@@ -150,6 +150,9 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         #: The stream that gradients are captured on, on a device.
         self._stream: int | None = None
+        #: How a program reaches the model's layers, and whether it was told that they are not compiled.
+        self._layers = "model"
+        self._said_uncompiled = False
 
     def attach(self) -> None:
         """Install the hooks: from here on the model's parameters are on SSD."""
@@ -212,6 +215,8 @@ class Hooks:
         """Watch the parameters of every module, and wrap the forward of those that a unit is fetched for."""
         units = self.session.units
         blocks = {module for unit in units if unit.repeated for module in unit.modules}
+        first = next((name for name, module in model.named_modules() if module in blocks), None)
+        self._layers = "its modules" if first is None else ".".join(["model", *first.split(".")[:-1]])
         inside_blocks = {inner for block in blocks for inner in block.modules()}
         for module in model.modules():
             if (saver := Hooks.saver_of(module)) is not None:
@@ -270,6 +275,8 @@ class Hooks:
             else:
                 name, original = "forward", module.forward
             self._replace(module, name, torch.compiler.disable(around(original)))
+            if whole and compiled is not None:
+                self._say_uncompiled(module)
 
         def compile_(*args: Any, **kwargs: Any) -> None:
             options = kwargs.get("options") or {}
@@ -292,6 +299,17 @@ class Hooks:
 
         install()
         self._replace(module, "compile", compile_)
+
+    def _say_uncompiled(self, model: nn.Module) -> None:
+        """Say once that compiling the whole model, or what calls it, compiles none of its layers."""
+        if self._said_uncompiled:
+            return
+        self._said_uncompiled = True
+        if not any(is_compiled(module) for module in model.modules() if module is not model):
+            warn_of(
+                "torch.compile of an offloaded model, or of what calls it, does not compile its layers, whose weights "
+                f"come and go between graphs. Compile each by itself: for layer in {self._layers}: layer.compile()"
+            )
 
     # ---- forwards ---------------------------------------------------------------------------------------
 
@@ -327,16 +345,25 @@ class Hooks:
             with as_held():
                 trained = [place.parameter.requires_grad for place in places]
 
+            def written() -> list[int]:
+                return [session.streamer.residencies[unit].module_writes for unit in needed]
+
             def run_unless_stepped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal versions
                 for place, version in zip(places, versions, strict=True):
                     if _version(place) != version:
                         raise MemascendError(stale(place.name))
+                before = written()
                 with _trained_as(places, trained):
-                    return run(*args, **kwargs)
+                    result = run(*args, **kwargs)
+                if written() == before and not any(session.streamer.uses(unit) for unit in needed):
+                    # A function has counted a write that has changed nothing.
+                    versions = [_version(place) for place in places]
+                return result
 
-            written = [session.streamer.residencies[unit].module_writes for unit in needed]
+            before = written()
             result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
-            if written != [session.streamer.residencies[unit].module_writes for unit in needed]:
+            if written() != before:
                 raise MemascendError(
                     f"the forward of {needed[0].name} has written to its own weights, so that it cannot be computed "
                     "again in the backward pass: pass recompute=False"
@@ -394,6 +421,8 @@ class Hooks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_process()
             grad = torch.is_grad_enabled()
+            if not self._said_uncompiled and called_from_compiled():
+                self._say_uncompiled(model)
             check_transforms("the model")
             streamer.refuse_early()
             session.fit_memory(grad)

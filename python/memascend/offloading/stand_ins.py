@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from memascend.residency.host import Streamer
 
 
+#: What an error says of a function that gives a tensor other memory.
+OTHER_MEMORY = "would change its memory: copy values by .data.copy_(...), and resize before memascend.offload"
+
+
 class Gradients(Protocol):
     """The gradients that a session keeps; see `memascend.offloading.gradients.GradientCapture`."""
 
@@ -149,6 +153,17 @@ class ResidentParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         assign(self, value)
+
+    def set_(self, *source: Any, **named: Any) -> torch.Tensor:
+        """Refuse to take another tensor's memory. To take its own changes nothing, and does not count as a write.
+
+        `torch.nn.utils.parametrize` does that where it registers a parametrization, as PEFT does in each forward for
+        adapters on parameters (fused experts).
+        """
+        if len(source) == 1 and source[0] is self and not named:
+            return self
+        _, place, _ = locate(self)
+        raise MemascendError(f"{place.name} is on SSD: set_ {OTHER_MEMORY}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values as those of an ordinary parameter."""

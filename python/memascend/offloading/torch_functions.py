@@ -18,6 +18,7 @@ from memascend.offloading.addresses import ADDRESS, ANSWERS
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import (
+    OTHER_MEMORY,
     Loan,
     OffloadedParameter,
     OffloadedTensor,
@@ -358,7 +359,7 @@ _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
 #: Functions that have no meaning for values on SSD, and what the error says of them.
 _REFUSED = {
     **dict.fromkeys(("typed_storage", "__dlpack__", "__dlpack_device__", "share_memory_", "as_subclass"), ADDRESS),
-    **dict.fromkeys(("set_", "resize_", "resize_as_"), "would change its memory: resize before memascend.offload"),
+    **dict.fromkeys(("set_", "resize_", "resize_as_"), OTHER_MEMORY),
 }
 #: Functions that write to tensors without counting it in their version.
 _UNCOUNTED = frozenset(("apply_", "map_", "map2_", "_amp_foreach_non_finite_check_and_unscale_"))

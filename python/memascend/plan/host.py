@@ -12,6 +12,7 @@ from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS, GRADIENT_BLOCK
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.division import sent_bytes
+from memascend.layout.tables import MIB
 from memascend.layout.units import SMALL_MODULE_BYTES, round_up
 from memascend.machine.limits import available_memory
 
@@ -63,6 +64,8 @@ HEAP_BYTES = 256 * 2**20
 BOOKKEEPING_BYTES = 4 * 2**20
 BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
 BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
+#: Checksums of the blocks of a MiB of a frozen table, once a row of the MiB was read.
+BLOCK_SUMS_BYTES = 1088
 
 
 @dataclass(slots=True)
@@ -457,6 +460,8 @@ def make_states_plan(unit: Unit, budget: int | None, threads: int = 1) -> Plan:
 def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
     parameters = sum(len(tensor.places) for unit in units for tensor in unit.tensors)
     nbytes = BOOKKEEPING_BYTES + len(units) * BOOKKEEPING_BYTES_PER_UNIT + parameters * BOOKKEEPING_BYTES_PER_PARAMETER
+    frozen = (unit for unit in units if unit.is_table and not any(tensor.trained for tensor in unit.tensors))
+    nbytes += sum(-(-unit.nbytes // MIB) for unit in frozen) * BLOCK_SUMS_BYTES
     plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
 
 

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from memascend.residency.host import Residency
     from memascend.residency.updates import Measured, Update
 
+#: Bytes that are brought back from the device at a time, to be compared.
+_COMPARED_BYTES = 16 << 20
+
 
 class _Upload(NamedTuple):
     """A copy to the device, and the events that the device waits for before the copy."""
@@ -194,6 +197,18 @@ class DeviceStreamer(Streamer):
             hosted = self._hosted(unit)
             self._wait_uploaded(unit)
             hosted[: unit.nbytes].copy_(self.pool.use(buffer)[: unit.nbytes])
+
+    def _differs(self, unit: Unit) -> bool:
+        buffer = self._on_device.get(unit)
+        if buffer is None:
+            return super()._differs(unit)
+        if self.residencies[unit].dirty or unit.outside:
+            return True
+        # What was written to is on the device, and what was copied there is in host memory still, or on the store.
+        hosted, there = self._hosted(unit), self.pool.use(buffer)
+        firsts = range(0, unit.nbytes, _COMPARED_BYTES)
+        parts = (slice(first, min(first + _COMPARED_BYTES, unit.nbytes)) for first in firsts)
+        return not all(torch.equal(there[part].to(hosted.device), hosted[part]) for part in parts)
 
     def _wait_uploaded(self, unit: Unit) -> None:
         """Wait until no copy reads the unit's bytes in host memory, which are about to be written to."""

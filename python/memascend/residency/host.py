@@ -211,7 +211,12 @@ class Streamer:
                 self.free_whole(unit)
 
     def _written_by_module(self, unit: Unit, written: list[Place]) -> None:
-        """Write a unit back whose module has changed its weights in its forward."""
+        """Write a unit back whose module has changed its weights in its forward.
+
+        The version counter says that a function has written to them, and not that it has changed a value.
+        """
+        if not self._differs(unit) and not any(place.version for place in unit.places):
+            return
         self.check_writable(written)
         residency = self.residencies[unit]
         residency.module_writes += 1
@@ -221,6 +226,13 @@ class Streamer:
             self.on_surprise(unit)
         self.mark_written(unit)
         self.clean()
+
+    def _differs(self, unit: Unit) -> bool:
+        """Whether a unit's bytes may differ from those on the store: not where all their checksums are the same."""
+        residency = self.residencies[unit]
+        if residency.dirty or unit.outside or residency.lease is None:
+            return True
+        return not self.runtime.is_stored(unit.weights, residency.lease)
 
     def uses(self, unit: Unit) -> bool:
         """Whether the unit's parameters show their values."""

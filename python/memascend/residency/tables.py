@@ -81,7 +81,9 @@ class OffloadedTable:
         """Read rows from the store, one behind another, to address `target` of host memory."""
         streamer, place = self._streamer, self._place
         (tensor_id, _, _) = place.tensor.unit.weights[0]
+        # The update of a table that is trained reads all of it, and compares it before the step is committed.
+        with as_held():
+            trained = place.parameter.requires_grad and place.owner is not None and place.owner() is not None
+        row_bytes = self.width * self.dtype.itemsize
         with span(f"rows of {place.name}"), streamer.timeline.waiting("ssd_read"):
-            streamer.runtime.read_rows(
-                tensor_id, self.width * self.dtype.itemsize, indices.data_ptr(), len(indices), target
-            )
+            streamer.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)
