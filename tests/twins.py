@@ -440,6 +440,9 @@ class Twins:
     # ---- closing and resuming ---------------------------------------------------------------------------
 
     def _resumed(self, model: nn.Module, _optimizer: Any) -> tuple[nn.Module, Any]:
+        # Within a step a run goes back to the step before (durable/test_whole_steps.py). The copy in memory cannot:
+        # both go on from what they have.
+        memascend.offload_of(model).generations._forget_moment()
         memascend.close(model)
         given = self.build()
         with torch.no_grad():
