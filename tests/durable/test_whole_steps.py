@@ -308,7 +308,7 @@ def test_buffers_of_a_pass_without_a_step_are_told(tmp_path: Path, caplog: pytes
     with torch.no_grad():
         model(torch.ones(8, WIDTH))  # Without gradients, the program means what it does to buffers.
     memascend.flush(model)
-    assert not caplog.records
+    assert "no optimizer step has followed" not in caplog.text
     wanted = {name: value.clone() for name, value in model.named_buffers()}
     model(torch.ones(8, WIDTH))
     memascend.close(model)
