@@ -191,8 +191,8 @@ def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
         torch.cuda.reset_peak_memory_stats(where.device)
     began = time.perf_counter()
     run = RUNS[job["system"]](job, where)
-    found = {"setup_s": time.perf_counter() - began, "steps": [], "cut_short": None}
-    found |= {"settle_s": settle_s}
+    setup_s = time.perf_counter() - began
+    found = {"settle_s": settle_s, "setup_s": setup_s, "steps": [], "cut_short": None}
     total = job["warmup"] + job["steps"] + job["inspect"]
     driver = 0
     for number in range(total):

@@ -82,10 +82,7 @@ class Run:
         inherited = os.environ.get("PYTHONPATH", "")
         path = [str(place) for place in (self.settings.site, BENCHES)] + ([inherited] if inherited else [])
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        # Every stage starts processes. An interpreter whose packages came without compiled modules would compile
-        # them in each.
-        compiled = {"PYTHONPYCACHEPREFIX": str(self.settings.base / "compiled")}
-        return {**os.environ, **quiet, **compiled, "PYTHONPATH": os.pathsep.join(path)}
+        return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(path)}
 
     def prepare(self) -> None:
         settings = self.settings

@@ -10,10 +10,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use memascend_mem::{Lease, LeaseSlice, LockExt, round_up_to_page};
+use memascend_mem::{Lease, LeaseSlice, LockExt};
 use memascend_store::Extent;
 
-use crate::staging::STAGING_RESERVE;
 use crate::{Pending, Result, Staging};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
@@ -281,11 +280,8 @@ impl Gradients {
                         let (room, stays) = self.staging.room_for(length)?;
                         (room, stays, false)
                     }
-                    _ => match self.staging.try_chunk_for(true, STAGING_RESERVE)? {
-                        Some((chunk, stays)) => {
-                            let room = LeaseSlice::new(Arc::clone(&chunk), 0, round_up_to_page(length));
-                            (room, stays.then_some(chunk), false)
-                        }
+                    _ => match self.staging.spare_room_for(length)? {
+                        Some((room, stays)) => (room, stays, false),
                         None => break,
                     },
                 };
@@ -293,18 +289,18 @@ impl Gradients {
                 let address = NonNull::from(part).cast();
                 // SAFETY: the source is there until this function returns, and the work ends before.
                 let source = unsafe { LeaseSlice::of_caller(address, part.len()) };
-                works.push(Work::Merge { source, target, add });
-                rooms.push((room, stays));
+                works.push(Work::Merge { source, target: target.clone(), add });
+                rooms.push((room, target, stays));
             }
             // SAFETY: the record's lock is held; the rooms are fresh or belong to the record.
             unsafe { self.adders.run(dtypes, works, stats)? };
-            for (room, stays) in rooms {
+            for (room, merged, stays) in rooms {
                 if let Some(projector) = &mut projector {
-                    let length = part(index).len() / dtypes.made_bytes() * dtypes.kept_bytes();
-                    let merged = room.narrow(0, length);
                     // SAFETY: as above, and the work has ended.
                     projector.add(unsafe { merged.as_mut_slice() });
                 }
+                // The last to hold the buffer is its write, or the gradient.
+                drop(merged);
                 chunks[index] = match stays {
                     Some(lease) => Chunk::Host(lease),
                     None => {

@@ -73,6 +73,11 @@ impl ChunkRead {
     }
 }
 
+/// The first `whole` bytes of a chunk, and the chunk itself if it stays.
+fn room_in((chunk, stays): (Arc<Lease>, bool), whole: usize) -> (LeaseSlice, Option<Arc<Lease>>) {
+    (LeaseSlice::new(Arc::clone(&chunk), 0, whole), stays.then_some(chunk))
+}
+
 impl Staging {
     /// Staging through buffers of `chunk_bytes` bytes of `pool`.
     ///
@@ -123,8 +128,13 @@ impl Staging {
                 None => self.chunk_for(true)?,
             },
         };
-        let (chunk, stays) = found;
-        Ok((LeaseSlice::new(Arc::clone(&chunk), 0, whole), stays.then_some(chunk)))
+        Ok(room_in(found, whole))
+    }
+
+    /// As [`Staging::room_for`], without waiting, and only in a chunk that may keep its data.
+    pub(crate) fn spare_room_for(&self, bytes: usize) -> Result<Option<(LeaseSlice, Option<Arc<Lease>>)>> {
+        let found = self.spare_chunk(STAGING_RESERVE)?;
+        Ok(found.map(|chunk| room_in((chunk, true), round_up_to_page(bytes))))
     }
 
     /// As [`Staging::chunk_for`], without waiting, and only if more than `reserve` chunks are free.

@@ -126,7 +126,8 @@ def _add_finetune(subcommands: Any) -> None:
         "leave, from step to step"
     )
     add("--host-memory", text, type=_size_or_auto, metavar="SIZE")
-    add("--out", "the directory to write; must not exist yet", type=Path, required=True, metavar="DIR")
+    text = "the directory to write; must not exist yet, unless --resume goes on with the run that wrote it"
+    add("--out", text, type=Path, required=True, metavar="DIR")
     add("--keep-store", "leave the store's files when done", action="store_true")
     text = "delete the store of an earlier run that is there, which is refused otherwise"
     add("--replace-store", text, action="store_true")

@@ -160,11 +160,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     log.write({"record": "end", "time": time.time(), **outcome, "store": store})
     with raising_on_all(None if settings.in_memory else ranks_of(model.parameters()), "write --out", Exception):
         if launched.is_first():
-            if records.parent == kept:
-                with writing(settings.out):
+            with writing(settings.out):
+                if records.parent == kept:
                     shutil.copyfile(records, finished / METRICS_NAME)
-            if result.signal_number is not None and settings.keeps_out:
-                with writing(settings.out):
+                if result.signal_number is not None and settings.keeps_out:
                     note_interrupted(finished, settings, result.steps)
             _put_in_place(settings, finished, training.left, replaces)
     if interrupts.asked is None and not settings.leaves_store:

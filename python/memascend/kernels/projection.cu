@@ -112,7 +112,7 @@ struct MatrixGradient {
 
 template <class F>
 static __device__ void multiply_matrix(const MatrixGradient gradient, u64 rank, const float *matrix, float *projected,
-                                float (*values)[STEP], float (*numbers)[SIDE]) {
+                                       float (*values)[STEP], float (*numbers)[SIDE]) {
     const u64 channels = gradient.channels(), depth = gradient.depth(), across = (rank + SIDE - 1) / SIDE;
     const u64 channel = blockIdx.x / across * SIDE, first = blockIdx.x % across * SIDE;
     const u32 mine = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;

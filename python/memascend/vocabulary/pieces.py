@@ -76,7 +76,7 @@ class Tokens:
 
     hidden: torch.Tensor
     labels: torch.Tensor
-    #: The labels in host memory, once they were asked for.
+    #: The labels in host memory.
     on_host: torch.Tensor | None = None
     #: The tokens by blocks of the table that are so many rows high, once they were asked for.
     _by_block: _ByBlock | None = None
@@ -94,8 +94,7 @@ class Tokens:
             tokens = ((columns >= 0) & (columns < rows)).nonzero().squeeze(1)
             return tokens, columns[tokens]
         if self._by_block is None or not self._by_block.has(first, rows):
-            if self.on_host is None:
-                self.on_host = self.labels.cpu()
+            assert self.on_host is not None, "labels of a device are given in host memory too"
             # Blocks are asked for in order, and the first is as high as any.
             self._by_block = _ByBlock(self.on_host, first, rows, self.labels.device)
         return self._by_block.labelled(chunk, first)

@@ -75,9 +75,7 @@ impl CudaAllocator {
     pub fn with(cudart: Arc<Cudart>) -> Self {
         Self { cudart }
     }
-}
 
-impl CudaAllocator {
     /// A block of `bytes` bytes at the first page in `whole` bytes of CUDA's.
     fn block(&self, bytes: usize, whole: usize) -> Result<HostBlock> {
         let start = self.cudart.host_alloc(whole)?;
@@ -99,7 +97,7 @@ impl HostAllocator for CudaAllocator {
         let bytes = rounded(bytes)?;
         let mut block = self.block(bytes, bytes)?;
         if !block.address.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
-            // CUDA cuts requests of up to 2 MiB out of larger ones, wherever there is room (seen with driver 580), and
+            // CUDA cuts small requests out of larger ones, wherever there is room (seen with 1 MiB and driver 580), and
             // direct I/O needs a page's beginning. Free the first before the next, which may get its place.
             drop(block);
             block = self.block(bytes, bytes.saturating_add(PAGE_BYTES))?;
