@@ -487,6 +487,7 @@ def test_a_model_that_is_on_the_device_leaves_it(store: Path) -> None:
     model(**tiny.batch("llama", 0)).loss.backward()
     memascend.close(model)
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # PyTorch's own, kept for the process: 64 MiB on an H100
     assert torch.cuda.memory_allocated() < before
     torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # the ceiling was lifted
 

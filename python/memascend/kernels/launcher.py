@@ -127,14 +127,37 @@ def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int
     return table, chunks
 
 
+class Checked:
+    """What a check has launched: scalars on a device, there once the stream that the check ran on has come so far."""
+
+    def __init__(self, flag: torch.Tensor, total: torch.Tensor | None, stream: torch.cuda.Stream) -> None:
+        """Take a float32 flag and a float64 sum of squares (None: not summed), which `stream` will have written."""
+        self._flag, self._total = flag, total
+        self._written = torch.cuda.Event()
+        self._written.record(stream)
+
+    def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Whoever reads may have another stream, which knows nothing of the kernels on the first.
+        stream = torch.cuda.current_stream(tensor.device)
+        self._written.wait(stream)
+        tensor.record_stream(stream)
+        return tensor
+
+    @property
+    def flag(self) -> torch.Tensor:
+        """1.0 if an element is infinite or NaN, float32, for launches on the current stream of its device."""
+        return self._ordered(self._flag)
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """The sum of squares, float64, for launches on the current stream of its device; None if none was asked for."""
+        return None if self._total is None else self._ordered(self._total)
+
+
 def check(
     device: torch.device, tensors: Sequence[torch.Tensor], norm: bool, unscale: float | torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch a check of dense tensors of one device on its current stream, without waiting.
-
-    Returns scalars on the device: a float32 flag, 1.0 if an element is infinite or NaN, and the float64 sum of squares
-    if `norm`.
-    """
+) -> Checked:
+    """Launch a check of dense tensors of one device on its current stream, without waiting."""
     _cupy()  # raises first if CuPy is missing
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
@@ -142,7 +165,7 @@ def check(
         total = torch.zeros((), dtype=torch.float64, device=device) if norm else None
         table, chunks = rows(tensors)
         if not table:
-            return flag, total
+            return Checked(flag, total, stream)
         # Both tables may be dropped at the end: torch keeps pinned memory until its copies are
         # done, and reuses device memory in the stream's order.
         pinned = torch.empty((len(table), ROW), dtype=torch.int64, pin_memory=True)  # (rows, ROW)
@@ -167,7 +190,7 @@ def check(
             if total is not None and partial_sums is not None:
                 summing = (partial_sums.data_ptr(), chunks, flag.data_ptr(), total.data_ptr())
                 functions["overflow_total"]((1,), (THREADS,), summing)
-    return flag, total
+        return Checked(flag, total, stream)
 
 
 def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> None:

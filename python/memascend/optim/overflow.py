@@ -33,9 +33,9 @@ class Overflow:
         self,
         found_inf: bool,
         sum_squares: float | None,
-        on_devices: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
+        on_devices: Sequence[launcher.Checked] = (),
     ) -> None:
-        """Take the results for CPU tensors, and (flag, sum of squares) as tensors for each device."""
+        """Take the results for CPU tensors, and what was launched on each device."""
         self._found_on_cpu = found_inf
         self._sum_squares = sum_squares
         self._on_devices = list(on_devices)
@@ -44,9 +44,10 @@ class Overflow:
     def _fetch(self) -> tuple[bool, float | None]:
         if self._fetched is None:
             found_inf, total = self._found_on_cpu, self._sum_squares
-            for flag, part in self._on_devices:
-                found_inf = bool(flag.item()) or found_inf
+            for checked in self._on_devices:
+                found_inf = bool(checked.flag.item()) or found_inf
                 if total is not None:
+                    part = checked.total
                     assert part is not None
                     total += part.item()
             self._fetched = found_inf, math.nan if found_inf and total is not None else total
@@ -66,8 +67,8 @@ class Overflow:
         host = float(self._found_on_cpu)
         if not self._on_devices:
             return torch.tensor(host)
-        first = self._on_devices[0][0]
-        flags = [flag.to(first.device, non_blocking=True) for flag, _ in self._on_devices]
+        flags = [checked.flag for checked in self._on_devices]
+        flags = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
         return torch.stack(flags).amax().clamp(min=host)
 
     @property
