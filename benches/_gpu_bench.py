@@ -228,6 +228,7 @@ class Base:
             "device_memory": self.args.device_memory,
             "states": self.args.states,
             "durability": self.args.durability,
+            "update": self.args.update,
             "lora": self.args.lora,
             "compile": self.args.compile,
         } | options

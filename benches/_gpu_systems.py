@@ -18,6 +18,11 @@ from _llama import llama_config
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
 
 
+def clips(job: dict) -> bool:
+    """Whether steps are clipped by their norm, which an update within the backward pass cannot know yet."""
+    return job["update"] == "forward"
+
+
 class MemascendRun:
     """An offloaded model, computing on the device."""
 
@@ -31,6 +36,7 @@ class MemascendRun:
             "activations": None if job["policy"] == "keep" else job["policy"],
             "batch_tokens": job["batch"] * job["sequence"],
             "durability": job["durability"],
+            "update": job["update"],
         }
         if job.get("lora"):
             options["frozen"] = "files"
@@ -39,6 +45,7 @@ class MemascendRun:
         host_memory = job["host_memory"]
         if host_memory == "least":
             host_memory = least_host_memory(job["model_dir"], options)
+        self.job = job
         self.model = memascend.from_pretrained(job["model_dir"], host_memory=host_memory, **options).train()
         self.state = offload_of(self.model)
         if job.get("compile"):
@@ -75,7 +82,8 @@ class MemascendRun:
         loss.backward()
 
     def clip(self) -> None:
-        self.optimizer.clip_grad_norm_(MAX_NORM)
+        if clips(self.job):
+            self.optimizer.clip_grad_norm_(MAX_NORM)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -127,6 +135,7 @@ class ResidentRun:
 
         import memascend
 
+        self.job = job
         model = LlamaForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16)
         self.model = model.to(where.device).train()
         self.optimizer = memascend.AdamW(self.model.parameters(), lr=LEARNING_RATE, states=job["states"])
@@ -149,6 +158,7 @@ class FusedRun:
     def __init__(self, job: dict, where: Where) -> None:
         from transformers import LlamaForCausalLM
 
+        self.job = job
         model = LlamaForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16)
         self.model = model.to(where.device).train()
         if job["policy"] != "keep":
@@ -166,7 +176,8 @@ class FusedRun:
     def clip(self) -> None:
         for weight, master in zip(self.weights_here, self.masters, strict=True):
             master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+        if clips(self.job):
+            torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
 
     def update(self) -> None:
         self.optimizer.step()

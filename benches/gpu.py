@@ -129,6 +129,7 @@ class Bench(Base):
         parts = [f"{args.states} states"] if args.states != "float32" else []
         parts += [f"inputs by {args.activations}"] if args.activations != "recompute" else []
         parts += [f"LoRA of rank {args.lora}"] if args.lora else []
+        parts += ["updated in the backward pass, not clipped"] if args.update == "backward" else []
         parts += ["compiled"] if args.compile else []
         return "".join(f", {part}" for part in parts)
 
@@ -220,7 +221,7 @@ class Bench(Base):
         if self.args.deepspeed_python is None:
             self.put("peers", {"name": "DeepSpeed", "failed": "no interpreter with it was given (--deepspeed-python)"})
             return
-        for system in ("memascend", *PEERS):
+        for system in ("memascend", *self.args.systems):
             name = f"{model}, {tokens} tokens, {system}"
 
             def peer(system=system, name=name) -> dict:
@@ -296,6 +297,8 @@ def arguments() -> argparse.Namespace:
     add("--states", choices=STATE_BYTES, default="float32", help="optimizer states (default: float32)")
     text = "of the steps (default: none, as the peers; a store with steps takes almost twice the room)"
     add("--durability", default="none", metavar="WHAT", help=text)
+    text = "in the next forward pass, clipped by norm, or in the backward pass, not clipped (default: forward)"
+    add("--update", choices=("forward", "backward"), default="forward", help=text)
     text = "directories for stores, on different drives if several (default: --workdir)"
     add("--store", type=Path, nargs="+", metavar="DIR", help=text)
     text = "models are written here and kept (default: a temporary directory here, removed at the end)"
@@ -311,6 +314,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--device", default="cuda", metavar="DEVICE", help="where to compute (default: cuda)")
     add("--deepspeed-python", metavar="PATH", help="an interpreter that has deepspeed, for `peers`")
+    add("--systems", type=names(PEERS), default=PEERS, metavar="A,B", help=f"of {', '.join(PEERS)} (default: all)")
     add("--minutes", type=float, metavar="M", help="end within so many; what does not fit is told")
     add("--timeout", type=float, default=3600, metavar="S", help="seconds for one measurement (default: 3600)")
     add("--out", type=Path, metavar="FILE", help="results (default: benches/results/gpu-<GPU>.json); added to if there")

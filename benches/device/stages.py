@@ -184,18 +184,22 @@ def peers(settings: Settings) -> list[str] | str:
         return "DeepSpeed is not installed, and WHEEL is no folder with a wheel of it"
     sizes = [
         "--models",
-        settings.option("MODELS", "1.5B", "tiny"),
+        settings.option("MODELS", "0.4B", "tiny"),
         "--tokens",
         settings.option("TOKENS", "16384", "256"),
     ]
     sizes += ["--sequence", settings.option("SEQUENCE", "4096", "128"), "--steps", "2", "--warmup", "1"]
     device, host = settings.option("BUDGETS", "24GiB/100GiB", "256MiB/256MiB").split("/")
+    if chosen := settings.environment.get("SYSTEMS"):
+        sizes += ["--systems", chosen]
     budgets = ["--device-memory", device, "--host-memory", host, "--deepspeed-python", sys.executable]
     return gpu("peers", "peers", *sizes, *budgets)(settings)
 
 
 #: Everything in host memory, then as much as 12 GiB hold.
-BOTH = "6GiB/100GiB,6GiB/12GiB"
+MEMORY = "6GiB/100GiB"
+BOTH = f"{MEMORY},6GiB/12GiB"
+BACKWARD = ("--resident", "--update", "backward")
 #: The groups, each a call of its own. A new machine has nothing of an earlier call, so each begins alike.
 GROUPS = ("first", "second", "third", "fourth", "peers")
 
@@ -218,14 +222,15 @@ ALL = [
     Stage("install", GROUPS, 20, install),
     Stage("environment", GROUPS, 20, describe, "environment.json"),
     Stage("probe", GROUPS, 65, probe, "probe.json"),
-    Stage("smoke", ("first",), 35, lambda settings: settings.python(ROOT / "examples" / "gpu_run.py")),
-    Stage("tests", ("first",), 110, tests, "tests.json"),
-    Stage("exact", ("first",), 75, gpu("exact", "exact"), "gpu.json"),
-    Stage("overflow", ("first",), 35, overflow, "overflow.json"),
-    Stage("steps", ("first",), 105, steps("steps", "0.4B", "6GiB/12GiB,3GiB/2GiB"), "gpu.json"),
-    Stage("profile", ("first",), 45, trace, "trace.json.gz"),
+    Stage("smoke", ("first",), 25, lambda settings: settings.python(ROOT / "examples" / "gpu_run.py")),
+    Stage("tests", ("first",), 145, tests, "tests.json"),
+    Stage("exact", ("first",), 90, gpu("exact", "exact"), "gpu.json"),
+    Stage("overflow", ("first",), 30, overflow, "overflow.json"),
+    Stage("steps", ("first",), 80, steps("steps", "0.4B", "6GiB/12GiB,3GiB/2GiB"), "gpu.json"),
+    Stage("profile", ("first",), 40, trace, "trace.json.gz"),
     Stage("counters", ("first",), 20, counters, "overflow.json"),
-    Stage("steps-1.5B", ("second",), 215, steps("steps-1.5B", "1.5B", BOTH, "--resident"), "gpu.json"),
+    Stage("steps-1.5B", ("second",), 150, steps("steps-1.5B", "1.5B", BOTH, "--resident"), "gpu.json"),
+    Stage("steps-backward", ("second",), 75, steps("steps-backward", "1.5B", MEMORY, *BACKWARD), "gpu.json"),
     Stage("steps-3B", ("second",), 200, steps("steps-3B", "3B", "24GiB/100GiB,6GiB/12GiB", "--resident"), "gpu.json"),
     Stage("large", ("third",), 300, large("large"), "gpu.json"),
     Stage("large-lora", ("third",), 115, large("large-lora", "--lora", "16"), "gpu.json"),
