@@ -30,6 +30,7 @@ check: lint ## check formatting, lints and types, and run the tests that find mo
 	$(call run-cargo,--lib)
 	$(PYTEST) $(AT_ONCE) -m core .
 
+# Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
 # Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of
@@ -43,12 +44,14 @@ soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long swee
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
-run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked --workspace --status-level fail --final-status-level none \
-	--hide-progress-bar,cargo test --profile checked --workspace --quiet) $(1)
+# The bindings have no Rust tests, and would be built a second time.
+RUST_TESTS := --workspace --exclude memascend-py
+run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked $(RUST_TESTS) --status-level fail --final-status-level none \
+	--hide-progress-bar,cargo test --profile checked $(RUST_TESTS) --quiet) $(1)
 
 test-rust: ## run the tests of the Rust crates, and loom's models of the pool
 	$(call run-cargo)
-	$(if $(NEXTEST),cargo test --profile checked --workspace --quiet --doc)
+	$(if $(NEXTEST),cargo test --profile checked $(RUST_TESTS) --quiet --doc)
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
@@ -70,8 +73,8 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 # test of threads sets their number.
 PYTEST := cd tests && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
 AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
-test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's)
-	$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
+test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's, all cases then)
+	$(if $(ARGS),,export MEMASCEND_SAMPLED=1 && )$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
 
 # From tests/ too; each version is installed from PyPI over the packages of .venv.
 deepspeed: $(STAMPS)/wheel $(STAMPS)/test ## test with the first and last versions of DeepSpeed (ARGS: versions and options)

@@ -15,6 +15,7 @@ import fake_cuda
 import needs
 import products
 import pytest
+import sampling
 import torch
 from simulated_device import SimulatedDevice
 
@@ -135,6 +136,11 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
 def pytest_configure() -> None:
     """Refuse a MEMASCEND_REQUIRE that cannot be understood before any test runs."""
     needs.required()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run some cases of the longest tests, where `make test` asks for that."""
+    sampling.sample(config, items)
 
 
 def pytest_collection_finish() -> None:
