@@ -28,6 +28,7 @@ from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.addresses import meet_libraries_by as _meet_libraries_by
 from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
+from memascend.offloading.slices import run_in_slices
 from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
 from memascend.runs.reshard import reshard
@@ -93,6 +94,7 @@ __all__ = [
     "reshard",
     "restore_checkpoint",
     "resume",
+    "run_in_slices",
     "save_checkpoint",
     "save_distributed",
     "save_pretrained",

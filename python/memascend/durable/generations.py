@@ -459,6 +459,7 @@ class Generations:
             source=self._source,
             recompute=self._session.recompute,
             fused_loss=self._session.fused_loss,
+            micro_batch_size=self._session.micro_batch_size,
             gradients=self._session.gradients_in,
             units=self._session.units,
             buffers=self._buffers.described,

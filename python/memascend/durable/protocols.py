@@ -26,6 +26,7 @@ class Session(Protocol):
     notices: list[str]
     recompute: bool
     fused_loss: bool | str
+    micro_batch_size: int | None
     gradients_in: str
     keep_store: bool | None
     membership: Membership | None

@@ -36,6 +36,7 @@ def record_text(
     recompute: bool,
     fused_loss: bool | str,
     gradients: str,
+    micro_batch_size: int | None,
     units: Iterable[Unit],
     buffers: list[list[Any]],
     optimizers: list[dict[str, Any]],
@@ -51,6 +52,7 @@ def record_text(
         recompute: whether activations of repeated layers are recomputed.
         fused_loss: whether heads are tables; see `memascend.offload`.
         gradients: the dtype that gradients are put aside in; see `memascend.offload`.
+        micro_batch_size: sequences that a repeated layer computes at once; see `memascend.offload`.
         units: the layout of the model, with the states that its tensors have.
         buffers: name, dtype and shape of each of the model's buffers.
         optimizers: what `describe` of each optimizer returned.
@@ -68,6 +70,7 @@ def record_text(
             "recompute": recompute,
             "fused_loss": fused_loss,
             "gradients": gradients,
+            "micro_batch_size": micro_batch_size,
             "units": [
                 {"name": unit.name, "tensors": [_describe_tensor(tensor) for tensor in unit.tensors]} for unit in units
             ],

@@ -52,6 +52,7 @@ def from_pretrained(
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    micro_batch_size: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",
     update: str = "forward",
@@ -74,7 +75,7 @@ def from_pretrained(
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
         store, host_memory, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
-        activations, batch_tokens, fused_loss, gradients, update: as in `memascend.offload`.
+        activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
         durability, keep_store, process_group, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
@@ -100,7 +101,15 @@ def from_pretrained(
     directory = Path(path) / subfolder
     with over_ranks.telling(ranks):
         computing = Computing.of(
-            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
+            device,
+            device_memory,
+            recompute,
+            activations,
+            batch_tokens,
+            fused_loss,
+            gradients,
+            update,
+            micro_batch_size,
         )
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)

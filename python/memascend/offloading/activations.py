@@ -26,7 +26,7 @@ from memascend.offloading.caches import CacheState, is_state
 from memascend.offloading.randomness import RandomState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -157,8 +157,10 @@ class InputStash:
         self.device = device
         #: Where the inputs lie that are copied out.
         self.torch_device = CPU if device is None else device.torch_device
-        #: (version of the tensor, stand-in), by identity of the tensor.
+        #: For each part of a tensor, None being the whole: (version, stand-in), by identity of the tensor.
         self._stand_ins = WeakIdKeyDictionary()
+        #: The tensor of which another one is a slice (a weak reference), and which one.
+        self._parts = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         self.buffers = BufferCopies()
         #: Whether what layers put into caches is kept.
@@ -187,12 +189,20 @@ class InputStash:
         )
         if not movable:
             return tensor
-        version, stashed = self._stand_ins.get(tensor) or (None, None)
+        reference, part = self._parts.get(tensor, (None, None))
+        whole = tensor if reference is None else reference()
+        stand_ins = {} if whole is None else self._stand_ins.setdefault(whole, {})
+        version, stashed = stand_ins.get(part) or (None, None)
         if stashed is not None and version == tensor._version:
             return stashed
         stashed = self.copy_out(tensor)
-        self._stand_ins[tensor] = (tensor._version, stashed)
+        stand_ins[part] = (tensor._version, stashed)
         return stashed
+
+    def note_parts(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Note that `parts` are slices of a tensor, which may be cut again for another unit."""
+        for number, part in enumerate(parts):
+            self._parts[part] = weakref.ref(whole), (number, len(parts))
 
     def copy_out(self, tensor: torch.Tensor) -> StashedInput:
         """Return a stand-in for `tensor`, whose values leave it."""

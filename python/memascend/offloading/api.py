@@ -164,6 +164,7 @@ def offload(
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    micro_batch_size: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",
     update: str = "forward",
@@ -200,6 +201,13 @@ def offload(
             "recompute" on a device.
         batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
             is too small for them is refused before anything starts.
+        micro_batch_size: sequences that a repeated layer computes at once, of a batch that the model is called with as
+            a whole. Each layer takes all these slices of the batch while its weights are in memory, in the forward pass
+            and in the backward pass, and their gradients are added up before they are put aside: a step moves the bytes
+            of one micro-batch's, and of each layer holds the activations of one. The bits are those of
+            `memascend.run_in_slices` of the model in memory. The embedding, the last norm and the loss take the whole
+            batch. A layer whose rows depend on each other (batch norm), and one with a key-value cache that was asked
+            for, runs on the whole batch, and a notice says so. None is the whole batch everywhere.
         fused_loss: compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
             (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for
             a head of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to
@@ -262,7 +270,15 @@ def offload(
         fused_loss = False
     with over_ranks.telling(ranks):
         computing = Computing.of(
-            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
+            device,
+            device_memory,
+            recompute,
+            activations,
+            batch_tokens,
+            fused_loss,
+            gradients,
+            update,
+            micro_batch_size,
         )
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)

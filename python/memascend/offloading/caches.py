@@ -81,14 +81,15 @@ def is_state(value: Any) -> bool:
     return _is_state_type(type(value))  # type: ignore[arg-type]
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
+    """Whether `value` is a key-value cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
 
 def asks_for_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a model's arguments ask it for a cache, or hand it one to fill."""
-    return bool(kwargs.get("use_cache")) or any(_is_cache(value) for value in (*args, *kwargs.values()))
+    return bool(kwargs.get("use_cache")) or any(is_cache(value) for value in (*args, *kwargs.values()))
 
 
 def caches_as_checkpointed(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +102,11 @@ def caches_as_checkpointed(module: nn.Module, kwargs: dict[str, Any]) -> dict[st
         return kwargs
     without: dict[str, Any] = dict.fromkeys(_CACHE_ARGUMENTS) | {"use_cache": False}
     return {name: without.get(name, value) for name, value in kwargs.items()}
+
+
+def copies_of(objects: list[Any]) -> list[Any]:
+    """Return copies of caches and other objects of transformers, which share their tensors."""
+    return _mapped(objects, lambda tensor: tensor, {}) if objects else []
 
 
 def check_caches(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -182,5 +188,5 @@ class CacheState:
             return value
 
         for value in objects:
-            if _is_cache(value):
+            if is_cache(value):
                 dropped(value)

@@ -11,6 +11,7 @@ from memascend.errors import BudgetError
 from memascend.layout.units import CPU
 from memascend.machine.cuda import ComputeDevice, open_device
 from memascend.offloading.activations import POLICIES
+from memascend.offloading.slices import check_micro_batch_size
 from memascend.plan.device import make_device_plan
 from memascend.plan.host import UPDATES
 
@@ -46,6 +47,8 @@ class Computing:
     gradients: str = "auto"
     #: One of `memascend.plan.host.UPDATES`.
     update: str = "forward"
+    #: Sequences that a repeated layer computes at once, or None for the whole batch.
+    micro_batch_size: int | None = None
 
     @staticmethod
     def of(
@@ -57,6 +60,7 @@ class Computing:
         fused_loss: bool | str = "auto",
         gradients: str = "auto",
         update: str = "forward",
+        micro_batch_size: int | None = None,
     ) -> Computing:
         """Check the arguments of `memascend.offload` that have these names, and open the device.
 
@@ -74,6 +78,7 @@ class Computing:
             raise ValueError(f"fused_loss={fused_loss!r} is none of True, False and 'auto'")
         if gradients not in GRADIENTS:
             raise ValueError(f"gradients={gradients!r} is none of {', '.join(map(repr, GRADIENTS))}")
+        check_micro_batch_size(micro_batch_size)
         opened = open_device(device)
         if opened is not None and gradients != "auto":
             raise ValueError(
@@ -94,6 +99,7 @@ class Computing:
             fused_loss=fused_loss,
             gradients=gradients,
             update=update,
+            micro_batch_size=micro_batch_size,
         )
 
     @property

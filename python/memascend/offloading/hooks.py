@@ -321,7 +321,8 @@ class Hooks:
     def _streamed(self, module: nn.Module, needed: list[Unit], recompute: bool, original: Callable) -> Callable:
         """Wrap a module's forward: fetch the units that it needs, let them go after, recompute if wanted."""
         session = self.session
-        run = self._with_units(module, needed, original)
+        slicing = session.slicing if recompute else None
+        run = self._with_units(module, needed, original, slicing is not None)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -370,14 +371,15 @@ class Hooks:
                 )
             return result
 
-        return forward
+        return forward if slicing is None else slicing.around(module, forward, run)
 
-    def _with_units(self, module: nn.Module, needed: list[Unit], original: Callable) -> Callable:
-        """Return `original` with the units that it needs in memory."""
+    def _with_units(self, module: nn.Module, needed: list[Unit], original: Callable, sliced: bool) -> Callable:
+        """Return `original`, which may run on slices of a batch if `sliced`, with the units that it needs in memory."""
         session, streamer = self.session, self.session.streamer
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._casts.use(module)
+            if not sliced:  # Slices share no conversion, where the model is in memory neither.
+                self._casts.use(module)
             check_transforms(needed[0].name if needed else "a table")
             # Our recomputation replaces transformers' own, which would call the layer without this
             # wrapper.
@@ -433,7 +435,8 @@ class Hooks:
                 args, kwargs = pytree.tree_map(to_device, (args, kwargs))
             # A cache that was not asked for would only hold activations in memory.
             caching = session.inputs.keeping_caches(asks_for_cache(args, kwargs))
-            with streamer.forward_pass(grad), explained(session.device_plan), caching:
+            slicing = nullcontext() if session.slicing is None else session.slicing.of_pass(args, kwargs)
+            with streamer.forward_pass(grad), explained(session.device_plan), caching, slicing:
                 for unit in direct:
                     streamer.enter_loose(unit)
                 with self.saving_names() if grad else nullcontext():

@@ -43,6 +43,7 @@ from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.locations import parse_keep_store
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
+from memascend.offloading.slices import Slicing
 from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, make_plan, replan
 from memascend.residency.device import DeviceStreamer
@@ -138,6 +139,7 @@ class Session:
             "recompute": computing.recompute,
             "activations": computing.activations if computing.recompute else None,
             "batch_tokens": computing.batch_tokens,
+            "micro_batch_size": computing.micro_batch_size,
             "update": computing.update,
             **options,
         }
@@ -183,6 +185,12 @@ class Session:
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
         self.inputs = InputStash(self.runtime, computing.activations, self.timeline, self.device)
+        self.micro_batch_size = computing.micro_batch_size
+        self.slicing: Slicing | None = None
+        if computing.micro_batch_size is not None:
+            self.slicing = Slicing(
+                computing.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
+            )
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({place.source[0] for place in self.places if place.source is not None})
         self._note_options(options)
@@ -283,6 +291,10 @@ class Session:
             )
         if any(not file.direct for file in self.files) and options.get("direct", True):
             self.notices.append("the model's files are read through the page cache: their filesystem refuses O_DIRECT")
+
+    def _note(self, notice: str) -> None:
+        self.notices.append(notice)
+        warn_of(notice)
 
     @property
     def attachment(self) -> Attachment | None:

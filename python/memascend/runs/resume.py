@@ -93,6 +93,7 @@ def resume(
     recompute: bool | None = None,
     activations: str | None = None,
     batch_tokens: int | None = None,
+    micro_batch_size: int | None = None,
     update: str = "forward",
     keep_store: bool | str | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
@@ -115,7 +116,7 @@ def resume(
         tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
         device, device_memory, activations, batch_tokens, update, durability, keep_store, options: as in
             `memascend.offload`; may differ from before.
-        recompute: as in `memascend.offload`. None is as before.
+        recompute, micro_batch_size: as in `memascend.offload`. None is as before. Another micro-batch has other bits.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
         process_group: as in `memascend.offload`. Every rank resumes its own store, of a run with as many ranks
             (`memascend.reshard` makes it one); they go on from the last step that all of them have.
@@ -156,10 +157,19 @@ def resume(
         else:
             _free_closed(model)
         recompute = record["recompute"] if recompute is None else recompute
+        micro_batch_size = record.get("micro_batch_size") if micro_batch_size is None else micro_batch_size
         # They change bits, so they are those of the run.
         fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
         computing = Computing.of(
-            device, device_memory, recompute, activations, batch_tokens, fused_loss, gradients, update
+            device,
+            device_memory,
+            recompute,
+            activations,
+            batch_tokens,
+            fused_loss,
+            gradients,
+            update,
+            micro_batch_size,
         )
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)
