@@ -272,8 +272,9 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
         {"optimizer": "lion", "states": "8bit", "no_master": True},
         {"optimizer": "sgd", "lr": 0.1},
         {"gradients": "bfloat16", "dtype": "float32", "grad_accum": 2},
+        {"batch_size": 4, "micro_batch_size": 2},
     ],
-    ids=lambda chosen: chosen.get("optimizer", "rounded"),
+    ids=lambda chosen: chosen.get("optimizer", "sliced" if "micro_batch_size" in chosen else "rounded"),
 )
 def test_other_states_and_gradients_give_the_weights_of_the_run_in_memory(room, capfd, chosen):
     flags = ["--no-master"] if chosen.pop("no_master", False) else []

@@ -40,7 +40,7 @@ SMALL = LlamaConfig(
 
 
 def endurance_of(**options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = forecast(LLAMA_8B, seq_len=512, batch_size=1, **options)["endurance"]
+    found: dict[str, Any] = forecast(LLAMA_8B, **{"seq_len": 512, "batch_size": 1} | options)["endurance"]
     return found
 
 
@@ -90,6 +90,11 @@ def test_what_would_write_less() -> None:
     assert not any(word in saving["change"] for saving in done for word in ("states", "update", "durability"))
     assert not any("update" in saving["change"] for saving in endurance_of(grad_accum=2)["savings"])
     assert endurance_of(budget=1 << 40, durability="none")["savings"] == []
+    # Micro-batches that go through each layer while it is in memory come first.
+    accumulating, sliced = endurance_of(grad_accum=4), {"batch_size": 4, "micro_batch_size": 1}
+    assert accumulating["savings"][0]["change"] == "--batch-size 4 --micro-batch-size 1 --grad-accum 1"
+    assert accumulating["savings"][0]["step_bytes"] == written(**sliced)
+    assert not any("micro" in saving["change"] for saving in endurance_of(**sliced)["savings"])
 
 
 @pytest.mark.parametrize(("durability", "update"), [("step", "forward"), ("every:2", "forward"), ("step", "backward")])

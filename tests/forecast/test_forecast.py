@@ -220,6 +220,24 @@ def test_traffic_and_plan_are_those_of_a_real_run(name, spare, accumulate, updat
     assert_measured(found, seen, fewer_reads=0.03 if update == "forward" else 0.1)
 
 
+@pytest.mark.parametrize("spare", [0, 8 * 2**20])
+def test_traffic_of_micro_batches_that_go_through_each_layer(spare, tmp_path, offloaded):
+    model = build(SMALL)
+    budget = smallest_plan(partition(model)).total + spare
+    offloaded(model, host_memory=budget, micro_batch_size=1)
+    seen = steps(model, memascend.AdamW(model.parameters(), lr=1e-4), 4, 1, 4, 128, SMALL.vocab_size)
+    work = {"seq_len": 128, "batch_size": 4, "budget": budget}
+    found = forecast(saved(SMALL, tmp_path / "config"), **work, micro_batch_size=1)
+    assert_measured(found, seen)
+    moved = found["ssd_traffic"]
+    assert "4 sequences of 128 tokens, 1 at a time in each layer" in as_text(found)
+    once = forecast(tmp_path / "config", **work | {"batch_size": 1})["ssd_traffic"]
+    for direction in ("read", "written"):
+        more, one = ((part["planned"][direction]) for part in (moved, once))
+        more, one = (part["total_bytes"] - part["activations_bytes"] for part in (more, one))
+        assert one * 0.99 <= more <= one * 1.05
+
+
 def test_activations_are_those_of_a_real_forward(tmp_path, offloaded):
     model = build(SMALL)
     # Without buffers to spare, so that the SSD has what does not fit.

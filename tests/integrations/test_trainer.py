@@ -115,6 +115,20 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     memascend.close(trainer.model)
 
 
+def test_layers_take_micro_batches_of_a_step(model_folder: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    in_memory = memascend.run_in_slices(load(model_folder), 1)
+    expected = make(in_memory, tmp_path / "in memory", **arguments, per_device_eval_batch_size=2)
+    expected.train()
+    arguments |= {"offload": True, "micro_batch_size": 1, "per_device_eval_batch_size": 2}
+    interrupted(make(model_folder, tmp_path / "out", callbacks=[InterruptAt(4, "on_step_begin")], **arguments))
+    trainer = make(model_folder, tmp_path / "out", **arguments)
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    memascend.close(trainer.model)
+
+
 def test_the_last_batch_of_an_iterable_data_set_counts_as_in_memory(model_folder: str, tmp_path: Path) -> None:
     """10 samples in batches of 4: accelerate has to know that the last batch has two."""
 

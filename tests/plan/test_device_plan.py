@@ -270,6 +270,17 @@ def test_the_table_says_what_is_an_estimate():
         assert all(len(line) <= 132 for line in table.splitlines())
 
 
+def test_layers_on_slices_take_less_for_large_batches():
+    def least(**tokens):
+        with pytest.raises(BudgetError) as refused:
+            make_device_plan(llama_units(), 1, config=SHAPE, activations="ssd", fused_loss=True, **tokens)
+        return refused.value.smallest_bytes
+
+    whole, sliced, one = least(tokens=65_536), least(tokens=65_536, layer_tokens=2048), least(tokens=2048)
+    assert one < sliced < 0.6 * whole
+    assert least(tokens=2048, layer_tokens=2048) == one
+
+
 def test_frozen_parameters_have_no_gradients():
     units = llama_units()
     for unit in units:

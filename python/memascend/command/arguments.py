@@ -31,6 +31,10 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEB
 DTYPES = ("auto", "bfloat16", "float32")
 #: What --report-to takes.
 REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
+_MICRO_BATCH = (
+    "sequences of a batch that a layer computes at once: all of them go through it while its weights are in memory, so "
+    "that a step moves no more bytes for a larger batch (default: the whole batch)"
+)
 _DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
     "it; else float32, and the weights are written in the checkpoint's at the end"
@@ -135,7 +139,8 @@ def _add_finetune(subcommands: Any) -> None:
     add("--resume", text, action="store_true")
     text = (
         "with --resume: go on with other --steps, --epochs, --lr, --warmup-steps, --schedule, --batch-size, "
-        "--grad-accum, --max-grad-norm or --weight-decay than before; a line for each says what that does"
+        "--micro-batch-size, --grad-accum, --max-grad-norm or --weight-decay than before; a line for each says what "
+        "that does"
     )
     add("--change", text, action="store_true")
     _add_durability(paths.add_argument)
@@ -172,6 +177,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--steps", "optimizer steps", length, type=_positive, metavar="N")
     add("--epochs", "passes over the data, without --steps", length, type=_positive, default=1, metavar="N")
     add("--batch-size", "sequences per forward pass", type=_positive, default=1, metavar="N")
+    add("--micro-batch-size", _MICRO_BATCH, type=_positive, metavar="N")
     add("--seq-len", "tokens per sequence", type=_at_least_two, default=512, metavar="N")
     add("--grad-accum", "forward passes per step", type=_positive, default=1, metavar="N")
     text = (
@@ -258,6 +264,7 @@ def _add_plan(subcommands: Any) -> None:
     add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)
+    add("--micro-batch-size", type=_positive, metavar="N", help=_MICRO_BATCH)
     add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
     text = f"{_DTYPE} (default: %(default)s)"
     add("--dtype", choices=DTYPES, default="auto", help=text)

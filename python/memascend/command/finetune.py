@@ -239,6 +239,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         *chosen,
         recompute=recompute,
         ranks=settings.processes,
+        micro_batch_size=settings.micro_batch_size,
     )
     period = parse_durability(settings.durability)
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
@@ -271,7 +272,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         return expected
     problem = (
         f"the run takes {format_size(whole.total)} of host memory, but this process can have only "
-        f"{format_size(whole.available)} ({whole.bound}): lower --batch-size"
+        f"{format_size(whole.available)} ({whole.bound}): lower --batch-size, give --micro-batch-size"
         f"{' or --seq-len' if settings.in_memory else ', --seq-len or --host-memory'}"
     )
     if not settings.force:
@@ -318,10 +319,13 @@ def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, reco
     if not memascend.can_resume(settings.store):
         print("memascend: note: the store holds no durable step yet: beginning anew", file=sys.stderr, flush=True)
         return None
+    computing = settings.computing
+    if settings.change:  # None would be as before.
+        computing["micro_batch_size"] = settings.micro_batch_size or settings.batch_size
     resumed = memascend.resume(
         list(settings.store),
         host_memory=settings.host_memory,
-        **settings.computing,
+        **computing,
         durability=settings.durability,
         keep_store=settings.keep_store or None,
     )
@@ -371,6 +375,8 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
                 f"{bare[0]} and others like it get no adapters, since PEFT does not know the experts of "
                 f"{config.model_type}: train them from Python, with target_parameters= of peft.LoraConfig"
             )
+    if settings.in_memory and settings.micro_batch_size:
+        memascend.run_in_slices(model, settings.micro_batch_size)
     if settings.in_memory and settings.gradients == "bfloat16":
         round_gradients(model)
     return model

@@ -25,6 +25,7 @@ class Settings:
     steps: int | None = None  # optimizer steps; without it, `epochs` passes over the data
     epochs: int = 1
     batch_size: int = 1
+    micro_batch_size: int | None = None  # sequences of a batch that a layer computes at once; None is all
     seq_len: int = 512
     grad_accum: int = 1
     lr: float = 2e-5
@@ -67,7 +68,10 @@ class Settings:
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
         names = ("device", "device_memory", "recompute", "activations")
-        return {name: getattr(self, name) for name in names} | {"batch_tokens": self.batch_size * self.seq_len}
+        return {name: getattr(self, name) for name in names} | {
+            "batch_tokens": (self.batch_size, self.seq_len),
+            "micro_batch_size": self.micro_batch_size,
+        }
 
     @property
     def sequences_per_step(self) -> int:
@@ -98,7 +102,17 @@ class Settings:
     def decisive(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the run in the store, so that the result is the same."""
         names = (
-            *("batch_size", "seq_len", "grad_accum", "lr", "warmup_steps", "schedule", "max_grad_norm", "weight_decay"),
+            *(
+                "batch_size",
+                "micro_batch_size",
+                "seq_len",
+                "grad_accum",
+                "lr",
+                "warmup_steps",
+                "schedule",
+                "max_grad_norm",
+                "weight_decay",
+            ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field"),
             *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
         )

@@ -171,6 +171,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             seq_len=chosen.seq_len,
             batch_size=chosen.batch_size,
             grad_accum=chosen.grad_accum,
+            micro_batch_size=chosen.micro_batch_size,
             dtype=choice.dtype,
             dtype_reason=choice.reason,
             budget=chosen.host_memory,

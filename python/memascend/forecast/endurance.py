@@ -115,6 +115,10 @@ def savings(
 
 
 def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -> Iterator[tuple[str, Plan, Work]]:
+    if work.grad_accum > 1 and not plan.on_device:
+        rows, micro = work.batch_size * work.grad_accum, work.micro_batch_size or work.batch_size
+        sliced = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)
+        yield f"--batch-size {rows} --micro-batch-size {micro} --grad-accum 1", plan, sliced
     if work.states != "8bit":
         yield "--states 8bit", plan, replace(work, states="8bit")
     if work.states == "float32":

@@ -69,6 +69,7 @@ def forecast(
     seq_len: int,
     batch_size: int,
     grad_accum: int = 1,
+    micro_batch_size: int | None = None,
     dtype: str = "bfloat16",
     dtype_reason: str | None = None,
     budget: int | None = None,
@@ -119,7 +120,15 @@ def forecast(
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Work(
-        seq_len, batch_size, grad_accum, optimizer, states, master, 1 if period is None else period, ranks=ranks
+        seq_len,
+        batch_size,
+        grad_accum,
+        optimizer,
+        states,
+        master,
+        1 if period is None else period,
+        micro_batch_size=micro_batch_size,
+        ranks=ranks,
     )
     device_plan = None
     if gpu is not None:
@@ -191,6 +200,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
             units,
             None,
             tokens=work.tokens,
+            layer_tokens=work.layer_tokens,
             config=config,
             activations=gpu.activations,
             fused_loss=gpu.fused_loss,

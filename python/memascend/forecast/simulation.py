@@ -28,6 +28,7 @@ from memascend.forecast.traffic import divided
 from memascend.formats.weights import empty_model_of
 from memascend.layout.tables import Blocks
 from memascend.offloading.activations import InputStash, Recomputation, StashedInput
+from memascend.offloading.slices import Slicing
 from memascend.vocabulary.gradient import TableGradient
 from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
@@ -84,14 +85,17 @@ def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_siz
     if work.recompute:
         _leave_out_layers(model, units)
     _move(model, units, held, in_memory)
-    if work.recompute:
-        staging = _Staging()
-        for unit in units:
-            for module in unit.modules if unit.repeated else ():
-                _recompute(module, staging)
+    staging = _Staging()
+    rows = work.micro_batch_size or work.batch_size
+    slicing = Slicing(rows, say=lambda _: None, on_cut=staging.note_parts, tries=False)
+    for module in (module for unit in units if unit.repeated for module in unit.modules):
+        if work.recompute:
+            _recompute(module, staging)
+        module.forward = slicing.around(module, module.forward, module.forward)
     with _on_meta(), held:
         ids = torch.zeros(batch_size, work.seq_len, dtype=torch.int64, device=META)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with slicing.of_pass((ids,), {}):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         forward = held.take_peak()
         # Not `loss.backward()`: function modes would not hold within it.
         torch.autograd.backward(loss)

@@ -98,9 +98,10 @@ def _traffic_table(moved: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
         for kind, label in [*kinds.items(), ("total", "total")]
     ]
     per_parameter = [f"{moved[plan][f'{direction}_bytes_per_parameter']:.2f}" for plan, direction in columns]
+    sliced = f", {moved['micro_batch_size']} at a time in each layer" if moved["micro_batch_size"] else ""
     table = _table(
         f"SSD traffic of an optimizer step: {moved['grad_accum']} x {moved['batch_size']} sequences of "
-        f"{moved['seq_len']} tokens",
+        f"{moved['seq_len']} tokens{sliced}",
         ["kind", "read", "written", "least: read", "written"],
         [*rows, ["bytes per parameter", *per_parameter]],
     )

@@ -68,6 +68,8 @@ class Work:
     activations: str = "host"
     #: Whether the repeated layers are recomputed in the backward pass.
     recompute: bool = True
+    #: Sequences of a batch that a repeated layer computes at once; None is all of them.
+    micro_batch_size: int | None = None
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1
 
@@ -80,6 +82,16 @@ class Work:
     def tokens(self) -> int:
         """Tokens of one forward pass."""
         return self.seq_len * self.batch_size
+
+    @property
+    def slices(self) -> int:
+        """Slices of a batch that go through a repeated layer one after another."""
+        return 1 if self.micro_batch_size is None else -(-self.batch_size // self.micro_batch_size)
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens that a repeated layer computes at once."""
+        return self.seq_len * min(self.batch_size, self.micro_batch_size or self.batch_size)
 
     @property
     def step_tokens(self) -> int:
@@ -202,8 +214,8 @@ def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
     """Return the bytes of the input that a recomputed layer puts aside in a forward pass, 0 if it stays in place."""
     if work.activations == "recompute":
         return 0
-    nbytes = work.tokens * config.get_text_config().hidden_size * units[0].tensors[0].dtype.itemsize
-    return nbytes if nbytes >= STASH_FROM_BYTES else 0
+    width_bytes = config.get_text_config().hidden_size * units[0].tensors[0].dtype.itemsize
+    return work.tokens * width_bytes if work.layer_tokens * width_bytes >= STASH_FROM_BYTES else 0
 
 
 def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
@@ -421,10 +433,12 @@ def spill(
                     for ahead in forward[index : index + 1 + PREFETCH_UNITS]:
                         room += sum(held.pop(tensor, 0) for tensor in units[ahead].tensors)
                 if units[number].repeated and stash:
-                    chunks = 0 if work.activations == "ssd" else -(-stash // plan.staging.nbytes)
+                    # Each slice has chunks of its own.
+                    each = min(plan.staging.nbytes, -(-stash // work.slices))
+                    chunks = 0 if work.activations == "ssd" else -(-stash // each)
                     inputs[number] = min(chunks, room)
                     room -= inputs[number]
-                    in_memory = inputs[number] * plan.staging.nbytes
+                    in_memory = inputs[number] * each
                     spilled.activations += round_up(max(0, stash - in_memory), PAGE_BYTES)
             for number in captured:
                 for tensor in reversed(units[number].tensors):

@@ -51,7 +51,7 @@ def from_pretrained(
     frozen: str | None = None,
     recompute: bool = True,
     activations: str | None = None,
-    batch_tokens: int | None = None,
+    batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",

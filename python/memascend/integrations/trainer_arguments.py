@@ -73,6 +73,10 @@ class OffloadArguments:
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
     activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
+    micro_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "sequences of per_device_train_batch_size that a layer computes at once; default all"},
+    )
     fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
     gradients: str = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
     keep_store: Literal[True, False, "replace"] | None = field(
@@ -112,6 +116,7 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
         "device_memory": args.device_memory,
         "recompute": args.recompute,
         "activations": args.activations,
+        "micro_batch_size": args.micro_batch_size,
         "durability": args.durability,
         "keep_store": args.keep_store,
     }

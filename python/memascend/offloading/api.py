@@ -163,7 +163,7 @@ def offload(
     device_memory: str | int | None = None,
     recompute: bool = True,
     activations: str | None = None,
-    batch_tokens: int | None = None,
+    batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
     fused_loss: bool | str = "auto",
     gradients: str = "auto",
@@ -200,7 +200,8 @@ def offload(
             as `host_memory` has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and
             "recompute" on a device.
         batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
-            is too small for them is refused before anything starts.
+            is too small for them is refused before anything starts. With `micro_batch_size` both as a pair,
+            (sequences, length): from one number the plan cannot tell what a micro-batch has.
         micro_batch_size: sequences that a repeated layer computes at once, of a batch that the model is called with as
             a whole. Each layer takes all these slices of the batch while its weights are in memory, in the forward pass
             and in the backward pass, and their gradients are added up before they are put aside: a step moves the bytes

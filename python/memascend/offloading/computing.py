@@ -40,7 +40,7 @@ class Computing:
     recompute: bool
     #: One of `POLICIES`.
     activations: str
-    batch_tokens: int | None
+    batch_tokens: int | tuple[int, int] | None
     #: Whether heads are tables, so that the loss is computed in pieces: True, False or "auto".
     fused_loss: bool | str = "auto"
     #: One of `GRADIENTS`.
@@ -56,7 +56,7 @@ class Computing:
         device_memory: str | int | None,
         recompute: bool,
         activations: str | None,
-        batch_tokens: int | None,
+        batch_tokens: int | tuple[int, int] | None,
         fused_loss: bool | str = "auto",
         gradients: str = "auto",
         update: str = "forward",
@@ -72,7 +72,7 @@ class Computing:
             raise ValueError(
                 f"activations={activations!r} is about the inputs of recomputed layers: leave recompute=True"
             )
-        if batch_tokens is not None and batch_tokens < 1:
+        if batch_tokens is not None and min(_pair_of(batch_tokens)) < 1:
             raise ValueError(f"batch_tokens={batch_tokens}: a batch has one token or more")
         if fused_loss not in (True, False, "auto"):
             raise ValueError(f"fused_loss={fused_loss!r} is none of True, False and 'auto'")
@@ -119,12 +119,18 @@ class Computing:
         """
         if self.device is None:
             return None
+        tokens = layer_tokens = None
+        if self.batch_tokens is not None:
+            sequences, length = _pair_of(self.batch_tokens)
+            tokens = sequences * length
+            layer_tokens = length * min(sequences, self.micro_batch_size or sequences)
         free, total = self.device.memory()
         free += leaving_bytes
         plan = make_device_plan(
             units,
             self.device_memory,
-            tokens=self.batch_tokens,
+            tokens=tokens,
+            layer_tokens=layer_tokens,
             config=config,
             activations=self.activations if self.recompute else "keep",
             free=free,
@@ -139,3 +145,8 @@ class Computing:
                 plan.smallest_bytes,
             )
         return plan
+
+
+def _pair_of(batch_tokens: int | tuple[int, int]) -> tuple[int, int]:
+    """Return sequences and their length; one number is taken for one sequence."""
+    return (1, batch_tokens) if isinstance(batch_tokens, int) else batch_tokens

@@ -63,6 +63,7 @@ class Slicing:
         between: Callable[[nn.Module], None] = lambda module: None,
         on_cut: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] = lambda whole, parts: None,
         device: ComputeDevice | None = None,
+        tries: bool = True,
     ) -> None:
         """Run on slices of `rows`.
 
@@ -72,9 +73,11 @@ class Slicing:
             between: called with a layer after each of its calls.
             on_cut: called with a tensor that was cut, and its slices.
             device: where the model computes.
+            tries: whether a layer is tried first; otherwise what it returns is joined by its shape, which is right for
+                hidden states.
         """
         self.rows = rows
-        self._say, self._between, self._on_cut, self._device = say, between, on_cut, device
+        self._say, self._between, self._on_cut, self._device, self._tries = say, between, on_cut, device, tries
         #: Rows of the batch of the pass under way, and of the last pass, whose layers a backward pass may call again.
         self._batch: int | None = None
         self._last: int | None = None
@@ -135,10 +138,12 @@ class Slicing:
             return layer(*args, **kwargs)
         return self._run_slices(module, layer, call, joins)
 
-    def _joins(self, module: nn.Module, plain: Callable[..., Any], call: Call) -> Joins | str:
+    def _joins(self, module: nn.Module, plain: Callable[..., Any], call: Call) -> Joins | str | None:
         """Return how the outputs of slices are joined, or why the layer is to see the whole batch."""
         if not call.leads:
             return f"its first input is not {call.rows} rows, as the batch of the model's call is"
+        if not self._tries:
+            return None
         kind = self._layout(module), module.training, call.kind(), collected_kinds()
         if kind not in self._tried:
             self._tried[kind] = Trial(module, self._device, self._between).of(plain, call)
@@ -159,7 +164,7 @@ class Slicing:
                 f"takes the memory of the whole batch: {why}"
             )
 
-    def _run_slices(self, module: nn.Module, layer: Callable[..., Any], call: Call, joins: Joins) -> Any:
+    def _run_slices(self, module: nn.Module, layer: Callable[..., Any], call: Call, joins: Joins | None) -> Any:
         slices = call.split(self.rows)
         for index in call.cut:
             self._on_cut(call.leaves[index], [leaves[index] for leaves in slices])
@@ -171,6 +176,9 @@ class Slicing:
             outputs.insert(0, Outputs.of(layer(*args, **kwargs), collected.take()))
             self._between(module)
         structure = outputs[0].structure
+        if joins is None:
+            rows = len(slices[0][call.cut[0]])
+            joins = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in outputs[0].leaves]
         if any(len(output.leaves) != len(joins) or output.structure != structure for output in outputs):
             raise MemascendError(
                 f"{type(module).__name__} returned other things for a slice of the batch than when it was tried: leave "

@@ -119,6 +119,7 @@ def make_device_plan(
     budget: int | None,
     *,
     tokens: int | None = None,
+    layer_tokens: int | None = None,
     config: Any = None,
     activations: str = "recompute",
     fused_loss: bool = False,
@@ -131,6 +132,7 @@ def make_device_plan(
         units: all units of the model.
         budget: bytes that may be taken; None takes `free` less a margin of 1/16.
         tokens: tokens of one forward pass (sequences x length), if known.
+        layer_tokens: those that a repeated layer computes at once, of slices of the batch; None is all.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
             estimated, and buffers beyond the least leave room for activations: the least plan for those of
             `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
@@ -153,7 +155,7 @@ def make_device_plan(
     leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
     fused_loss = fused_loss or any(table.is_head for table in tables)
     computing = _Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments)
-    estimated = None if tokens is None else computing.lines(tokens)
+    estimated = None if tokens is None else computing.lines(tokens, layer_tokens)
     unknown = None if estimated else _unknown_line(computing)
     rest = (stand_ins, *(estimated or (unknown,)), *_segment_lines(gradients, segments))
     blocks = _blocks_line(tables)
@@ -327,15 +329,23 @@ class _Estimate:
         """Whether a head is a table, whose loss makes the logits in pieces."""
         return any(unit.is_head for unit in self.units)
 
-    def lines(self, tokens: int) -> list[Line] | None:
-        """Return what PyTorch holds at the worst moment, or None without the widths that tell."""
+    def lines(self, tokens: int, layer_tokens: int | None = None) -> list[Line] | None:
+        """Return what PyTorch holds at the worst moment, or None without the widths that tell.
+
+        A repeated layer computes `layer_tokens` of the `tokens` at once.
+        """
+        layer_tokens = tokens if layer_tokens is None else layer_tokens
         shape = Shape.of(self.config)
         layers = sum(unit.repeated for unit in self.units)
         if shape is None or not layers:
             return None
         itemsize = next(unit for unit in self.units if unit.repeated).tensors[0].dtype.itemsize
         lines = self._waiting_lines(shape, tokens, layers, itemsize)
-        layer = self._taken(shape.layer_tensors(tokens, itemsize))
+        layer = self._taken(shape.layer_tensors(layer_tokens, itemsize))
+        if layer_tokens < tokens:
+            # The last norm takes the whole batch, in float32: its input, two gradients; others in the layers' dtype.
+            norm = [(tokens * shape.hidden * 4, 3), (tokens * shape.hidden * itemsize, 3)]
+            layer = max(layer + self._taken(self._of_batch(shape, tokens, itemsize)), self._taken(norm))
         loss = loss_in_pieces if self.in_pieces else _fused_loss if self.fused_loss else _whole_logits
         logits = self._taken(loss(shape, tokens, itemsize))
         # At the loss there are no gradients of weights yet, unless the loss makes them: their room
@@ -350,6 +360,13 @@ class _Estimate:
         holes = int(HOLES_SHARE * (sum(line.total for line in lines) + self.gradients))
         lines.append(Line("holes", holes, 1, "allowance: PyTorch's allocator"))
         return lines
+
+    def _of_batch(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
+        """Return what is there of the whole batch while slices go through a layer, and the sums of its gradients."""
+        # The gradients of what the layer returns, of what it was given by slices, and the latter side by side.
+        hidden = [(tokens * shape.hidden * itemsize, 3)]
+        layers = ([p.nbytes for p in unit.places if p.parameter.requires_grad] for unit in self.units if unit.repeated)
+        return hidden + [(nbytes, 1) for nbytes in max(layers, key=sum)]
 
     def _waiting_lines(self, shape: Shape, tokens: int, layers: int, itemsize: int) -> list[Line]:
         """Return the lines of what is there while layers and the loss are computed."""

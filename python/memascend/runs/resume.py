@@ -92,7 +92,7 @@ def resume(
     device_memory: str | int | None = None,
     recompute: bool | None = None,
     activations: str | None = None,
-    batch_tokens: int | None = None,
+    batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
     update: str = "forward",
     keep_store: bool | str | None = None,
