@@ -1,0 +1,209 @@
+#!/usr/bin/env python
+"""Bytes and seconds of a step of 1 to 16 micro-batches: through each layer while it is there, and accumulated.
+
+    python benches/micro_batches.py --workdir DIR --json benches/results/micro_batches.json      # 0.51b
+    python benches/micro_batches.py --model vocabulary --counts 1,8 --tokens 512 --memory 1GiB
+    python benches/micro_batches.py --model tiny --counts 1,2,4 --tokens 64 --rounds 1           # to try the script out
+
+A step takes N micro-batches of one sequence. "sliced" calls the model once with all of them (micro_batch_size=1),
+"accumulated" N times, "in memory" N times without a store (AdamW in float32). Each runs in a process of its own, by
+turns, with the budget of --memory, or the least that reads ahead, and without durable steps. The time of a step is the
+median of the rounds' medians; memory is the peak above what importing took. Beside the bytes stand those of
+`memascend.forecast`. With --check: sliced weights, states and gradients within 1.05 of one micro-batch's, the forecast
+within 3% of what was moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from _common import GB, finish, in_workdir, machine, markdown, rss, run, size
+from _common import start as start_child
+from peak_memory import RUNS, SEED, SHAPES, model_directory, parameter_count, words
+
+SYSTEMS = ("sliced", "accumulated", "in memory")
+#: Of one micro-batch's weights, states and gradients, what any number of them may move; and how far a forecast may be
+#: off.
+MOVED_MOST, FORECAST_OFF = 1.05, 0.03
+
+
+# --- the child: one system, one number of micro-batches ---
+
+
+def child(job: dict) -> dict:
+    import torch
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    baseline = rss()["hwm"]
+    count, sliced = job["count"], job["system"] == "sliced"
+    kind = "in-memory" if job["system"] == "in memory" else "memascend"
+    training = RUNS[kind](job["model_dir"], job["scratch"], job | ({"micro_batch_size": 1} if sliced else {}))
+    shape = (count, job["tokens"])
+    ids = torch.randint(0, words(job["model"]), shape, generator=torch.Generator().manual_seed(SEED))
+    steps = []
+    for _ in range(job["warmup"] + job["steps"]):
+        begin, before = time.perf_counter(), training.ssd_bytes() or (0, 0)
+        total = 0.0
+        for part in (ids,) if sliced else ids.split(1):
+            loss = training.model(input_ids=part, labels=part).loss * (len(part) / count)
+            training.backward(loss)
+            total += float(loss.detach())
+            del loss
+        training.step()
+        moved = [after - earlier for after, earlier in zip(training.ssd_bytes() or (0, 0), before, strict=True)]
+        steps.append({"step_s": time.perf_counter() - begin, "read": moved[0], "written": moved[1], "loss": total})
+        print(f"{job['system']} {count}: {steps[-1]}", flush=True)
+    details = training.close()
+    return {"peak_bytes": rss()["hwm"] - baseline, "steps": steps[job["warmup"] :], **details}
+
+
+# --- the parent: runs children, compares ---
+
+
+def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) -> dict[str, int]:
+    """The bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
+    from memascend.forecast.forecast import forecast
+
+    work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}
+    moved = forecast(Path(model_dir), seq_len=args.tokens, budget=args.memory, durability="none", **work)
+    parts = [moved["ssd_traffic"]["planned"][direction] for direction in ("read", "written")]
+    total = sum(part["total_bytes"] for part in parts)
+    return {"total": total, "without_activations": total - sum(part["activations_bytes"] for part in parts)}
+
+
+def overlapping(model_dir: str, tokens: int) -> int:
+    from memascend.forecast.forecast import forecast
+
+    return forecast(Path(model_dir), seq_len=tokens, batch_size=1)["host_memory"]["overlap_bytes"]
+
+
+def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str, count: int) -> dict:
+    scratch = workdir / "scratch"
+    scratch.mkdir(exist_ok=True)
+    job = {
+        "system": system,
+        "count": count,
+        "model": args.model,
+        "model_dir": model_dir,
+        "scratch": str(scratch),
+        "tokens": args.tokens,
+        "host_memory": args.memory,
+        "durability": "none",
+        "warmup": 2,
+        "steps": args.steps,
+    }
+    raw = start_child([sys.executable, __file__, "--child"], job, "micro_batches", workdir, args.timeout, {})
+    return {
+        "step_s": statistics.median(step["step_s"] for step in raw["steps"]),
+        "read": statistics.mean(step["read"] for step in raw["steps"]),
+        "written": statistics.mean(step["written"] for step in raw["steps"]),
+        "peak_bytes": raw["peak_bytes"],
+        "losses": [step["loss"] for step in raw["steps"]],
+    }
+
+
+def compare(workdir: Path, args: argparse.Namespace) -> int:
+    model_dir = str(model_directory(args.model, args, workdir))
+    parameters = parameter_count(SHAPES[args.model], words(args.model))
+    args.memory = args.memory or overlapping(model_dir, args.tokens)
+    measured: dict[tuple[str, int], list[dict]] = {}
+    for number in range(args.rounds):
+        for count in args.counts:
+            for system in args.systems:
+                runs = measured.setdefault((system, count), [])
+                runs.append(measure(model_dir, workdir, args, system, count))
+                print(f"round {number}: {system}, {count}: {runs[-1]}", flush=True)
+    entries, rows, missed = [], [], []
+    for (system, count), runs in measured.items():
+        entry = {
+            "system": system,
+            "micro_batches": count,
+            "step_s": statistics.median(each["step_s"] for each in runs),
+            "moved": statistics.mean(each["read"] + each["written"] for each in runs),
+            "peak_bytes": max(each["peak_bytes"] for each in runs),
+            "runs": runs,
+        }
+        if system != "in memory":
+            entry["forecast"] = planned(model_dir, args, count, system == "sliced")
+        entries.append(entry)
+        rows.append(_row(entry, args.tokens, parameters))
+    missed = _missed(entries) if args.check else []
+    header = ["micro-batches", "", "step, s", "us a token", "GB a step", "bytes a parameter", "KB a token", "forecast"]
+    print("\n" + markdown([*header, "peak, GB"], rows))
+    results = {
+        "machine": machine(workdir),
+        "model": args.model,
+        "parameters": parameters,
+        "tokens": args.tokens,
+        "host_memory": args.memory,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "entries": entries,
+    }
+    return finish(results, args.json, missed)
+
+
+def _row(entry: dict, tokens: int, parameters: int) -> list[str]:
+    in_step = entry["micro_batches"] * tokens
+    return [
+        str(entry["micro_batches"]),
+        entry["system"],
+        f"{entry['step_s']:.2f}",
+        f"{entry['step_s'] / in_step * 1e6:.0f}",
+        f"{entry['moved'] / GB:.2f}",
+        f"{entry['moved'] / parameters:.1f}",
+        f"{entry['moved'] / in_step / 1e3:.1f}",
+        f"{entry['forecast']['total'] / GB:.2f}" if "forecast" in entry else "",
+        f"{entry['peak_bytes'] / GB:.2f}",
+    ]
+
+
+def _missed(entries: list[dict]) -> list[str]:
+    """What moves more than it may, or other than was forecast."""
+    missed = []
+    sliced = {entry["micro_batches"]: entry for entry in entries if entry["system"] == "sliced"}
+    least = min(sliced, default=0)
+    for count, entry in sliced.items():
+        of_activations = entry["forecast"]["total"] - entry["forecast"]["without_activations"]
+        moved = entry["moved"] - of_activations
+        once = sliced[least]["forecast"]["without_activations"]
+        if moved > MOVED_MOST * once:
+            missed.append(f"{count} micro-batches move {moved / once:.2f} of what {least} does, activations apart")
+    for entry in (entry for entry in entries if "forecast" in entry):
+        off = entry["moved"] / max(entry["forecast"]["total"], 1) - 1
+        if abs(off) > FORECAST_OFF:
+            missed.append(f"{entry['system']} {entry['micro_batches']}: {off:+.1%} beside the forecast")
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--model", choices=SHAPES, default="0.51b")
+    parser.add_argument("--counts", type=numbers, default=[1, 2, 4, 8, 16], help="micro-batches of a step")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
+    parser.add_argument("--memory", type=size, help="host memory (default: the least that reads ahead)")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run, after two of warm-up")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
+    parser.add_argument("--timeout", type=float, default=1800)
+    parser.add_argument("--workdir", type=Path, help="on the drive to measure; empty (default: made here)")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    return in_workdir(args.workdir, lambda workdir: compare(workdir, args))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        given = json.loads(sys.argv[2])
+        Path(given["result"]).write_text(json.dumps(child(given)))
+        sys.stdout.flush()
+        os._exit(0)
+    run(main)
