@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM
 
 import memascend
@@ -321,6 +322,30 @@ class Around(nn.Module):
         return x.square().sum() / 1000 + total
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_within_a_checkpoint_of_the_program(offloaded: Offload, recompute: bool, reentrant: bool) -> None:
+    """The backward pass calls them again, outside of any call of the model."""
+
+    class Checkpointed(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x.float().square().sum() / 1000
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Checkpointed(*(tiny.Block(192) for _ in range(3)))
+
+    x = torch.randn(5, 4, 192, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    in_memory, model = memascend.run_in_slices(made(), 2), offloaded(made(), micro_batch_size=2, recompute=recompute)
+    rows = calls_of(model.get_submodule("layers.1.mlp"))
+    for each in (in_memory, model):
+        each(x).backward()
+    assert bits.difference(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(in_memory))) is None
+    assert set(rows[-3:]) == {1, 2}
+
+
 def encoder(batch_first: bool = False) -> nn.Module:
     return nn.TransformerEncoderLayer(192, 4, 256, dropout=0.0, batch_first=batch_first)
 
@@ -384,9 +409,13 @@ def test_a_trial_leaves_nothing_behind(offloaded: Offload) -> None:
             return x + self.dropout(self.linear(x)) + 0 * torch.rand(())
 
     model = offloaded(Layers(Counting(), Counting()), micro_batch_size=3)
-    torch.manual_seed(0)
-    model(torch.ones(6, 2, 192)).backward()
-    assert [layer.seen.item() for layer in model.layers] == [6, 6]
+    losses = []
+    for _ in range(2):  # the first call has the trial
+        torch.manual_seed(0)
+        losses.append(model(torch.ones(6, 2, 192)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert [layer.seen.item() for layer in model.layers] == [12, 12]
     assert all(layer.training and layer.dropout.training for layer in model.layers)
 
 

@@ -65,6 +65,16 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
     assert 0 < sum("experts" in name for name in moved) < 36
 
 
+def test_layers_on_slices(tmp_path: Path) -> None:
+    results = rank_programs.run("train", 2, tmp_path, offloading={"micro_batch_size": 1, "least": True})
+    model = memascend.run_in_slices(rank_runs.build(), 1)
+    expected = rank_runs.Run(model, 2, range(2)).go(2).result()
+    for result in results:
+        assert "error" not in result, result
+        assert bits.difference(result["norms"], expected["norms"]) is None
+        assert bits.difference(result["weights"], expected["weights"]) is None
+
+
 @pytest.mark.parametrize("training", [{"states": "8bit"}, {"dtype": "bfloat16", "master": False}])
 def test_three_ranks_are_one_process_that_divides_in_the_update(training: dict[str, Any], tmp_path: Path) -> None:
     dtype = training.get("dtype", "float32")

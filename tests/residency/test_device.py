@@ -89,6 +89,19 @@ def test_every_policy_and_schedule(
     tiny.assert_same(trace, reference("t5_dropout", accumulate=2))
 
 
+@pytest.mark.parametrize(("activations", "seed", "lateness"), RUNS[::2])
+def test_layers_on_slices(
+    on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, activations: str, seed: int, lateness: int
+) -> None:
+    fake.set("seed", seed)
+    fake.set("lateness", lateness)
+    in_memory = memascend.run_in_slices(tiny.build("t5_dropout"), 1)
+    model = on_device(tiny.build("t5_dropout"), activations=activations, micro_batch_size=1, batch_tokens=(2, 16))
+    with Accesses(fake):
+        trace = tiny.train(model, "t5_dropout", accumulate=2)
+    tiny.assert_same(trace, tiny.train(in_memory, "t5_dropout", accumulate=2))
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("activations", ["recompute", "ssd"])
 def test_the_smallest_budgets(
