@@ -238,17 +238,20 @@ def test_traffic_of_micro_batches_that_go_through_each_layer(spare, tmp_path, of
         assert one * 0.99 <= more <= one * 1.05
 
 
-def test_activations_are_those_of_a_real_forward(tmp_path, offloaded):
+# A slice of 96 tokens is smaller than a chunk of the staging, and takes a whole one.
+@pytest.mark.parametrize(("rows", "tokens", "micro"), [(2, 128, None), (4, 96, 1)])
+def test_activations_are_those_of_a_real_forward(rows, tokens, micro, tmp_path, offloaded):
     model = build(SMALL)
     # Without buffers to spare, so that the SSD has what does not fit.
-    offloaded(model, host_memory=smallest_budget(model))
+    offloaded(model, host_memory=smallest_budget(model), micro_batch_size=micro)
     memascend.AdamW(model.parameters())
     before = memascend.stats(model)["store_bytes_used"]
-    ids = torch.randint(3, SMALL.vocab_size, (2, 128))
+    ids = torch.randint(3, SMALL.vocab_size, (rows, tokens))
     loss = model(input_ids=ids, labels=ids).loss
     stashed = memascend.stats(model)["store_bytes_used"] - before
-    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=128, batch_size=2)
-    each, spare = 2 * 128 * 512 * 2, 8 * 128 * 1024  # of 16 staging buffers half may keep data
+    found = forecast(saved(SMALL, tmp_path / "config"), seq_len=tokens, batch_size=rows, micro_batch_size=micro)
+    # Of 16 staging buffers half may keep data.
+    each, spare = rows * tokens * 512 * 2, 8 * min(128 * 1024, tokens * 512 * 2)
     assert found["ssd_space"]["activations_bytes"] == 8 * each
     assert found["ssd_traffic"]["planned"]["written"]["activations_bytes"] == 8 * each - spare == stashed
     loss.backward()
