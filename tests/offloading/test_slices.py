@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -304,6 +305,17 @@ class Summing(nn.Module):
         return x + self.linear(x), x.square().sum()
 
 
+class Writing(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5) + self.linear(x)
+
+
 class Around(nn.Module):
     """Calls layers with more than the hidden states, or with other dimensions first."""
 
@@ -357,6 +369,7 @@ def encoder(batch_first: bool = False) -> nn.Module:
         (Mixing, "", 4, "not what it returns for each of them alone"),
         (Shifted, "table", 6, "fails on two rows of the batch|not what it returns"),
         (Summing, "", 4, "not what it returns for each of them alone"),
+        (Writing, "", 4, "it changes an input in place"),
         (encoder, "sequence first", 4, "its first input is not 6 rows"),
         (encoder, "sequence first", 6, "not what it returns for each of them alone"),
     ],
@@ -369,8 +382,8 @@ def test_layers_that_need_the_whole_batch_get_it(
         return Around(layer(), layer(), how=how)
 
     x = torch.randn(6, length, 192, generator=torch.Generator().manual_seed(3))
-    whole, model = made(), offloaded(made(), micro_batch_size=1)
-    expected, actual = whole(x), model(x)
+    whole, model = made(), offloaded(made(), micro_batch_size=1, recompute=layer is not Writing)
+    expected, actual = whole(x.clone()), model(x.clone())
     expected.backward()
     actual.backward()
     assert bits.same(actual.detach(), expected.detach())
@@ -417,6 +430,18 @@ def test_a_trial_leaves_nothing_behind(offloaded: Offload) -> None:
     assert torch.equal(*losses)
     assert [layer.seen.item() for layer in model.layers] == [12, 12]
     assert all(layer.training and layer.dropout.training for layer in model.layers)
+
+
+def test_a_copy_of_a_model_in_memory_computes_with_its_own_weights() -> None:
+    torch.manual_seed(0)
+    model = memascend.run_in_slices(Layers(*(tiny.Block(192) for _ in range(2))), 1)
+    copied, x = copy.deepcopy(model), torch.randn(3, 4, 192)
+    assert torch.equal(model(x), copied(x))
+    with torch.no_grad():
+        model.layers[0].mlp[2].weight.zero_()
+    assert not torch.equal(model(x), copied(x))
+    with pytest.raises(memascend.MemascendError, match="already"):
+        memascend.run_in_slices(copied, 1)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])

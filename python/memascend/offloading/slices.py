@@ -11,7 +11,8 @@ Nothing here knows of stores: a model in memory runs with the same slices (`run_
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -226,15 +227,27 @@ def run_in_slices(model: nn.Module, micro_batch_size: int) -> nn.Module:
         torch.clear_autocast_cache()
 
     slicing = Slicing(micro_batch_size, between=clear)
-    for module in {module for unit in partition(model) if unit.repeated for module in unit.modules} - {model}:
-        module.forward = slicing.around(module, module.forward, module.forward)
-    forward = model.forward
 
-    @wraps(forward)
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def layer(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return slicing.around(module, forward, forward)(*args, **kwargs)
+
+    def whole(_: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         with slicing.of_pass(args, kwargs):
             return forward(*args, **kwargs)
 
-    model.forward = whole
+    for module in {module for unit in partition(model) if unit.repeated for module in unit.modules} - {model}:
+        _surround(module, layer)
+    _surround(model, whole)
     model._memascend_slices = slicing  # type: ignore[assignment]
     return model
+
+
+def _surround(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call(module, forward, args, kwargs)` run for the module's forward, and of a copy of the module for its."""
+    own, of_class = module.__dict__.get("forward"), type(module).forward
+
+    @wraps(of_class)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, partial(of_class, self) if own is None else own, args, kwargs)
+
+    module.forward = MethodType(forward, module)

@@ -11,7 +11,7 @@ from torch import nn
 
 from memascend.common.graphs import is_compiled
 from memascend.errors import MemascendError, first_line
-from memascend.offloading.buffers import BufferCopies, BufferState
+from memascend.offloading.buffers import BufferCopies, BufferState, version_of
 from memascend.offloading.calls import Outputs
 from memascend.offloading.collectors import Collected
 from memascend.offloading.randomness import RandomState
@@ -32,6 +32,10 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 1e-2, to
 _AGREEING = 0.75
 
 
+class _WritesError(Exception):
+    """The layer has written to what it was given."""
+
+
 class Trial:
     """Calls a layer with two rows of a batch, and with each of them alone, without gradients and without dropout."""
 
@@ -49,6 +53,8 @@ class Trial:
                 pair, first, second = (self._outputs(plain, call, *rows) for rows in ((0, 2), (0, 1), (1, 2)))
         except (MemascendError, MemoryError, torch.OutOfMemoryError):
             raise
+        except _WritesError as error:
+            return str(error)
         except Exception as error:
             return f"it fails on two rows of the batch ({type(error).__name__}: {first_line(error)})"
         if not len(pair.leaves) == len(first.leaves) == len(second.leaves):
@@ -62,10 +68,15 @@ class Trial:
         return joins
 
     def _outputs(self, plain: Callable[..., Any], call: Call, begin: int, end: int) -> Outputs:
-        args, kwargs = call.arguments(call.some(begin, end))
+        leaves = [_copy_of(leaf) for leaf in call.some(begin, end)]
+        versions = _versions(leaves)
+        args, kwargs = call.arguments(leaves)
         collected = Collected()
         try:
-            return Outputs.of(plain(*args, **kwargs), collected.take())
+            outputs = Outputs.of(plain(*args, **kwargs), collected.take())
+            if _versions(leaves) != versions:
+                raise _WritesError("it changes an input in place")
+            return outputs
         finally:
             collected.take()
             self._between(self._module)
@@ -92,6 +103,15 @@ class Trial:
     def _has_graphs(self) -> bool:
         """Whether a part of the layer is compiled: graphs for the trial's shapes would be made for nothing."""
         return "torch._dynamo" in sys.modules and any(is_compiled(inner) for inner in self._module.modules())
+
+
+def _copy_of(leaf: Any) -> Any:
+    """Return a copy of a tensor that is no weight: the layer may write to it."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) else leaf
+
+
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _joins_by_rows(both: Any, one: Any, other: Any) -> bool | None:
