@@ -16,6 +16,7 @@ from memascend.command import main
 from memascend.command.changes import Position
 from memascend.command.data import Blocks
 from memascend.command.settings import Settings
+from memascend.runs.resume import read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,6 +102,16 @@ def test_steps_of_another_size_go_on_where_the_data_was(
     options |= {"steps": 5}
     finetune(model_dir, "third", "--resume", "--change", **options)
     assert taken[-8:] == list(range(10, 18))
+
+
+def test_micro_batches_may_change(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"schedule": "constant", "batch_size": 2}
+    finetune(model_dir, "first", steps=1, micro_batch_size=1, **options)
+    finetune(model_dir, "second", "--resume", steps=2, code=main.BAD_INPUT, **options)
+    assert "--micro-batch-size is None, but the run in the store has 1" in capfd.readouterr().err
+    finetune(model_dir, "second", "--resume", "--change", steps=2, **options)
+    assert "--micro-batch-size 1 -> None: from step 2 on" in capfd.readouterr().err
+    assert read_record([model_dir.parent / "store"])["micro_batch_size"] == 2  # the whole batch
 
 
 def test_what_decides_the_bits_before_cannot_be_changed(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

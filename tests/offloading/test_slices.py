@@ -12,6 +12,7 @@ import peft
 import pytest
 import tiny
 import torch
+from simulated_device import Accesses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM
@@ -21,6 +22,8 @@ import memascend
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from fake_cuda import Fake
 
     Offload = Callable[..., nn.Module]
     Result = tuple[list[torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]
@@ -151,6 +154,14 @@ def test_updates_in_the_backward_pass(offloaded: Offload) -> None:
     expected = train(memascend.run_in_slices(build("llama"), 2), "llama", steps=3, clip=False)
     model = offloaded(build("llama"), micro_batch_size=2, update="backward")
     assert_same(train(model, "llama", steps=3, clip=False), expected)
+
+
+def test_updates_in_the_backward_pass_of_a_device(on_device: Offload, fake: Fake) -> None:
+    expected = train(memascend.run_in_slices(build("llama"), 2), "llama", steps=3, clip=False)
+    model = on_device(build("llama"), micro_batch_size=2, update="backward", activations="ssd")
+    with Accesses(fake):
+        actual = train(model, "llama", steps=3, clip=False)
+    assert_same(actual, expected)
 
 
 def test_several_calls_in_a_step(offloaded: Offload) -> None:

@@ -23,7 +23,7 @@ class Call:
         self.cut = [
             index
             for index, leaf in enumerate(self.leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == rows
+            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,)
         ]
         self._states = [index for index, leaf in enumerate(self.leaves) if is_state(leaf)]
 
