@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import architecture_runs
+import architecture_slices
 import lab
 import pytest
 import transformers
@@ -56,6 +57,13 @@ CORE_TABLES = [
     "NanoChatForCausalLM",
     "T5ForConditionalGeneration",
 ]
+#: What `make test` runs with layers on slices of the batch, and what becomes of it.
+CORE_SLICES = {
+    "BertForMultipleChoice": "whole",  # Its layers have a row for each choice.
+    "Qwen3MoeForCausalLM": "sliced",
+    "ResNetForImageClassification": "whole",
+    "WhisperForConditionalGeneration": "sliced",
+}
 #: How far the loss in pieces may be from that of whole logits, relative to it, and its gradients, to the largest.
 LOSS_APART_MAX, GRADIENT_APART_MAX = 1e-6, 1e-5
 #: Longer than any takes, however busy the machine is.
@@ -136,6 +144,26 @@ def test_one_of_each_use_of_tables(name: str, room: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if is_trained(name) and name not in CORE_TABLES])
 def test_every_other_with_tables(name: str, room: Path) -> None:
     check_tables(name, room)
+
+
+def check_slices(name: str, room: Path) -> str:
+    with lab.Child(room, architecture_slices.run, name, room) as child:
+        outcome, why = child.receive(SECONDS)
+    print(f"{name}: {outcome} {why}")
+    assert outcome not in ("wrong", "refused"), f"{name}: {why}"
+    return outcome
+
+
+@pytest.mark.parametrize(("name", "expected"), CORE_SLICES.items())
+def test_layers_on_slices(name: str, expected: str, room: Path) -> None:
+    assert check_slices(name, room) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if is_trained(name) and name not in CORE_SLICES])
+def test_every_other_on_slices(name: str, room: Path) -> None:
+    if check_slices(name, room) == "not trained":
+        pytest.skip("not trained")
 
 
 def test_the_list_is_of_architectures_that_there_are() -> None:
