@@ -381,8 +381,9 @@ def encoder(batch_first: bool = False) -> nn.Module:
         (Shifted, "table", 6, "fails on two rows of the batch|not what it returns"),
         (Summing, "", 4, "not what it returns for each of them alone"),
         (Writing, "", 4, "it changes an input in place"),
-        (encoder, "sequence first", 4, "its first input is not 6 rows"),
+        (encoder, "sequence first", 4, "its first input has not the 6 rows of the batch first"),
         (encoder, "sequence first", 6, "not what it returns for each of them alone"),
+        (encoder, "sequence first", 12, "not what it returns for each of them alone"),
     ],
 )
 def test_layers_that_need_the_whole_batch_get_it(

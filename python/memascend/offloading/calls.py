@@ -33,10 +33,11 @@ class Call:
         return any(is_cache(self.leaves[index]) for index in self._states)
 
     @property
-    def leads(self) -> bool:
-        """Whether the first tensor, the hidden states, has the batch's rows."""
-        first = next((index for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)), None)
-        return first in self.cut
+    def times(self) -> int:
+        """How many rows the first tensor, the hidden states, has for each of the batch's; 0 if it is cut otherwise."""
+        first = next((leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)), None)
+        rows = 0 if first is None or not first.ndim else first.shape[0]
+        return 0 if rows % self.rows else rows // self.rows
 
     def kind(self) -> Hashable:
         """Return what calls have in common that are cut alike, whatever the sizes of their tensors."""

@@ -128,6 +128,9 @@ class Slicing:
         if rows is None or rows <= self.rows:
             return layer(*args, **kwargs)
         call = Call(args, kwargs, rows)
+        times = call.times
+        if times > 1:  # several choices, images or the like for each row of the batch
+            call = Call(args, kwargs, times * rows)
         # Entries of a cache would have to be joined, object by object.
         if call.has_cache and (self._caching or not torch.is_grad_enabled()):
             if self._caching and torch.is_grad_enabled():
@@ -137,12 +140,12 @@ class Slicing:
         if isinstance(joins, str):
             self._say_whole(module, joins)
             return layer(*args, **kwargs)
-        return self._run_slices(module, layer, call, joins)
+        return self._run_slices(module, layer, call, call.split(times * self.rows), joins)
 
     def _joins(self, module: nn.Module, plain: Callable[..., Any], call: Call) -> Joins | str | None:
         """Return how the outputs of slices are joined, or why the layer is to see the whole batch."""
-        if not call.leads:
-            return f"its first input is not {call.rows} rows, as the batch of the model's call is"
+        if not call.times:
+            return f"its first input has not the {call.rows} rows of the batch first"
         if not self._tries:
             return None
         kind = self._layout(module), module.training, call.kind(), collected_kinds()
@@ -165,8 +168,14 @@ class Slicing:
                 f"takes the memory of the whole batch: {why}"
             )
 
-    def _run_slices(self, module: nn.Module, layer: Callable[..., Any], call: Call, joins: Joins | None) -> Any:
-        slices = call.split(self.rows)
+    def _run_slices(
+        self,
+        module: nn.Module,
+        layer: Callable[..., Any],
+        call: Call,
+        slices: list[list[Any]],
+        joins: Joins | None,
+    ) -> Any:
         for index in call.cut:
             self._on_cut(call.leaves[index], [leaves[index] for leaves in slices])
         outputs: list[Outputs] = []
