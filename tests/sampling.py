@@ -1,7 +1,7 @@
 """Which cases of the longest parametrized tests `make test` runs; `make soak`, and pytest by itself, run all.
 
-`sampled.json` names each such test with the number of its cases. They are picked so that as many values of all parameters
-as possible occur, the same ones in every run: a failure is found again by the same command.
+`sampled.json` names each such test with the number of its cases. They are picked so that as many values of all
+parameters as possible occur, the same ones in every run: a failure is found again by the same command.
 """
 
 from __future__ import annotations
