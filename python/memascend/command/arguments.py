@@ -152,6 +152,8 @@ def _add_finetune(subcommands: Any) -> None:
     add("--metrics", text, type=Path, metavar="FILE")
     text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"
     add("--in-memory", text, action="store_true")
+    text = "read quantised weights into the store in --dtype; without this a quantised MODEL_DIR is refused"
+    add("--dequantize", text, action="store_true")
     text = (
         "rated endurance of each drive in terabytes written (TBW): the run begins with a line on the share of it that "
         "it will write"

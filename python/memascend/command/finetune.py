@@ -90,7 +90,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if settings.metrics is not None and os.path.lexists(settings.metrics) and not settings.resume:
         raise OutputError(f"--metrics {settings.metrics} already exists: choose another, or move it away")
     prepare_reporters(settings.report_to, settings.out)
-    config = load_config(settings.model_dir)  # imports transformers and with it the model's class
+    # Imports transformers and with it the model's class.
+    config = load_config(settings.model_dir, settings.dequantize)
     progress, entries = _progress_before(settings)
     settings = _with_dtype(settings, config, progress)
     vocab_size, positions = limits(config)
@@ -388,7 +389,7 @@ def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanu
     A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
     """
     units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
-    if not any(unit.is_table for unit in units):
+    if not any(unit.is_table for unit in units) and not settings.dequantize:
         with suppress(CheckpointError):
             return _load_into_store(settings, interrupts, cleanup, frozen="files")
     return _load_into_store(settings, interrupts, cleanup, frozen="store")
@@ -415,6 +416,7 @@ def _load_into_store(
             **settings.computing,
             gradients=settings.gradients,
             frozen=frozen,
+            dequantize=settings.dequantize,
             durability="none" if frozen else settings.durability,
             keep_store=REPLACE if settings.replace_store else settings.keep_store or None,
             progress=loading,

@@ -56,6 +56,7 @@ class Settings:
     packing: bool = True  # documents end to end; else one in each sequence
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
+    dequantize: bool = False  # read quantised weights into the store in `dtype`
     lora_rank: int | None = None  # train adapters of this rank instead of the model
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory and what lies in it

@@ -105,6 +105,8 @@ def _conflict(settings: Settings) -> str | None:
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):
         return "adapters are kept in files: with --lora-rank, --store takes directories"
+    if settings.dequantize and settings.in_memory:
+        return "--dequantize reads the weights into a store: leave it out, or --in-memory"
     if settings.save_every and (settings.in_memory or settings.durability == "none"):
         return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:

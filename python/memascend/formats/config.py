@@ -8,6 +8,7 @@ import torch
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
+from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.transformers_models import is_causal, read_config, why_not_trained_causally
 from memascend.formats.weights import weights_dtype
 
@@ -20,12 +21,16 @@ _INSTEAD = (
 )
 
 
-def load_config(model_dir: Path) -> Any:
-    """The transformers configuration of the causal language model in `model_dir`, which holds weights too."""
+def load_config(model_dir: Path, dequantize: bool = False) -> Any:
+    """The transformers configuration of the causal language model in `model_dir`, which holds weights too.
+
+    Raises CheckpointError where there is none, or the weights are quantised, unless they can be read with `dequantize`.
+    """
     if not model_dir.is_dir():
         raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory")
     config_file = _config_in(model_dir)
     _check_is_config(config_file)
+    check_form(form_of(model_dir), model_dir, dequantize)
     if not any(model_dir.glob("*.safetensors")):
         raise CheckpointError(f"{model_dir} has no *.safetensors: only safetensors weights are read")
     config = _causal_config(config_file, named=model_dir)
@@ -36,11 +41,15 @@ def load_config(model_dir: Path) -> Any:
 
 
 def load_bare_config(path: Path) -> Any:
-    """The same without weights: of a model directory, or of a configuration file by itself."""
+    """The same without weights: of a model directory, or of a configuration file by itself.
+
+    Weights may be quantised, in a form that is read.
+    """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a model directory, or the path of a config.json")
     config_file = _config_in(path) if path.is_dir() else path
     _check_is_config(config_file)
+    check_form(form_of(path), path, dequantize=True)
     return _causal_config(config_file, named=path)
 
 

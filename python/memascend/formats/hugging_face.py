@@ -10,6 +10,7 @@ from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.durable.record import source_of
+from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
     empty_model,
@@ -49,6 +50,7 @@ def from_pretrained(
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     frozen: str | None = None,
+    dequantize: bool = False,
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
@@ -80,7 +82,8 @@ def from_pretrained(
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
-        CheckpointError: the directory is not such a model, a file is damaged, or another rank's files differ.
+        CheckpointError: the directory is not such a model, its weights are quantised and `dequantize` is false, or in
+            a form that is not read, a file is damaged, or another rank's files differ.
         BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
     _check_frozen(frozen, durability, keep_store)
@@ -114,6 +117,7 @@ def from_pretrained(
         if ranks is not None:
             over_ranks.compare_devices(ranks, computing)
         config = load_any_config(directory)
+        check_form(form_of(directory), directory, dequantize)
         with closing(WeightFiles(directory, variant)) as files:
             model = empty_model(config, directory, _dtype_of(dtype, config, files))
             load_generation_config(model, directory)

@@ -30,6 +30,10 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    # Of quantised weights: numbers, and scales that are powers of two.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Tensors are converted to another dtype in pieces of this many bytes.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
+from memascend.formats.quantised.forms import DESCRIPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,12 +65,14 @@ def _is_of(source: dict[str, Any], directory: Path) -> bool:
 def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None]) -> None:
     """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
 
+    What describes quantised weights is left out, since none are written.
+
     A directory from a stranger may hold links to any file of the user's. Only links within it are followed, and those
     of Hugging Face's cache; `tell` gets a line on each of the others.
     """
     within = _where_links_may_lead(model_dir)
     for file in sorted(model_dir.iterdir()):
-        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
+        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith((".index.json", *DESCRIPTIONS))
         if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
             continue
         source = file.resolve()

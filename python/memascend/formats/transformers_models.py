@@ -48,6 +48,8 @@ def load_any_config(directory: Path) -> Any:
 def read_config(config_file: Path, named: Path) -> Any:
     """Return the transformers configuration in `config_file`, or in the directory `named` that holds it.
 
+    It says nothing of quantisation: `formats.quantised` reads that from the file.
+
     Raises CheckpointError where transformers cannot use it, or only with code that lies beside it.
     """
     from transformers import AutoConfig
@@ -55,12 +57,17 @@ def read_config(config_file: Path, named: Path) -> Any:
     described = read_json(config_file)
     model_type = described.get("model_type") if isinstance(described, dict) else None
     try:
-        return AutoConfig.from_pretrained(named, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(named, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a configuration it does not know
         raise CheckpointError(
             explained_code(error, config_file)
             or f"{config_file}: transformers cannot use it (model_type {model_type!r}): {first_line(error)}"
         ) from error
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in ("quantization_config", "compression_config"):
+            if name in vars(part):
+                delattr(part, name)
+    return config
 
 
 def explained_code(error: Exception, source: Path | str) -> str | None:

@@ -16,6 +16,8 @@ from torch import nn
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
+from memascend.formats.quantised.forms import form_of, form_of_names
+from memascend.formats.quantised.reading import QuantisedTensors
 from memascend.formats.safetensors import PIECE_BYTES, SafetensorsReader
 from memascend.formats.transformers_models import Conversion, Mapping, empty_model, untie
 from memascend.layout.ties import ties_of
@@ -31,41 +33,60 @@ _log = logging.getLogger("memascend")
 
 
 class WeightFiles:
-    """The open safetensors files of a directory, all headers checked."""
+    """The open safetensors files of a directory, all headers checked. Quantised tensors appear dequantised."""
 
     def __init__(self, directory: Path, variant: str | None = None) -> None:
         """Open the files of a `variant` ("fp16" reads model.fp16.safetensors), or those that have none.
 
-        Raises CheckpointError where one is missing or damaged.
+        Raises CheckpointError where one is missing or damaged, or a quantised tensor is not of the directory's form.
         """
         self.directory = directory
         self.readers: list[SafetensorsReader] = []
-        #: Name of a tensor -> the file that holds it.
-        self.where: dict[str, SafetensorsReader] = {}
+        #: Name of a tensor as it is stored -> the file that holds it.
+        self.stored: dict[str, SafetensorsReader] = {}
+        #: The tensors that are quantised, where their form is read; and what reads each tensor of the model, by name.
+        self.quantised: QuantisedTensors | None = None
+        self.where: dict[str, SafetensorsReader | QuantisedTensors] = {}
         try:
             for name in _file_names(directory, variant):
                 if not (directory / name).is_file():
                     raise CheckpointError(f"{directory / name} is missing, but its index names it")
                 reader = SafetensorsReader(directory / name)
                 self.readers.append(reader)
-                self.where |= dict.fromkeys(reader.entries, reader)
+                self.stored |= dict.fromkeys(reader.entries, reader)
+            self.where |= self.stored
+            form = form_of(directory)
+            if form is not None and form.kind is not None:
+                self._add_quantised(QuantisedTensors(form, self.stored, directory))
         except BaseException:
             self.close()
             raise
 
+    def _add_quantised(self, quantised: QuantisedTensors) -> None:
+        """Have quantised tensors stand in the place of what they are stored as."""
+        self.quantised = quantised
+        for key in quantised.stored:
+            del self.where[key]
+        self.where |= dict.fromkeys(quantised.entries, quantised)
+
     def fingerprint(self) -> bytes:
         """Return what tells these weights from others without reading all of them: the beginning of each tensor."""
         digest = hashlib.blake2b()
-        for key in sorted(self.where):
-            entry = self.where[key].entries[key]
+        for key in sorted(self.stored):
+            entry = self.stored[key].entries[key]
             beginning = torch.empty(min(math.prod(entry.shape), _BEGINNING), dtype=entry.dtype)
-            self.where[key].read_into(key, beginning)
+            self.stored[key].read_into(key, beginning)
             digest.update(repr((key, entry.dtype, entry.shape)).encode())
             digest.update(beginning.view(torch.uint8).numpy().data)
         return digest.digest()
 
     def first_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first floating-point tensor, as transformers takes it for dtype="auto"."""
+        """Return the dtype of the first floating-point tensor, as transformers takes it for dtype="auto".
+
+        Quantised weights have none: bfloat16 is what they are read in.
+        """
+        if self.quantised is not None:
+            return torch.bfloat16
         entries = sorted(self.readers[0].entries.items(), key=lambda item: item[0])
         return next((entry.dtype for _, entry in entries if entry.dtype.is_floating_point), None)
 
@@ -88,11 +109,16 @@ def empty_model_of(config: Any, directory: Path, dtype: torch.dtype) -> nn.Modul
 
 
 def weights_dtype(directory: Path) -> torch.dtype | None:
-    """Return the dtype that most bytes of a directory's floating-point weights are in; None where it has no weights."""
+    """Return the dtype that most bytes of a directory's floating-point weights are in; None where it has no weights.
+
+    It is bfloat16 for weights that are quantised.
+    """
     if not any(directory.glob("*.safetensors")):
         return None
     nbytes: Counter[torch.dtype] = Counter()
     with closing(WeightFiles(directory)) as files:
+        if files.quantised is not None:
+            return torch.bfloat16
         for reader in files.readers:
             for entry in reader.entries.values():
                 nbytes[entry.dtype] += (entry.end - entry.start) * entry.dtype.is_floating_point
@@ -207,8 +233,13 @@ class Sources:
         missing = [first for first, aliases in self._aliases.items() if not targets.intersection(aliases)]
         if missing:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            form = form_of_names(self.files.where)
+            quantised = (
+                f": some of its tensors are quantised ({form}), and no quantization_config in its config.json says how"
+            )
             raise CheckpointError(
                 f"{self.files.directory} lacks weights that {type(self.model).__name__} needs: {listed}"
+                f"{quantised if form else ''}"
             )
         # A buffer made from a parameter is on the meta device, as the parameter is.
         unmade = next(
@@ -240,7 +271,8 @@ class Sources:
         if not dtype.is_floating_point and (parameter is None or parameter.is_floating_point()):
             raise CheckpointError(
                 f"{key} in {reader.path} is of dtype {str(dtype).removeprefix('torch.')}, as in a quantised "
-                "checkpoint: memascend trains floating-point weights"
+                "checkpoint, and no quantization_config in its config.json says how: memascend trains floating-point "
+                "weights"
             )
 
     def locate(self, units: list[Unit], direct: bool) -> None:
@@ -257,6 +289,11 @@ class Sources:
                     "from there as it is: use frozen='store'"
                 )
             reader = self.files.where[key]
+            if isinstance(reader, QuantisedTensors):
+                raise CheckpointError(
+                    f"{key} in {reader.path} is quantised ({reader.form}), so that it cannot be read from there as it "
+                    "is: use frozen='store'"
+                )
             entry = reader.entries[key]
             if entry.dtype != place.dtype:
                 stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
@@ -306,7 +343,7 @@ class Sources:
             return False
         conversion: Conversion = self._conversions[first]
         for key, pattern in conversion.parts:
-            conversion.add_tensor(key, pattern, self.files.where[key].read(key))
+            conversion.add_tensor(key, pattern, self._whole(key, self._expected[first].dtype))
         try:
             self._made |= conversion.convert()
         except Exception as error:  # stacking tensors of unequal shapes raises several kinds
@@ -316,6 +353,15 @@ class Sources:
             ) from None
         del self._conversions[first]
         return wanted in self._made
+
+    def _whole(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in the dtype of its file, or, where it is quantised, in `dtype`."""
+        reader = self.files.where[key]
+        if not isinstance(reader, QuantisedTensors):
+            return reader.read(key)
+        tensor = torch.empty(reader.entries[key].shape, dtype=dtype)
+        reader.read_into(key, tensor)
+        return tensor
 
     def read_buffers(self) -> None:
         """Fill the model's persistent buffers that the checkpoint has."""

@@ -70,6 +70,7 @@ class OffloadArguments:
     host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB, or auto"})
     device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
     weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
+    dequantize: bool = field(default=False, metadata={"help": "read quantised weights of a model given by name"})
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
     activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
@@ -133,6 +134,7 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
     if in_memory is not None:
         return memascend.offload(in_memory, store=paths, **options), []
     directory = model if os.path.isdir(model) else download(str(model))
+    options["dequantize"] = args.dequantize
     return memascend.from_pretrained(directory, store=paths, dtype=_dtype_of(args), **options), []
 
 

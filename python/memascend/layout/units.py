@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
@@ -318,8 +319,10 @@ def partition(
     first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
     `memascend.offload`. `uploaded`: what is computed with goes on to a CUDA device.
 
-    Raises ValueError for a dtype that cannot be trained, or whose gradients cannot be put aside so.
+    Raises ValueError for a dtype that cannot be trained, quantised weights among them, or whose gradients cannot be
+    put aside so.
     """
+    check_not_quantised(model)
     # The layout of a store depends neither on the device nor on how the loss is computed.
     divider = _Divider(device, find_tables(model, True))
     divider.visit(model, "")

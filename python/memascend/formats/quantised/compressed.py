@@ -1,0 +1,164 @@
+"""compressed-tensors' FP8, int8, packed integers, NVFP4 and MXFP4: bits of its own decompression, on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import CheckpointError
+from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles, unpack_words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+_PLAIN = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+#: Bits that packed integers may have here, so that a word of 32 has a whole number of them.
+_BITS = (2, 4, 8)
+
+
+class _Scaled(Packed):
+    """A weight (rows, width) whose scales are of the tensor, its rows, groups within a row, or blocks of rows."""
+
+    def __init__(
+        self, shape: tuple[int, ...], scales: Stored, zeros: torch.Tensor | None, blocks: tuple[int, int] | None
+    ) -> None:
+        super().__init__(shape)
+        self._scales, self._zeros = scales, zeros
+        rows, width = shape
+        if scales.shape in ((), (1,), (1, 1)):
+            self._grid, self._block = (1, 1), (rows, width)
+        elif scales.shape in ((rows,), (rows, 1)):
+            self._grid, self._block = (rows, 1), (1, width)
+        elif len(scales.shape) == 2 and scales.shape[0] == rows and width % scales.shape[1] == 0:
+            self._grid, self._block = (rows, scales.shape[1]), (1, width // scales.shape[1])
+        elif blocks is not None and scales.shape == (-(-rows // blocks[0]), -(-width // blocks[1])):
+            self._grid, self._block = (scales.shape[0], scales.shape[1]), blocks
+        else:
+            raise CheckpointError(f"{scales} has shape {scales.shape}, which fits no groups of {shape}")
+
+    def _scaled(self, values: torch.Tensor, first: int, scales: torch.Tensor) -> torch.Tensor:
+        """Return rows of numbers from `first` on, less their zeros, times `scales`, of `_scale_rows`."""
+        values = values.to(scales.dtype)
+        if self._zeros is not None:
+            zeros = self._zeros.view(self._grid)[self._rows_of(first, len(values))]
+            values = values - self._spread(zeros.to(scales.dtype))
+        return values * self._spread(scales)
+
+    def _rows_of(self, first: int, count: int) -> torch.Tensor:
+        return torch.arange(first, first + count) // self._block[0]
+
+    def _scale_rows(self, first: int, count: int) -> torch.Tensor:
+        """Return the scales of each of `count` rows: (count, groups)."""
+        at, width = self._rows_of(first, count), self._grid[1]
+        begin, end = int(at[0]), int(at[-1]) + 1
+        return self._scales.part(begin * width, (end - begin) * width).view(end - begin, width)[at - begin]
+
+    def _spread(self, scales: torch.Tensor) -> torch.Tensor:
+        """Repeat what is of groups for their elements: (count, width), or (count, 1) of whole rows."""
+        if self._grid[1] == 1:
+            return scales
+        return scales.repeat_interleave(self._block[1], dim=1)[:, : self.stored_shape[1]]
+
+
+class Plain(_Scaled):
+    """FP8 or int8, a byte for each number."""
+
+    def __init__(self, weight: Stored, scales: Stored, zeros: Stored | None, blocks: tuple[int, int] | None) -> None:
+        """Take the tensors. Raises CheckpointError where their shapes do not fit."""
+        if len(weight.shape) != 2:
+            raise CheckpointError(f"{weight} has shape {weight.shape}, which is no matrix")
+        super().__init__(weight.shape, scales, None if zeros is None else zeros.whole(), blocks)
+        self._weight = weight
+
+    def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows in the dtype of the scales."""
+        return self._scaled(self._weight.rows(first, count), first, self._scale_rows(first, count))
+
+
+class PackedIntegers(_Scaled):
+    """Whole numbers of a few bits in words of 32, each less half of their range."""
+
+    def __init__(
+        self, stored: Mapping[str, Stored], module: str, bits: set[int], blocks: tuple[int, int] | None
+    ) -> None:
+        """Take the tensors of a module. Raises CheckpointError where they do not fit, or `bits` has no one size."""
+        self._weight, scales = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
+        shape = tuple(stored[f"{module}.weight_shape"].whole().tolist())
+        fitting = [
+            n for n in sorted(bits) if len(shape) == 2 and self._weight.shape == (shape[0], -(-shape[1] * n // 32))
+        ]
+        if len(fitting) != 1 or fitting[0] not in _BITS:
+            raise CheckpointError(
+                f"{self._weight} has shape {self._weight.shape} for {shape} numbers of {sorted(bits)} bits: memascend "
+                f"reads those of {', '.join(map(str, _BITS))} bits, of matrices"
+            )
+        self._bits, self._half = fitting[0], 1 << (fitting[0] - 1)
+        zeros = stored.get(f"{module}.weight_zero_point")
+        unpacked = None
+        if zeros is not None:  # packed along the rows
+            unpacked = unpack_words(zeros.whole().t().contiguous(), self._bits)[:, : shape[0]].t() - self._half
+        super().__init__(shape, scales, unpacked, blocks)
+        if unpacked is not None:
+            self._zeros = unpacked.contiguous().view(self._grid)
+
+    def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows in the dtype of the scales."""
+        numbers = unpack_words(self._weight.rows(first, count), self._bits)[:, : self.stored_shape[1]] - self._half
+        return self._scaled(numbers, first, self._scale_rows(first, count))
+
+
+class FourBitFloats(_Scaled):
+    """NVFP4 (scales in FP8, and one for the tensor) and MXFP4 (scales that are powers of two): in bfloat16."""
+
+    def __init__(self, weight: Stored, scales: Stored, of_all: Stored | None) -> None:
+        """Take the tensors. Raises CheckpointError where their shapes do not fit."""
+        if len(weight.shape) != 2:
+            raise CheckpointError(f"{weight} has shape {weight.shape}, which is no matrix")
+        super().__init__((weight.shape[0], 2 * weight.shape[1]), scales, None, None)
+        self._weight = weight
+        self._of_all = None if of_all is None else of_all.whole()
+
+    def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows in bfloat16."""
+        scales = self._scale_rows(first, count)
+        if scales.dtype == torch.uint8:
+            scales = 2.0 ** (scales.to(torch.int32) - 127).to(torch.bfloat16)
+        scales = scales.to(torch.bfloat16)
+        if self._of_all is not None:
+            scales = scales / self._of_all
+        values = torch.tensor(E2M1, dtype=torch.bfloat16)[unpack_nibbles(self._weight.rows(first, count))]
+        return self._scaled(values, first, scales).to(torch.bfloat16)
+
+
+def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+    """Return the tensors of these forms by their names in the model, each with the names of what it is stored as.
+
+    Raises CheckpointError for what the formats that are read do not have.
+    """
+    groups = described.get("config_groups")
+    of_weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    bits = {int(weights.get("num_bits", 8)) for weights in of_weights}
+    blocks = next((tuple(weights["block_structure"]) for weights in of_weights if weights.get("block_structure")), None)
+    found: dict[str, tuple[Packed, list[str]]] = {}
+    for key in stored:
+        module, _, kind = key.rpartition(".")
+        if kind == "weight_g_idx":
+            raise CheckpointError(f"{stored[key]} orders columns by activations, which memascend does not read")
+        if kind != "weight_scale":
+            continue
+        name, scales, zeros = f"{module}.weight", stored[key], stored.get(f"{module}.weight_zero_point")
+        parts = [f"{name}{end}" for end in ("_packed", "_scale", "_zero_point", "_shape", "_global_scale")]
+        packed = stored.get(f"{name}_packed")
+        tensor: Packed
+        if packed is None and name in stored and stored[name].dtype in _PLAIN:
+            tensor = Plain(stored[name], scales, zeros, blocks)
+        elif packed is not None and packed.dtype == torch.uint8:
+            tensor = FourBitFloats(packed, scales, stored.get(f"{name}_global_scale"))
+        elif packed is not None and f"{name}_shape" in stored:
+            tensor = PackedIntegers(stored, module, bits, blocks)
+        else:
+            raise CheckpointError(f"{scales} belongs to no weight that memascend reads")
+        found[name] = tensor, [*parts, *([name] if packed is None else [])]
+    return found

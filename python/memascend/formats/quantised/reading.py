@@ -1,0 +1,54 @@
+"""The quantised tensors of a directory as tensors of floating point, read as a safetensors file is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.formats.quantised import bitsandbytes, columns, compressed, float8, mxfp4
+from memascend.formats.quantised.tensors import Stored
+from memascend.formats.safetensors import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from memascend.formats.quantised.forms import Form
+    from memascend.formats.quantised.tensors import Packed
+    from memascend.formats.safetensors import SafetensorsReader
+
+#: Kinds of forms: what finds their tensors.
+READERS = {
+    "awq": columns.find_awq,
+    "bitsandbytes": bitsandbytes.find,
+    "compressed-tensors": compressed.find,
+    "fp8": float8.find,
+    "gptq": columns.find_gptq,
+    "mxfp4": mxfp4.find,
+}
+
+
+class QuantisedTensors:
+    """Quantised tensors by their names in the model. `entries` say float32: they are read in any dtype."""
+
+    def __init__(self, form: Form, where: Mapping[str, SafetensorsReader], directory: Path) -> None:
+        """Find the tensors of a form among those of open files.
+
+        Raises CheckpointError where tensors do not fit the form.
+        """
+        self.form, self.path = form, directory
+        stored = {key: Stored(reader, key) for key, reader in where.items()}
+        assert form.kind is not None, form
+        found = READERS[form.kind](stored, form.described or {})
+        self._packed: dict[str, Packed] = {name: packed for name, (packed, _) in found.items()}
+        self.entries = {name: Entry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
+        #: Names of the tensors that they are stored as.
+        self.stored = {part for _, parts in found.values() for part in parts if part in where}
+
+    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
+        """Dequantise a tensor into `target` (contiguous CPU tensor), a piece at a time.
+
+        A `target` with fewer elements gets those from number `first` on.
+        """
+        self._packed[name].read_into(target, first)

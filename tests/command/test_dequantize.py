@@ -1,0 +1,47 @@
+"""`--dequantize`: a run of a quantised model is that of the model which transformers dequantises."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import quantised_models as models
+import tiny
+from commands import words_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from memascend.command import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("changed", [{}, {"lora_rank": 4, "lr": 1e-2}], ids=["whole", "adapters"])
+def test_a_run_is_that_of_the_dequantised_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], changed: dict[str, Any]
+) -> None:
+    plain = tiny.llama_directory(tmp_path, hidden=64, layers=2)
+    packed = models.fp8(tmp_path / "packed", AutoModelForCausalLM.from_pretrained(plain), block=32)
+    (packed / "hf_quant_config.json").write_text("{}")
+    models.dequantised_by_transformers(packed, FineGrainedFP8Config(dequantize=True)).save_pretrained(plain)
+    weights = "adapter_model.safetensors" if changed else models.WEIGHTS
+
+    def run(model_dir: Path, out: str, *flags: str) -> int:
+        return main.main([*words_of(model_dir, tmp_path / out, tmp_path / f"store-{out}", **changed), *flags])
+
+    assert run(packed, "refused") == main.BAD_INPUT
+    told = capfd.readouterr().err
+    assert (
+        "FP8 with a scale for blocks of 32x32" in told
+        and "--dequantize" in told
+        and not (tmp_path / "refused").exists()
+    )
+    assert run(packed, "ours", "--dequantize") == 0, capfd.readouterr().err
+    assert run(plain, "theirs") == 0, capfd.readouterr().err
+    ours, theirs = (load_file(tmp_path / out / weights) for out in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    if not changed:
+        assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert not (tmp_path / "ours" / "hf_quant_config.json").exists()

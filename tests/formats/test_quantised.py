@@ -1,0 +1,384 @@
+"""Quantised directories: what is read has the bits of the forms' libraries; the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import needs
+import pytest
+import quantised_models as models
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import FineGrainedFP8Config, Mxfp4Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+import memascend
+from memascend.errors import CheckpointError
+from memascend.formats.config import load_bare_config, load_config
+from memascend.formats.quantised import forms, tensors
+from memascend.formats.weights import WeightFiles, weights_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_INTEGERS: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_FLOATS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+_FOUR: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+#: Formats of compressed-tensors, with what it is told of the weights.
+COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8-rows": ("float-quantized", _FLOATS | {"strategy": "channel"}),
+    "fp8-whole": ("float-quantized", _FLOATS | {"strategy": "tensor"}),
+    "fp8-blocks": ("float-quantized", _FLOATS | {"strategy": "block", "block_structure": [48, 80]}),
+    "int8": ("int-quantized", _INTEGERS | {"symmetric": True}),
+    "int8-zeros": ("naive-quantized", _INTEGERS | {"symmetric": False}),
+    "int4": ("pack-quantized", _FOUR | {"symmetric": True}),
+    "int4-zeros": ("pack-quantized", _FOUR | {"symmetric": False}),
+    "packed-int8": ("pack-quantized", _INTEGERS | {"symmetric": False}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        _FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        _FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+}
+BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4-stored-as-bfloat16": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+#: Forms that a library need not be installed for.
+BY_THEMSELVES = ("fp8", "fp8-experts", "mxfp4", "awq", "gptq-4", "gptq-8", "gptq-2")
+
+
+def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write a small model in a form; returns its directory, and all its weights as the form's library has them."""
+    wanted: dict[str, torch.Tensor] = {}
+    if kind.startswith("fp8"):
+        models.fp8(directory, models.moe() if kind == "fp8-experts" else models.llama())
+        model = models.dequantised_by_transformers(directory, FineGrainedFP8Config(dequantize=True))
+    elif kind == "mxfp4":
+        model = models.dequantised_by_transformers(models.mxfp4(directory), Mxfp4Config(dequantize=True))
+    elif kind.startswith("bitsandbytes:"):
+        needs.package("bitsandbytes")
+        models.bitsandbytes(directory, **BITSANDBYTES[kind.partition(":")[2]])
+        model = models.dequantised_by_transformers(directory)
+    elif kind.startswith("compressed:"):
+        needs.package("compressed_tensors")
+        from transformers import CompressedTensorsConfig
+
+        form, weights = COMPRESSED[kind.partition(":")[2]]
+        models.compressed(directory, form, **weights)
+        model = models.dequantised_by_transformers(directory, CompressedTensorsConfig(dequantize=True))
+    else:
+        bits = int(kind.rpartition("-")[2]) if kind != "awq" else 4
+        packing = "gptq_v2" if bits == 8 else "gptq"
+        models.awq(directory, wanted) if kind == "awq" else models.gptq(directory, wanted, bits, packing)
+        model = models.llama()
+        for name, value in wanted.items():
+            model.get_parameter(name).data.copy_(value)
+    return directory, dict(model.named_parameters())
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
+    """Open a model directory with its parameters on SSD."""
+    models: list[nn.Module] = []
+
+    def from_pretrained(path: Path, **options: Any) -> nn.Module:
+        defaults: dict[str, Any] = {
+            "store": tmp_path / f"store{len(models)}",
+            "host_memory": "64MiB",
+            "allocator": "pageable",
+            "dequantize": True,
+        }
+        models.append(memascend.from_pretrained(path, **defaults | options))
+        return models[-1]
+
+    yield from_pretrained
+    for model in models:
+        memascend.close(model)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in memascend.parameters_of(model)}
+
+
+def assert_same_weights(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+    ours = weights_of(model)
+    assert ours.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(ours[name], wanted[name])]
+    assert not differing, f"weights differ: {differing[:5]} ({len(differing)} in all)"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *BY_THEMSELVES,
+        *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
+        *(f"compressed:{name}" for name in COMPRESSED),
+    ],
+)
+def test_weights_are_those_of_the_library(
+    kind: str, tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, wanted = made(kind, tmp_path / "model")
+    monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 700)  # some rows, and never a whole matrix
+    model = opened(directory)
+    assert_same_weights(model, wanted)
+    assert not hasattr(model.config, "quantization_config")
+    assert weights_dtype(directory) == torch.bfloat16
+
+
+def test_a_form_is_read_in_other_dtypes(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+    """In float32 a product of FP8 and its scale is not rounded."""
+    directory = models.fp8(tmp_path / "model", models.llama())
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = load_file(directory / models.WEIGHTS)
+    scales = stored[f"{name}_scale_inv"].repeat_interleave(64, 0).repeat_interleave(64, 1)
+    value = weights_of(opened(directory, dtype="float32"))[name]
+    assert torch.equal(value, stored[name].float() * scales)
+    assert not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("block", [128, 80])
+def test_blocks_at_the_end_of_a_tensor_are_smaller(
+    block: int, tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
+    """192 rows are a block of 128 and one of 64. transformers takes two of 96, and refuses 80, 80 and 32."""
+    model = models.llama()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    ours = weights_of(opened(models.fp8(tmp_path / "model", model, block)))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    codes, grid = models.to_blocks(weights[name], block, block)
+    scales = grid.repeat_interleave(block, 0)[:192].repeat_interleave(block, 1)[:, :128]
+    assert torch.equal(ours[name], (codes.float() * scales).bfloat16())
+
+
+def test_scales_and_weights_of_a_byte_are_those_of_transformers(tmp_path: Path) -> None:
+    """Scales of MXFP8 are exponents, and DeepSeek-V4's experts have two numbers in a byte."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randn(3, 40, 64, generator=generator).to(torch.float8_e4m3fn)
+    exponents = torch.randint(110, 140, (3, 40, 2), generator=generator, dtype=torch.uint8)
+    packed = torch.randint(-128, 128, (40, 32), generator=generator, dtype=torch.int8)
+    pairs = {
+        "experts.gate_up_proj": (codes, "experts.gate_up_proj_scale_inv", exponents),
+        "a.weight": (codes[0], "a.scale", exponents[0].view(torch.float8_e8m0fnu)),
+        "b.weight": (packed, "b.qscale_weight", exponents[1].view(torch.float8_e8m0fnu)),
+        "c.weight": (codes[1], "c.weight_scale_inv", torch.tensor(0.3)),
+    }
+    stored = {name: weight for name, (weight, _, _) in pairs.items()}
+    stored |= {key: scales for _, key, scales in pairs.values()}
+    save_file({name: tensor.clone() for name, tensor in stored.items()}, tmp_path / models.WEIGHTS)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp8"}}))
+    with closing(WeightFiles(tmp_path)) as files:
+        assert files.where.keys() == pairs.keys()
+        for name, (weight, _, scales) in pairs.items():
+            ours = torch.empty(files.where[name].entries[name].shape, dtype=torch.bfloat16)
+            files.where[name].read_into(name, ours)
+            assert torch.equal(ours, Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("kind", ["fp8-experts", "mxfp4", "awq"])
+def test_any_part_of_a_tensor_can_be_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks read their shares, and tables are read by rows."""
+    directory, _ = made(kind, tmp_path / "model")
+    monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 500)
+    draw = random.Random(5)
+    with closing(WeightFiles(directory)) as files:
+        assert files.quantised is not None
+        for name, entry in list(files.quantised.entries.items())[::3]:
+            whole = torch.empty(entry.shape, dtype=torch.bfloat16)
+            files.where[name].read_into(name, whole)
+            for _ in range(4):
+                first = draw.randrange(whole.numel())
+                part = torch.empty(draw.randint(1, whole.numel() - first), dtype=torch.bfloat16)
+                files.where[name].read_into(name, part, first)
+                assert torch.equal(part, whole.view(-1)[first : first + part.numel()]), (name, first, part.numel())
+
+
+# ---- training -------------------------------------------------------------------------------------------------
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:
+    losses = []
+    for step in range(steps):
+        ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["fp8-experts", "mxfp4"])
+def test_training_is_that_of_the_dequantised_model_in_memory(
+    kind: str, tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
+    directory, _ = made(kind, tmp_path / "model")
+    config = Mxfp4Config(dequantize=True) if kind == "mxfp4" else FineGrainedFP8Config(dequantize=True)
+    theirs = models.dequantised_by_transformers(directory, config)
+    ours = opened(directory, durability="step", keep_store=True, fused_loss=False)
+    wanted = losses_of(theirs, memascend.AdamW(theirs.parameters(), lr=1e-3))
+    before = losses_of(ours, memascend.AdamW(ours.parameters(), lr=1e-3), steps=3)
+    assert torch.equal(torch.stack(before), torch.stack(wanted))
+    memascend.close(ours)
+    # The store holds no trace of the form: the run goes on without the directory.
+    shutil.rmtree(directory)
+    resumed = memascend.resume(tmp_path / "store0", allocator="pageable")
+    assert_same_weights(resumed.model, dict(theirs.named_parameters()))
+    out = tmp_path / "out"
+    memascend.save_pretrained(resumed.model, out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    memascend.close(resumed.model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
+@pytest.mark.parametrize("kind", ["fp8", "bitsandbytes:nf4"])
+def test_adapters_train_on_a_quantised_base(kind: str, tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+    peft = needs.package("peft")
+    directory, wanted = made(kind, tmp_path / "model")
+    theirs = models.llama()
+    for name, value in wanted.items():
+        theirs.get_parameter(name).data.copy_(value)
+    losses, adapters = [], []
+    for base in (theirs, opened(directory, frozen="store", fused_loss=False)):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        losses.append(torch.stack(losses_of(model, torch.optim.AdamW(trained, lr=1e-2))))
+        adapters.append([parameter.detach().clone() for parameter in trained])
+    assert torch.equal(*losses)
+    assert all(map(torch.equal, *adapters)) and len(adapters[0]) > 0
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------
+
+
+def described(directory: Path, **method: Any) -> Path:
+    """Make a model directory whose configuration names a method, without weights in its form."""
+    models.llama().save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": method}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+#: What a configuration says: what the refusal names.
+_READ: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 with a scale for blocks of 128x128"),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, "FP8 with a scale per tensor"),
+    ({"quant_method": "mxfp8"}, "MXFP8"),
+    ({"quant_method": "mxfp4"}, "MXFP4"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes NF4"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes int8"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bitsandbytes FP4"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "AWQ in 4 bits, GEMM"),
+    ({"quant_method": "gptq", "bits": 8}, "GPTQ in 8 bits"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors' packed integers"),
+]
+_NOT_READ: list[tuple[dict[str, Any], str]] = [
+    *(({"quant_method": method}, name) for method, name in forms.NOT_READ.items()),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, GEMV"),
+    ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in 4 bits, marlin"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors' marlin-24"),
+    (
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "sparsity_config": {"format": "sparse-24"}},
+        "compressed-tensors' int8 with sparsity",
+    ),
+    ({"quant_method": "of tomorrow"}, "a quantised form (quant_method 'of tomorrow')"),
+]
+
+
+def test_every_refusal_names_the_form_and_the_way_out(tmp_path: Path) -> None:
+    directory = described(tmp_path / "model")
+    config_file = directory / "config.json"
+    config = json.loads(config_file.read_text())
+    open_ = partial(memascend.from_pretrained, directory, store=tmp_path / "store", host_memory="64MiB")
+    for method, name in [*_READ, *_NOT_READ]:
+        config_file.write_text(json.dumps(config | {"quantization_config": method}))
+        is_read = (method, name) in _READ
+        refusing: list[Callable[[], Any]] = [open_, partial(load_config, directory)]
+        if not is_read:
+            refusing += [partial(open_, dequantize=True), partial(load_config, directory, dequantize=True)]
+            refusing += [partial(load_bare_config, path) for path in (directory, config_file)]
+        for refused in refusing:
+            with pytest.raises(CheckpointError) as caught:
+                refused()
+            message = str(caught.value)
+            assert name in message and str(directory) in message, message
+            assert ("dequantize=True (--dequantize)" if is_read else "checkpoint in 16 bits") in message, message
+        if is_read:
+            for path in (directory, config_file):
+                assert not hasattr(load_bare_config(path), "quantization_config")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("name", sorted(forms.DESCRIPTIONS))
+def test_files_of_older_tools_describe_a_form_too(name: str, tmp_path: Path) -> None:
+    directory = described(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / name).write_text(json.dumps({"bits": 4, "w_bit": 4}))
+    with pytest.raises(CheckpointError, match=r"GPTQ in 4 bits|AWQ in 4 bits|ModelOpt"):
+        load_config(directory)
+
+
+def test_tensors_of_a_form_that_nothing_describes_are_named(tmp_path: Path) -> None:
+    directory = models.awq(tmp_path / "model", {})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"lacks weights .* quantised \(AWQ or GPTQ\), and no quantization_config"
+    ):
+        memascend.from_pretrained(directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True)
+
+
+def test_tensors_that_do_not_fit_their_form_are_named(tmp_path: Path) -> None:
+    directory = models.fp8(tmp_path / "model", models.llama())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    whole = load_file(directory / models.WEIGHTS)
+    for change, wanted in (
+        ({f"{name}_scale_inv": torch.ones(5, 3)}, "fits no blocks"),
+        ({f"{name}_scale_inv": torch.ones(3, 2, 2)}, "fits no blocks"),
+        ({f"{name}_scale_inv": None}, "without scales"),
+    ):
+        tensors = {key: value for key, value in (whole | change).items() if value is not None}
+        save_file(tensors, directory / models.WEIGHTS, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=wanted) as caught:
+            memascend.from_pretrained(directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True)
+        assert name in str(caught.value)
+
+
+def test_quantised_weights_are_not_read_in_place(tmp_path: Path) -> None:
+    directory = models.fp8(tmp_path / "model", models.llama())
+    with pytest.raises(CheckpointError, match=r"is quantised \(FP8 .*use frozen='store'"):
+        memascend.from_pretrained(
+            directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True, frozen="files"
+        )
+
+
+def test_a_quantised_model_in_memory_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    packed = torch.zeros(32, 1, dtype=torch.uint8)
+    model[1].weight = nn.Parameter(packed, requires_grad=False)
+    for given in (packed, packed.view(torch.float8_e4m3fn)):
+        model[1].weight.data = given
+        with pytest.raises(ValueError, match=r"1\.weight has dtype .* quantised weight.*dequantize=True"):
+            memascend.offload(model, store=tmp_path / "store", host_memory="64MiB")
