@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from memascend.command import main
+from memascend.forecast.forecast import as_text, forecast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,3 +46,21 @@ def test_a_run_is_that_of_the_dequantised_model(
     if not changed:
         assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())
     assert not (tmp_path / "ours" / "hf_quant_config.json").exists()
+
+
+def test_a_plan_names_the_form_and_is_that_of_the_dequantised_model(tmp_path: Path) -> None:
+    plain = tiny.llama_directory(tmp_path, hidden=64, layers=2)
+    packed = models.fp8(tmp_path / "packed", AutoModelForCausalLM.from_pretrained(plain), block=32)
+    nbytes = (packed / models.WEIGHTS).stat().st_size
+    plans = {}
+    for path in (packed, packed / "config.json", plain):
+        plans[path] = forecast(path, seq_len=32, batch_size=1)
+        told = as_text(plans[path])
+        assert ("FP8" in told and "a run needs --dequantize" in told) == (path != plain)
+        source = plans[path]["model"].pop("source")
+        form = "FP8 with a scale for blocks of 32x32 (quant_method 'fp8')"
+        assert source == (None if path == plain else {"form": form, "bytes": nbytes if path == packed else None})
+        assert plans[path]["model"].pop("path") == str(path)
+        for part in ("whole", "pytorch"):  # what the machine and the interpreter have at the moment
+            plans[path].pop(part)
+    assert plans[packed] == plans[plain] == plans[packed / "config.json"]

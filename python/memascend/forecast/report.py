@@ -5,8 +5,9 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 `moments_bytes`, `gradients_bytes`, `projections_bytes`, `activations_bytes`, `second_slot_bytes`, `buffers_bytes`):
 
 - `model`: `path`, `model_type`, `architecture`, `dtype`, `dtype_reason` (why it was chosen, or null where it was
-  given), `parameters` (tied ones once), `largest_parameter` (elements), `units`: a list of `name`, `count`, `repeated`,
-  `nbytes`, `total_bytes`, one for each size.
+  given), `source` (null unless the checkpoint is quantised: its `form`, and `bytes` of its files, null where they are
+  not there; with `--dequantize` weights are read from them once), `parameters` (tied ones once), `largest_parameter`
+  (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
 - `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
   `budget_bytes`; `overlap_bytes`, the least budget with which the next layer is read while one computes;
   `smallest_bytes`, the least that works.
@@ -45,6 +46,8 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.forecast import zero_infinity
 from memascend.forecast.traffic import KINDS
+from memascend.formats.quantised.forms import form_of
+from memascend.formats.weights import files_bytes
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -69,6 +72,7 @@ def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit],
         "model_type": config.model_type,
         "architecture": type(model).__name__,
         "dtype": dtype,
+        "source": _source_part(path),
         "parameters": _parameters(units),
         "largest_parameter": max(place.numel for unit in units for place in unit.places),
         "units": [
@@ -82,6 +86,13 @@ def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit],
             for (repeated, nbytes), alike in sizes.items()
         ],
     }
+
+
+def _source_part(path: Path) -> dict[str, Any] | None:
+    form = form_of(path)
+    if form is None:
+        return None
+    return {"form": str(form), "bytes": files_bytes(path) if path.is_dir() else None}
 
 
 def _parameters(units: Sequence[Unit]) -> int:

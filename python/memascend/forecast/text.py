@@ -19,7 +19,7 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     # be none.
     kinds = {kind: label for kind, label in KINDS.items() if space[f"{kind}_bytes"] or kind == "activations"}
     tables = [
-        _model_table(prediction["model"]),
+        _model_table(prediction["model"], space["weights_bytes"]),
         _memory_table("Host memory", prediction["host_memory"], "least that reads ahead"),
         _space_table(space, kinds),
         _traffic_table(prediction["ssd_traffic"], kinds),
@@ -58,14 +58,22 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return "\n".join(lines)
 
 
-def _model_table(model: Mapping[str, Any]) -> str:
+def _model_table(model: Mapping[str, Any], weights_bytes: int) -> str:
     table = _table(
         f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}",
         ["unit", "count", "size", "total"],
         [[unit["name"], *_count_and_sizes(unit)] for unit in model["units"]],
     )
     reason = (model["dtype_reason"] or "").replace("; ", ";\n  ")
-    return f"{table}\n  {reason}" if reason else table
+    table = f"{table}\n  {reason}" if reason else table
+    source = model["source"]
+    if source is None:
+        return table
+    size = "" if source["bytes"] is None else f", {format_size(source['bytes'])} of files"
+    return (
+        f"{table}\n  the checkpoint is in {source['form']}{size}:\n"
+        f"  a run needs --dequantize, which reads it once, into {format_size(weights_bytes)} of weights in the store"
+    )
 
 
 def _memory_table(title: str, plan: Mapping[str, Any], overlap: str) -> str:

@@ -84,9 +84,12 @@ def limits(config: Any) -> tuple[int, int | None]:
 def checkpoint_dtype(path: Path, config: Any) -> torch.dtype:
     """Return the dtype of a checkpoint: that which its configuration names, or else most of its weights are in.
 
-    A configuration that names none, without weights beside it, is of float32, as transformers takes it.
+    A configuration that names none, without weights beside it, is of float32, as transformers takes it, or of bfloat16
+    where it says that weights are quantised.
     """
     for described in (config, config.get_text_config()):
         if isinstance(named := getattr(described, "dtype", None), torch.dtype):
             return named
+    if form_of(path) is not None:
+        return torch.bfloat16
     return (weights_dtype(path) if path.is_dir() else None) or torch.float32

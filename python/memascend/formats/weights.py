@@ -125,6 +125,14 @@ def weights_dtype(directory: Path) -> torch.dtype | None:
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=None)
 
 
+def files_bytes(directory: Path) -> int | None:
+    """Return the bytes of a directory's weight files, of which nothing is read; None where it lacks one."""
+    try:
+        return sum((directory / name).stat().st_size for name in _file_names(directory, None))
+    except (CheckpointError, OSError):
+        return None
+
+
 def _file_names(directory: Path, variant: str | None) -> list[str]:
     """Return the names of the weight files in a directory, chosen as transformers' `from_pretrained` does.
 
