@@ -12,6 +12,7 @@ import tiny
 import torch
 
 import memascend
+from memascend.formats.transformers_models import Conversion
 
 peft = needs.package("peft")
 
@@ -344,7 +345,7 @@ def test_weights_read_from_their_files(
     assert {path: path.read_bytes() for path in files} == before
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "t5"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "t5", "mixtral", "qwen3_moe"])
 def test_files_of_other_architectures(from_files: Callable[..., nn.Module], tmp_path: Path, architecture: str) -> None:
     model = from_files(architecture)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -394,7 +395,26 @@ def test_a_refused_write_leaves_the_weights_of_files(from_files: Callable[..., n
     assert torch.equal(tiny.logits(model, "llama"), expected)
 
 
-def test_merged_experts_are_not_in_any_file(from_files: Callable[..., nn.Module]) -> None:
+def test_adapters_on_experts_that_lie_singly_in_files(from_files: Callable[..., nn.Module], tmp_path: Path) -> None:
+    """A layer's experts are gathered at each use from the files of all of them."""
+    budget = tiny.smallest_budget(tiny.build("mixtral").requires_grad_(False)) + 4 * 2**20  # the windows
+    base = from_files("mixtral", host_memory=budget)
+    before = {path: path.read_bytes() for path in (tmp_path / "model").glob("*.safetensors")}
+    ours, theirs = adapt(base), adapt(in_memory(tmp_path / "model", "mixtral"))
+    traces = [
+        tiny.train(model, "mixtral", steps=STEPS, optimizer=memascend.AdamW(trained(model).values(), lr=1e-2))
+        for model in (ours, theirs)
+    ]
+    tiny.assert_same(*traces)
+    assert memascend.stats(base)["file_bytes_read"] > 4 * sum(map(len, before.values()))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_a_file_holds_in_another_order_is_not_read_there(
+    from_files: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts whose matrices transformers transposes or interleaves."""
+    monkeypatch.setattr(Conversion, "stacked", lambda self: None)
     with pytest.raises(memascend.CheckpointError, match=r"is made of several tensors in .*use frozen='store'"):
         from_files("mixtral")
 

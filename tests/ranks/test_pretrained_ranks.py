@@ -11,7 +11,7 @@ import pytest
 import rank_programs
 import rank_runs
 
-from memascend.formats.weights import WeightFiles
+from memascend.formats.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import torch
 from memascend.errors import CheckpointError, first_line
 from memascend.formats.json_files import read_json
 from memascend.formats.transformers_models import explained_code
-from memascend.formats.weights import INDEX_NAME
+from memascend.formats.weight_files import INDEX_NAME
 
 
 def load_in_memory(model_dir: Path, config: Any, dtype: torch.dtype) -> torch.nn.Module:

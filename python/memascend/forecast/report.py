@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.forecast import zero_infinity
 from memascend.forecast.traffic import KINDS
 from memascend.formats.quantised.forms import form_of
-from memascend.formats.weights import files_bytes
+from memascend.formats.weight_files import files_bytes
 
 if TYPE_CHECKING:
     from collections import Counter

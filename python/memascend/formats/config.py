@@ -10,7 +10,7 @@ from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.transformers_models import is_causal, read_config, why_not_trained_causally
-from memascend.formats.weights import weights_dtype
+from memascend.formats.weight_files import weights_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -308,7 +308,7 @@ def _check_can_be_filled(model: nn.Module, names: dict[nn.Parameter, list[str]])
     """Raise MemascendError for a session whose weights cannot all be replaced by those of `model`."""
     for session in sessions_of(model):
         for place in session.places:
-            if place.source is not None:
+            if place.sources:
                 raise MemascendError(
                     f"{place.name} is read from the model's own files (frozen='files'), which a checkpoint cannot be "
                     "loaded into: open the model with frozen='store'"

@@ -17,7 +17,8 @@ from memascend.formats.transformers_models import (
     load_any_config,
     load_generation_config,
 )
-from memascend.formats.weights import Sources, WeightFiles
+from memascend.formats.weight_files import WeightFiles
+from memascend.formats.weights import Sources
 from memascend.layout.division import divide
 from memascend.layout.units import Unit, absent_like, partition
 from memascend.machine.threads import update_threads

@@ -24,7 +24,7 @@ from memascend.common.sizes import parse_size
 from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.formats.safetensors import write_safetensors
 from memascend.formats.transformers_models import revert_conversions, saves_adapters, tied_names, unsaved_names
-from memascend.formats.weights import INDEX_NAME, WEIGHTS_NAME
+from memascend.formats.weight_files import INDEX_NAME, WEIGHTS_NAME
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.api import refuse_ranks, sessions_of
 from memascend.offloading.hooks import Hooks, has_adapters

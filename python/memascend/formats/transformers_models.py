@@ -223,6 +223,24 @@ class Conversion:
         patterns = self._converter.target_patterns
         return [self._name.replace(patterns[0], target) for target in patterns]
 
+    def stacked(self) -> list[list[str]] | None:
+        """Return the tensors of each of a parameter's matrices, one behind the other; None where it is not made so.
+
+        So are most fused experts: expert by expert its tensors, of which each has rows of the matrix.
+        """
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        operations = [(type(operation), getattr(operation, "dim", None)) for operation in self._converter.operations]
+        if operations not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            return None
+        of_pattern: dict[str, list[str]] = {pattern: [] for pattern in self._converter.source_patterns}
+        for key, pattern in self.parts:
+            of_pattern[pattern].append(key)
+        columns = [keys for keys in of_pattern.values() if keys]
+        if len(self.targets) != 1 or len({len(keys) for keys in columns}) != 1 or len(columns) > len(operations):
+            return None
+        return [list(keys) for keys in zip(*columns, strict=True)]
+
     def add_tensor(self, key: str, pattern: str, tensor: torch.Tensor) -> None:
         """Give it the tensor of one of `parts`."""
         self._converter.add_tensor(self._name, key, pattern, tensor)

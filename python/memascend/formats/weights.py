@@ -1,99 +1,35 @@
-"""The weights of a Hugging Face directory: its safetensors files, and the parameters that their tensors make."""
+"""The parameters of a model that the tensors of a Hugging Face directory make."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import re
-from collections import Counter
 from contextlib import closing
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memascend.errors import CheckpointError
-from memascend.formats.json_files import read_json
-from memascend.formats.quantised.forms import form_of, form_of_names
+from memascend.formats.quantised.forms import form_of_names
 from memascend.formats.quantised.reading import QuantisedTensors
-from memascend.formats.safetensors import PIECE_BYTES, SafetensorsReader
+from memascend.formats.safetensors import PIECE_BYTES
 from memascend.formats.transformers_models import Conversion, Mapping, empty_model, untie
+from memascend.formats.weight_files import WeightFiles
 from memascend.layout.ties import ties_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping as MappingOf
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
     from memascend.layout.units import Place, Unit
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-#: Elements of each tensor that a fingerprint of weights has.
-_BEGINNING = 1024
 _log = logging.getLogger("memascend")
-
-
-class WeightFiles:
-    """The open safetensors files of a directory, all headers checked. Quantised tensors appear dequantised."""
-
-    def __init__(self, directory: Path, variant: str | None = None) -> None:
-        """Open the files of a `variant` ("fp16" reads model.fp16.safetensors), or those that have none.
-
-        Raises CheckpointError where one is missing or damaged, or a quantised tensor is not of the directory's form.
-        """
-        self.directory = directory
-        self.readers: list[SafetensorsReader] = []
-        #: Name of a tensor as it is stored -> the file that holds it.
-        self.stored: dict[str, SafetensorsReader] = {}
-        #: The tensors that are quantised, where their form is read; and what reads each tensor of the model, by name.
-        self.quantised: QuantisedTensors | None = None
-        self.where: dict[str, SafetensorsReader | QuantisedTensors] = {}
-        try:
-            for name in _file_names(directory, variant):
-                if not (directory / name).is_file():
-                    raise CheckpointError(f"{directory / name} is missing, but its index names it")
-                reader = SafetensorsReader(directory / name)
-                self.readers.append(reader)
-                self.stored |= dict.fromkeys(reader.entries, reader)
-            self.where |= self.stored
-            form = form_of(directory)
-            if form is not None and form.kind is not None:
-                self._add_quantised(QuantisedTensors(form, self.stored, directory))
-        except BaseException:
-            self.close()
-            raise
-
-    def _add_quantised(self, quantised: QuantisedTensors) -> None:
-        """Have quantised tensors stand in the place of what they are stored as."""
-        self.quantised = quantised
-        for key in quantised.stored:
-            del self.where[key]
-        self.where |= dict.fromkeys(quantised.entries, quantised)
-
-    def fingerprint(self) -> bytes:
-        """Return what tells these weights from others without reading all of them: the beginning of each tensor."""
-        digest = hashlib.blake2b()
-        for key in sorted(self.stored):
-            entry = self.stored[key].entries[key]
-            beginning = torch.empty(min(math.prod(entry.shape), _BEGINNING), dtype=entry.dtype)
-            self.stored[key].read_into(key, beginning)
-            digest.update(repr((key, entry.dtype, entry.shape)).encode())
-            digest.update(beginning.view(torch.uint8).numpy().data)
-        return digest.digest()
-
-    def first_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first floating-point tensor, as transformers takes it for dtype="auto".
-
-        Quantised weights have none: bfloat16 is what they are read in.
-        """
-        if self.quantised is not None:
-            return torch.bfloat16
-        entries = sorted(self.readers[0].entries.items(), key=lambda item: item[0])
-        return next((entry.dtype for _, entry in entries if entry.dtype.is_floating_point), None)
-
-    def close(self) -> None:
-        """Close the files."""
-        for reader in self.readers:
-            reader.close()
 
 
 def empty_model_of(config: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
@@ -106,70 +42,6 @@ def empty_model_of(config: Any, directory: Path, dtype: torch.dtype) -> nn.Modul
         with closing(WeightFiles(directory)) as files:
             Sources(model, files)
     return model
-
-
-def weights_dtype(directory: Path) -> torch.dtype | None:
-    """Return the dtype that most bytes of a directory's floating-point weights are in; None where it has no weights.
-
-    It is bfloat16 for weights that are quantised.
-    """
-    if not any(directory.glob("*.safetensors")):
-        return None
-    nbytes: Counter[torch.dtype] = Counter()
-    with closing(WeightFiles(directory)) as files:
-        if files.quantised is not None:
-            return torch.bfloat16
-        for reader in files.readers:
-            for entry in reader.entries.values():
-                nbytes[entry.dtype] += (entry.end - entry.start) * entry.dtype.is_floating_point
-    return max(nbytes, key=lambda dtype: nbytes[dtype], default=None)
-
-
-def files_bytes(directory: Path) -> int | None:
-    """Return the bytes of a directory's weight files, of which nothing is read; None where it lacks one."""
-    try:
-        return sum((directory / name).stat().st_size for name in _file_names(directory, None))
-    except (CheckpointError, OSError):
-        return None
-
-
-def _file_names(directory: Path, variant: str | None) -> list[str]:
-    """Return the names of the weight files in a directory, chosen as transformers' `from_pretrained` does.
-
-    The configuration may name a file (`transformers_weights`). Else a whole file precedes an index, which transformers
-    leaves behind when it saves a sharded model again in one file.
-    """
-    config_file = directory / "config.json"
-    config = read_json(config_file) if config_file.is_file() else {}
-    named = config.get("transformers_weights") if isinstance(config, dict) else None
-    if named is not None:
-        if not isinstance(named, str) or Path(named).name != named:
-            raise CheckpointError(f"{config_file}: transformers_weights ({named!r}) is no file of the directory")
-        return _indexed(directory / named) if named.endswith(".index.json") else [named]
-    whole, index = (_of_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
-    if (directory / whole).is_file():
-        return [whole]
-    if (directory / index).is_file():
-        return _indexed(directory / index)
-    other = next(iter(sorted(directory.glob("*.bin")) + sorted(directory.glob("*.gguf"))), None)
-    hint = f"; {other.name} is of another format: save it again with save_pretrained" if other else ""
-    raise CheckpointError(f"{directory} has no {whole} and no {index}{hint}")
-
-
-def _of_variant(name: str, variant: str | None) -> str:
-    stem, _, extension = name.rpartition(".")
-    return name if variant is None else f"{stem}.{variant}.{extension}"
-
-
-def _indexed(index: Path) -> list[str]:
-    """Return the names of the files that an index names."""
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise KeyError
-    except (KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{index} is not a safetensors index") from None
-    return names
 
 
 class Sources:
@@ -190,6 +62,8 @@ class Sources:
         self._untie()
         #: Indices of transformers' conversions that the checkpoint needed.
         self.conversions = mapping.used
+        #: Parameters that are tensors one behind the other: name -> (tensor, its first element in the parameter).
+        self._gathered: dict[str, list[tuple[str, int]]] = {}
         #: Parameters that a conversion made beyond the one that was read.
         self._made: dict[str, torch.Tensor] = {}
         names: dict[int, list[str]] = {}
@@ -199,6 +73,26 @@ class Sources:
         #: them.
         self._aliases = {aliases[0]: aliases for aliases in names.values()}
         self._check()
+        self._find_gathered()
+
+    def _find_gathered(self) -> None:
+        """Find the parameters that a conversion makes of tensors one behind the other: those are read one by one."""
+        for name, conversion in list(self._conversions.items()):
+            parameter, matrices = self._expected.get(name), conversion.stacked()
+            if parameter is None or matrices is None or parameter.ndim != 3 or len(parameter) != len(matrices):
+                continue
+            shapes = [[self.files.where[key].entries[key].shape for key in keys] for keys in matrices]
+            rows, width = parameter.shape[1:]
+            fitting = all(len(shape) == 2 and shape[1] == width for matrix in shapes for shape in matrix)
+            # Tensors that do not fit are told by the conversion.
+            if not fitting or any(sum(shape[0] for shape in matrix) != rows for matrix in shapes):
+                continue
+            first, pieces = 0, []
+            for key, shape in zip(chain(*matrices), chain(*shapes), strict=True):
+                pieces.append((key, first))
+                first += math.prod(shape)
+            self._gathered[name] = pieces
+            del self._conversions[name]
 
     def _untie(self) -> None:
         """Untie what the configuration ties and the files hold with different values, as transformers does."""
@@ -290,26 +184,41 @@ class Sources:
         """
         externals = {reader: reader.external(direct) for reader in self.files.readers}
         for place in (place for unit in units for place in unit.places):
-            key = next((self._plain[name] for name in self._aliases[place.name] if name in self._plain), None)
-            if key is None:
+            pieces = self._pieces_of(place)
+            if pieces is None:
                 raise CheckpointError(
-                    f"{place.name} is made of several tensors in {self.files.directory}, so that it cannot be read "
-                    "from there as it is: use frozen='store'"
+                    f"{place.name} is made of several tensors in {self.files.directory}, which are not one behind the "
+                    "other in it, so that it cannot be read from there as it is: use frozen='store'"
                 )
-            reader = self.files.where[key]
-            if isinstance(reader, QuantisedTensors):
-                raise CheckpointError(
-                    f"{key} in {reader.path} is quantised ({reader.form}), so that it cannot be read from there as it "
-                    "is: use frozen='store'"
-                )
-            entry = reader.entries[key]
-            if entry.dtype != place.dtype:
-                stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
-                raise CheckpointError(
-                    f"{key} in {reader.path} is of dtype {stored}, the model's is {wanted}: frozen='files' reads "
-                    f"weights as they are; use dtype={stored!r} or frozen='store'"
-                )
-            place.source = externals[reader], entry.start
+            place.sources = [self._located(place, key, externals) for key, _ in pieces]
+
+    def _pieces_of(self, place: Place) -> list[tuple[str, int]] | None:
+        """Return the tensors that a parameter is read from, each with its first element there; None if it is made."""
+        for name in self._aliases[place.name]:
+            if name in self._plain:
+                return [(self._plain[name], 0)]
+            if name in self._gathered:
+                return self._gathered[name]
+        return None
+
+    def _located(
+        self, place: Place, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, int]:
+        """Return the file, offset there and length in bytes of a tensor that a parameter is read from, or refuse it."""
+        reader = self.files.where[key]
+        if isinstance(reader, QuantisedTensors):
+            raise CheckpointError(
+                f"{key} in {reader.path} is quantised ({reader.form}), so that it cannot be read from there as it "
+                "is: use frozen='store'"
+            )
+        entry = reader.entries[key]
+        if entry.dtype != place.dtype:
+            stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
+            raise CheckpointError(
+                f"{key} in {reader.path} is of dtype {stored}, the model's is {wanted}: frozen='files' reads "
+                f"weights as they are; use dtype={stored!r} or frozen='store'"
+            )
+        return externals[reader], entry.start, entry.end - entry.start
 
     def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""
@@ -326,11 +235,11 @@ class Sources:
 
     def _read(self, place: Place, target: torch.Tensor, first: int, rows_follow: bool = False) -> None:
         """Fill `target` with the elements of a parameter from number `first` on."""
+        pieces = self._pieces_of(place)
+        if pieces is not None:
+            self._gather(pieces, target.reshape(-1), first)
+            return
         for name in self._aliases[place.name]:
-            if name in self._plain:
-                key = self._plain[name]
-                self.files.where[key].read_into(key, target, first)
-                return
             if name in self._made or self._convert(name):
                 made = self._made.pop(name)
                 if made.shape != place.shape:
@@ -343,6 +252,15 @@ class Sources:
                     self._made[name] = made
                 return
         raise CheckpointError(f"no weights for {place.name} in {self.files.directory}")
+
+    def _gather(self, pieces: Sequence[tuple[str, int]], target: torch.Tensor, first: int) -> None:
+        """Fill `target` with elements from number `first` on of tensors that are one behind the other."""
+        for key, begin in pieces:
+            reader = self.files.where[key]
+            end = begin + math.prod(reader.entries[key].shape)
+            low, high = max(begin, first), min(end, first + target.numel())
+            if low < high:
+                reader.read_into(key, target[low - first : high - first], low - begin)
 
     def _convert(self, wanted: str) -> bool:
         """Run the conversion that makes the parameter `wanted`; False where there is none."""

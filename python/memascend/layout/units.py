@@ -62,9 +62,9 @@ class Place:
     resident_class: type = nn.Parameter
     #: The parameter's version counter when its values came into memory.
     shown_version: int = 0
-    #: Of a frozen weight that is not on the store: the file it is read from, and its offset in
-    #: bytes there.
-    source: tuple[ExternalFile, int] | None = None
+    #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
+    #: there and length in bytes.
+    sources: Sequence[tuple[ExternalFile, int, int]] = ()
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
     #: date.
     version: int = 0
@@ -244,8 +244,14 @@ class Unit:
 
     @property
     def outside(self) -> list[tuple[ExternalFile, int, int, int]]:
-        """File, position there, offset in the unit and bytes of each weight that is not on the store."""
-        return [(*place.source, place.offset, place.nbytes) for place in self.places if place.source is not None]
+        """File, position there, offset in the unit and bytes of each piece of the weights that are not on the store."""
+        found = []
+        for place in self.places:
+            offset = place.offset
+            for file, position, nbytes in place.sources:
+                found.append((file, position, offset, nbytes))
+                offset += nbytes
+        return found
 
     @property
     def places(self) -> Iterator[Place]:

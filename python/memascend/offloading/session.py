@@ -192,7 +192,7 @@ class Session:
                 computing.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
             )
         #: The files of frozen weights, which are read in place and not copied to the store.
-        self.files = list({place.source[0] for place in self.places if place.source is not None})
+        self.files = list({file for place in self.places for file, _, _ in place.sources})
         self._note_options(options)
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)
@@ -237,7 +237,7 @@ class Session:
             unit.index = self.runtime.add_unit()
             self.runtime.read_from_files(unit.index, unit.outside)
             for tensor in unit.tensors:
-                if tensor.places[0].source is not None:
+                if tensor.places[0].sources:
                     continue
                 if not resume:
                     tensor.id = self.runtime.create_tensor(tensor.name, tensor.nbytes)

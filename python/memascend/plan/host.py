@@ -258,7 +258,7 @@ def _plan(
         nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
         plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
         plan.applied.note = "beside the arena: autograd's, until their update"
-    if any(place.source is not None for tensor in tensors for place in tensor.places):
+    if any(place.sources for tensor in tensors for place in tensor.places):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
     tables = [unit for unit in units if unit.is_table]

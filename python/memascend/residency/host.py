@@ -263,7 +263,7 @@ class Streamer:
     def check_writable(self, places: Sequence[Place]) -> None:
         """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
         for place in places:
-            if place.source is not None:
+            if place.sources:
                 self.discard(place.tensor.unit)
                 raise MemascendError(
                     f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
