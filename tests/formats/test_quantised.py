@@ -385,3 +385,13 @@ def test_a_quantised_model_in_memory_is_refused(tmp_path: Path) -> None:
         model[1].weight.data = given
         with pytest.raises(ValueError, match=r"1\.weight has dtype .* quantised weight.*dequantize=True"):
             memascend.offload(model, store=tmp_path / "store", host_memory="64MiB")
+
+
+def test_the_page_on_forms_counts_them() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/quantised.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")][2:]
+    assert f"Read are {len(rows)} forms" in page
+    refused = " ".join(page.partition("Refused are ")[2].partition("```")[0].split())
+    # Beside those by name: other packings of AWQ, of GPTQ and of compressed-tensors.
+    assert refused.startswith(f"{len(forms.NOT_READ) + 3} forms")
+    assert [name for name in forms.NOT_READ.values() if name not in refused] == []
