@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import quantised_models as models
 import tiny
-from commands import words_of
+from commands import in_memory, words_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+import memascend
 from memascend.command import main
+from memascend.errors import CheckpointError
 from memascend.forecast.forecast import as_text, forecast
+from memascend.integrations.trainer_arguments import open_model
+from memascend.integrations.transformers import MemascendArguments
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,3 +68,19 @@ def test_a_plan_names_the_form_and_is_that_of_the_dequantised_model(tmp_path: Pa
         for part in ("whole", "pytorch"):  # what the machine and the interpreter have at the moment
             plans[path].pop(part)
     assert plans[packed] == plans[plain] == plans[packed / "config.json"]
+
+
+def test_the_whole_model_in_memory_is_not_dequantised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = in_memory(words_of(tmp_path, tmp_path / "out", tmp_path / "store"))
+    assert main.main([*words, "--dequantize"]) == main.BAD_INPUT
+    assert "--dequantize reads the weights into a store" in capfd.readouterr().err
+
+
+def test_the_arguments_of_a_trainer_say_whether_to_dequantise(tmp_path: Path) -> None:
+    packed = models.fp8(tmp_path / "packed", models.llama())
+    given: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "host_memory": "64MiB", "use_cpu": True}
+    with pytest.raises(CheckpointError, match="FP8 with a scale for blocks of 64x64"):
+        open_model(str(packed), MemascendArguments(**given))
+    model, _ = open_model(str(packed), MemascendArguments(**given, dequantize=True))
+    assert not hasattr(model.config, "quantization_config")
+    memascend.close(model)
