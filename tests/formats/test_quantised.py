@@ -353,6 +353,19 @@ def test_tensors_of_a_form_that_nothing_describes_are_named(tmp_path: Path) -> N
         memascend.from_pretrained(directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True)
 
 
+def test_numbers_of_a_byte_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """FP8 is floating point; without its scales it would be other weights."""
+    directory = models.fp8(tmp_path / "model", models.llama())
+    config = json.loads((directory / "config.json").read_text())
+    for form, wanted in (
+        (None, "no quantization_config"),
+        ({"quant_method": "mxfp4"}, r"MXFP4 \(quant_method 'mxfp4'\) has no such tensor"),
+    ):
+        (directory / "config.json").write_text(json.dumps(config | {"quantization_config": form}))
+        with pytest.raises(CheckpointError, match=rf"float8_e4m3fn, as in a quantised checkpoint, and {wanted}"):
+            memascend.from_pretrained(directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True)
+
+
 def test_tensors_that_do_not_fit_their_form_are_named(tmp_path: Path) -> None:
     directory = models.fp8(tmp_path / "model", models.llama())
     name = "model.layers.0.self_attn.q_proj.weight"

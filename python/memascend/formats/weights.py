@@ -168,13 +168,20 @@ class Sources:
                 self._check_dtype(None, key)
 
     def _check_dtype(self, parameter: torch.Tensor | None, key: str) -> None:
+        """Raise CheckpointError for numbers that are no weights by themselves: integers, or FP8 without its scales."""
         reader = self.files.where[key]
         dtype = reader.entries[key].dtype
-        if not dtype.is_floating_point and (parameter is None or parameter.is_floating_point()):
+        is_weight = dtype.is_floating_point and dtype.itemsize > 1
+        if not is_weight and (parameter is None or parameter.is_floating_point()):
+            quantised = self.files.quantised
+            unknown = (
+                "no quantization_config in its config.json says how"
+                if quantised is None
+                else f"{quantised.form} has no such tensor"
+            )
             raise CheckpointError(
                 f"{key} in {reader.path} is of dtype {str(dtype).removeprefix('torch.')}, as in a quantised "
-                "checkpoint, and no quantization_config in its config.json says how: memascend trains floating-point "
-                "weights"
+                f"checkpoint, and {unknown}: memascend trains floating point of 16 and 32 bits"
             )
 
     def locate(self, units: list[Unit], direct: bool) -> None:

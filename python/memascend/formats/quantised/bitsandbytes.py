@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import Packed, Stored, elements, unpack_nibbles
+from memascend.formats.quantised.tensors import Packed, Stored, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,9 +40,9 @@ class FourBits(Packed):
                 self._nested_code = stored[f"{name}.nested_quant_map"].whole().float()
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{state} does not describe a weight of bitsandbytes: {error!r}") from None
-        bytes_ = elements(self._weight.shape) * self._weight.dtype.itemsize
-        blocks = -(-elements(shape) // self._block) if self._block > 0 else 0
-        if len(shape) < 2 or bytes_ != -(-elements(shape) // 2) or elements(self._largest.shape) != blocks:
+        nbytes = math.prod(self._weight.shape) * self._weight.dtype.itemsize
+        blocks = -(-math.prod(shape) // self._block) if self._block > 0 else 0
+        if len(shape) < 2 or nbytes != -(-math.prod(shape) // 2) or math.prod(self._largest.shape) != blocks:
             raise CheckpointError(f"{state} does not fit {self._weight}, of shape {self._weight.shape}")
         super().__init__(shape)
 
@@ -75,7 +76,7 @@ class EightBits(Packed):
 
     def __init__(self, weight: Stored, largest: Stored) -> None:
         """Take the weight and the largest of each row. Raises CheckpointError where they do not fit."""
-        if len(weight.shape) != 2 or elements(largest.shape) != weight.shape[0]:
+        if len(weight.shape) != 2 or math.prod(largest.shape) != weight.shape[0]:
             raise CheckpointError(f"{largest} has shape {largest.shape}, which does not fit {weight.shape}")
         super().__init__(weight.shape)
         self._weight, self._largest = weight, largest

@@ -195,10 +195,10 @@ def form_of_names(names: Collection[str]) -> str | None:
     return next((name for end, name in _ENDS if any(re.search(end, tensor) for tensor in names)), None)
 
 
-def check_form(form: Form | None, named: Path, dequantize: bool, how: str = "dequantize=True (--dequantize)") -> None:
+def check_form(form: Form | None, named: Path, dequantize: bool) -> None:
     """Raise CheckpointError for the weights of the directory `named`, unless they can be trained.
 
-    Those of a form that is read can be where `dequantize` is true; `how` is what else to give.
+    Those of a form that is read can be where `dequantize` is true.
     """
     if form is None:
         return
@@ -206,6 +206,6 @@ def check_form(form: Form | None, named: Path, dequantize: bool, how: str = "deq
         raise CheckpointError(f"{named} holds weights in {form}, which memascend does not read: {_INSTEAD}")
     if not dequantize:
         raise CheckpointError(
-            f"{named} holds weights in {form}, which cannot be trained as they are: give {how}, which reads them into "
-            "the store in 16 bits, a piece at a time"
+            f"{named} holds weights in {form}, which cannot be trained as they are: give dequantize=True "
+            "(--dequantize), which reads them into the store in 16 bits, a piece at a time"
         )

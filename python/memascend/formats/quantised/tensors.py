@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -135,8 +134,3 @@ def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the numbers of `bits` in each word of int32, the lowest bits first: (..., n 32 / bits) of int32."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(shape)
