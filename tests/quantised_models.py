@@ -30,9 +30,9 @@ _SMALL: dict[str, Any] = {
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def llama() -> nn.Module:
+def llama(**sizes: int) -> nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL | sizes), dtype=torch.bfloat16)
 
 
 def moe() -> nn.Module:

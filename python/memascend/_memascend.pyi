@@ -25,6 +25,7 @@ __all__ = [
     "HostBuffer",
     "KeptStore",
     "LeaseBuffer",
+    "Packing",
     "Plane",
     "ProjectedGradient",
     "Projection",
@@ -292,6 +293,18 @@ class ExternalFile:
     def bytes_read(self) -> int: ...
 
 @final
+class Packing:
+    @staticmethod
+    def float8(width: int, block: tuple[int, int], scales: tuple[ExternalFile, int]) -> Packing: ...
+    @staticmethod
+    def four_bits(
+        block: int,
+        code: Sequence[float],
+        scales: tuple[ExternalFile, int],
+        nested: tuple[int, tuple[ExternalFile, int], Sequence[float], float] | None = None,
+    ) -> Packing: ...
+
+@final
 class FileEngine:
     def __new__(cls, *, engine: str = "auto", depth: int = 128) -> FileEngine: ...
     @property
@@ -354,7 +367,9 @@ class Runtime:
     @property
     def forked(self) -> bool: ...
     def add_unit(self) -> int: ...
-    def read_from_files(self, unit: int, parts: Sequence[tuple[ExternalFile, int, int, int]]) -> None: ...
+    def read_from_files(
+        self, unit: int, parts: Sequence[tuple[ExternalFile, int, int, int, Packing | None]]
+    ) -> None: ...
     def create_tensor(self, name: str, bytes: int) -> TensorId: ...
     def find_tensor(self, name: str) -> TensorId | None: ...
     def tensor_names(self) -> list[str]: ...

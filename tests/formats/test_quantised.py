@@ -250,16 +250,59 @@ def test_training_is_that_of_the_dequantised_model_in_memory(
     memascend.close(resumed.model)
 
 
+@pytest.mark.parametrize(
+    "kind", ["fp8", "fp8-experts", *(f"bitsandbytes:{name}" for name in BITSANDBYTES if "int8" not in name)]
+)
+def test_weights_read_in_place_are_those_of_the_library(
+    kind: str, tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
+    """They stay as they are published: each use reads them so, and dequantises them."""
+    directory, wanted = made(kind, tmp_path / "model")
+    file = directory / models.WEIGHTS
+    before = file.read_bytes()
+    model = opened(directory, frozen="files")
+    assert_same_weights(model, wanted)
+    in_16_bits = sum(value.nbytes for value in wanted.values())
+    stats = memascend.stats(model)
+    read = stats["file_bytes_read"]
+    assert 0.9 * len(before) - 2**16 < read < len(before) and read < 0.75 * in_16_bits
+    assert stats["ssd_bytes_written"] == stats["store_bytes_used"] == 0 and file.read_bytes() == before
+
+
+def test_many_pieces_of_many_blocks_are_read_in_place(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+    """Matrices of several pieces, in FP8 with blocks that end in another piece, and one scale for all of another."""
+    model = models.llama(hidden_size=1152, intermediate_size=1500, num_hidden_layers=1)
+    directory = models.fp8(tmp_path / "model", model, block=96)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors = load_file(directory / models.WEIGHTS)
+    tensors[f"{name}_scale_inv"] = torch.tensor(0.0123)
+    save_file(tensors, directory / models.WEIGHTS, metadata={"format": "pt"})
+    assert tensors[name].numel() > 3 * 2**19
+    assert_same_weights(opened(directory, frozen="files"), weights_of(opened(directory, frozen="store")))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("mxfp4", "bfloat16"), ("awq", "bfloat16"), ("fp8", "float32")])
+def test_other_forms_and_dtypes_are_not_read_in_place(
+    kind: str, dtype: str, tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
+    directory, _ = made(kind, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=rf"is quantised \(.*not read from there as {dtype}: use frozen='store'"):
+        opened(directory, dtype=dtype, frozen="files")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
+@pytest.mark.parametrize("frozen", ["store", "files"])
 @pytest.mark.parametrize("kind", ["fp8", "bitsandbytes:nf4"])
-def test_adapters_train_on_a_quantised_base(kind: str, tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+def test_adapters_train_on_a_quantised_base(
+    kind: str, frozen: str, tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
     peft = needs.package("peft")
     directory, wanted = made(kind, tmp_path / "model")
     theirs = models.llama()
     for name, value in wanted.items():
         theirs.get_parameter(name).data.copy_(value)
     losses, adapters = [], []
-    for base in (theirs, opened(directory, frozen="store", fused_loss=False)):
+    for base in (theirs, opened(directory, frozen=frozen, fused_loss=False)):
         torch.manual_seed(3)
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -380,14 +423,6 @@ def test_tensors_that_do_not_fit_their_form_are_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=wanted) as caught:
             memascend.from_pretrained(directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True)
         assert name in str(caught.value)
-
-
-def test_quantised_weights_are_not_read_in_place(tmp_path: Path) -> None:
-    directory = models.fp8(tmp_path / "model", models.llama())
-    with pytest.raises(CheckpointError, match=r"is quantised \(FP8 .*use frozen='store'"):
-        memascend.from_pretrained(
-            directory, store=tmp_path / "store", host_memory="64MiB", dequantize=True, frozen="files"
-        )
 
 
 def test_a_quantised_model_in_memory_is_refused(tmp_path: Path) -> None:

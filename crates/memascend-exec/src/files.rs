@@ -7,6 +7,7 @@ use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{HostAllocator, LeaseSlice, Origin, PAGE_BYTES, PageableAllocator};
 use memascend_store::ExternalFile;
 
+use crate::packing::Packing;
 use crate::{ExecError, Result, Underway};
 
 /// Threads that read external files, and so reads in flight: each has one window.
@@ -23,8 +24,10 @@ pub struct FilePart {
     pub position: u64,
     /// Where it begins in the unit, in bytes.
     pub offset: usize,
-    /// Length in bytes.
+    /// Length in bytes, in the unit.
     pub bytes: usize,
+    /// How it is stored, where that is not as in the unit. Then the unit has it in bf16.
+    pub packing: Option<Arc<Packing>>,
 }
 
 /// Reads parts of files into leases, on a few threads. A tensor's offset in a file is seldom a
@@ -36,12 +39,14 @@ pub(crate) struct FileReader {
     origin: Origin,
 }
 
-/// A part that one window holds.
+/// What one thread reads at once: of a part as it is stored, what one window holds.
 struct Piece {
     file: Arc<ExternalFile>,
     position: u64,
     buffer: LeaseSlice,
     read: Underway,
+    /// How the part is stored, and its first element that is read.
+    packed: Option<(Arc<Packing>, usize)>,
 }
 
 impl FileReader {
@@ -59,13 +64,17 @@ impl FileReader {
                 // SAFETY: the block is this thread's own, and lives as long as the slice.
                 let window =
                     unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
-                for Piece { file, position, buffer, read } in accepted {
+                for Piece { file, position, buffer, read, packed } in accepted {
                     // SAFETY: no other code uses the range until the read has ended, and ranges do
                     // not overlap.
-                    let result = file.read(position, unsafe { buffer.as_mut_slice() }, window);
+                    let target = unsafe { buffer.as_mut_slice() };
+                    let result = match packed {
+                        None => file.read(position, target, window).map_err(ExecError::from),
+                        Some((packing, first)) => packing.read(&file, position, first, target, window),
+                    };
                     // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
-                    read.end(result.map_err(ExecError::from));
+                    read.end(result);
                 }
             };
             let thread = std::thread::Builder::new().name(format!("memascend-files-{index}"));
@@ -79,12 +88,25 @@ impl FileReader {
     pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> Underway) {
         let pieces = self.pieces.as_ref().expect("open until dropped");
         let mut done = 0;
+        if let Some(packing) = &part.packing {
+            while done < part.bytes {
+                let bytes = (2 * packing.piece_elements()).min(part.bytes - done);
+                let packed = Some((Arc::clone(packing), done / 2));
+                let (file, position) = (Arc::clone(&part.file), part.position);
+                let piece =
+                    Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed };
+                let _ = pieces.send(piece);
+                done += bytes;
+            }
+            return;
+        }
         while done < part.bytes {
             let position = part.position + done as u64;
             // Up to the end of the window that begins with the block of the first byte.
             let bytes = (FILE_WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
             let file = Arc::clone(&part.file);
-            let piece = Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin() };
+            let piece =
+                Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed: None };
             // A refused piece is dropped, which ends its operation with an error.
             let _ = pieces.send(piece);
             done += bytes;

@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use memascend_exec::{Nested, Stored};
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
 use memascend_nvme::IoError;
 use pyo3::exceptions::PyValueError;
@@ -37,6 +38,59 @@ impl ExternalFile {
     #[getter]
     fn bytes_read(&self) -> u64 {
         self.0.read_bytes()
+    }
+}
+
+/// Where numbers lie: the file, and their offset there in bytes.
+type Place<'py> = (Bound<'py, ExternalFile>, u64);
+
+fn stored((file, position): &Place<'_>) -> Stored {
+    Stored { file: Arc::clone(&file.get().0), position: *position }
+}
+
+/// How weights are stored in a file outside the store, where they are dequantised as they are read, to bf16.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
+
+#[pymethods]
+impl Packing {
+    /// FP8 (e4m3fn) in rows of `width`, with an fp32 scale at `scales` for each block of rows and columns.
+    #[staticmethod]
+    fn float8(width: usize, block: (usize, usize), scales: Place<'_>) -> PyResult<Self> {
+        if width == 0 || block.0 == 0 || block.1 == 0 {
+            return Err(PyValueError::new_err(format!(
+                "rows of {width} in blocks of {} x {}",
+                block.0, block.1
+            )));
+        }
+        let scales = stored(&scales);
+        Ok(Self(Arc::new(memascend_exec::Packing::Float8 { width, block, scales })))
+    }
+
+    /// Numbers of four bits, the higher ones first, that name one of `code`; with an fp32 scale for each `block` of
+    /// elements, which divides 4,096. `nested` says that a scale is a byte: the scales to a factor, where the factors
+    /// are, what each byte means, and what is added.
+    #[staticmethod]
+    #[pyo3(signature = (block, code, scales, nested = None))]
+    fn four_bits(
+        block: usize,
+        code: [f32; 16],
+        scales: Place<'_>,
+        nested: Option<(usize, Place<'_>, Vec<f32>, f32)>,
+    ) -> PyResult<Self> {
+        if block < 2 || 4096 % block != 0 {
+            return Err(PyValueError::new_err(format!("blocks of {block} elements do not divide 4096")));
+        }
+        let nested = match nested {
+            None => None,
+            Some((block, factors, code, offset)) => {
+                let code = code.try_into().ok().filter(|_| block > 0);
+                let code = code.ok_or_else(|| PyValueError::new_err("a byte has 256 meanings"))?;
+                Some(Box::new(Nested { block, factors: stored(&factors), code, offset }))
+            }
+        };
+        let scales = stored(&scales);
+        Ok(Self(Arc::new(memascend_exec::Packing::FourBits { block, code, scales, nested })))
     }
 }
 

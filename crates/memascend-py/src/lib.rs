@@ -48,7 +48,7 @@ mod _memascend {
     #[pymodule_export]
     use crate::device::{Applying, Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
-    use crate::files::{ExternalFile, FileEngine, FileTransfers};
+    use crate::files::{ExternalFile, FileEngine, FileTransfers, Packing};
     #[pymodule_export]
     use crate::gradients::GradientRanges;
     #[pymodule_export]

@@ -17,7 +17,7 @@ use crate::arguments::{UpdateArgument, unit_tensors, update_tensors};
 use crate::blocks::{self, Part};
 use crate::device::{self, Applying, Capture, CudaEvent, Stash};
 use crate::errors::{exec_error, forked_error, memory_error, store_error};
-use crate::files::ExternalFile;
+use crate::files::{ExternalFile, Packing};
 use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane};
@@ -25,6 +25,9 @@ use crate::lease::LeaseBuffer;
 use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions, StorePlan};
 use crate::statistics::statistics;
 use crate::volume::engine_options;
+
+/// A part of a unit's weights outside the store, as Python gives it.
+type OutsidePart<'py> = (Bound<'py, ExternalFile>, u64, usize, usize, Option<Bound<'py, Packing>>);
 
 /// One training run's native side: store, arena, gradients and step executor.
 #[pyclass(frozen, module = "memascend._memascend")]
@@ -175,10 +178,14 @@ impl Runtime {
     }
 
     /// Makes every fetch of a unit read `parts` too: file, position there, offset in the unit and
-    /// bytes of each.
-    fn read_from_files(&self, unit: usize, parts: Vec<(Bound<'_, ExternalFile>, u64, usize, usize)>) {
-        let part = |(file, position, offset, bytes): &(Bound<'_, ExternalFile>, u64, usize, usize)| {
-            FilePart { file: Arc::clone(&file.get().0), position: *position, offset: *offset, bytes: *bytes }
+    /// bytes there of each, and how the file has it.
+    fn read_from_files(&self, unit: usize, parts: Vec<OutsidePart<'_>>) {
+        let part = |(file, position, offset, bytes, packing): &OutsidePart<'_>| FilePart {
+            file: Arc::clone(&file.get().0),
+            position: *position,
+            offset: *offset,
+            bytes: *bytes,
+            packing: packing.as_ref().map(|packing| Arc::clone(&packing.get().0)),
         };
         let parts = parts.iter().map(part).collect();
         self.files.locked().insert(unit, parts);

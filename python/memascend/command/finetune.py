@@ -389,7 +389,7 @@ def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanu
     A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
     """
     units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
-    if not any(unit.is_table for unit in units) and not settings.dequantize:
+    if not any(unit.is_table for unit in units):
         with suppress(CheckpointError):
             return _load_into_store(settings, interrupts, cleanup, frozen="files")
     return _load_into_store(settings, interrupts, cleanup, frozen="store")

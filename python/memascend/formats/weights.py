@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from memascend._memascend import ExternalFile
+    from memascend._memascend import ExternalFile, Packing
     from memascend.formats.safetensors import SafetensorsReader
     from memascend.layout.units import Place, Unit
 
@@ -210,22 +210,20 @@ class Sources:
 
     def _located(
         self, place: Place, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
-    ) -> tuple[ExternalFile, int, int]:
-        """Return the file, offset there and length in bytes of a tensor that a parameter is read from, or refuse it."""
+    ) -> tuple[ExternalFile, int, int, Packing | None]:
+        """Return what a parameter is read from, of one tensor: a piece of `Place.sources`. Or refuse it."""
         reader = self.files.where[key]
-        if isinstance(reader, QuantisedTensors):
-            raise CheckpointError(
-                f"{key} in {reader.path} is quantised ({reader.form}), so that it cannot be read from there as it "
-                "is: use frozen='store'"
-            )
         entry = reader.entries[key]
+        if isinstance(reader, QuantisedTensors):
+            file, position, packing = reader.in_place(key, place.dtype, externals)
+            return file, position, math.prod(entry.shape) * place.dtype.itemsize, packing
         if entry.dtype != place.dtype:
             stored, wanted = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, place.dtype))
             raise CheckpointError(
                 f"{key} in {reader.path} is of dtype {stored}, the model's is {wanted}: frozen='files' reads "
                 f"weights as they are; use dtype={stored!r} or frozen='store'"
             )
-        return externals[reader], entry.start, entry.end - entry.start
+        return externals[reader], entry.start, entry.end - entry.start, None
 
     def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""

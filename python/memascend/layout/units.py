@@ -16,7 +16,7 @@ from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
-    from memascend._memascend import Capture, ExternalFile, Plane, Projection, Rule, TensorId
+    from memascend._memascend import Capture, ExternalFile, Packing, Plane, Projection, Rule, TensorId
     from memascend.layout.shards import Shard
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -63,8 +63,8 @@ class Place:
     #: The parameter's version counter when its values came into memory.
     shown_version: int = 0
     #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
-    #: there and length in bytes.
-    sources: Sequence[tuple[ExternalFile, int, int]] = ()
+    #: there, length in bytes here, and how the file has it, where that is quantised.
+    sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
     #: date.
     version: int = 0
@@ -243,13 +243,13 @@ class Unit:
         return [(tensor.id, tensor.offset, tensor.nbytes) for tensor in self.tensors if tensor.id is not None]
 
     @property
-    def outside(self) -> list[tuple[ExternalFile, int, int, int]]:
-        """File, position there, offset in the unit and bytes of each piece of the weights that are not on the store."""
+    def outside(self) -> list[tuple[ExternalFile, int, int, int, Packing | None]]:
+        """File, position there, offset and bytes in the unit of each piece of the weights that are in no store."""
         found = []
         for place in self.places:
             offset = place.offset
-            for file, position, nbytes in place.sources:
-                found.append((file, position, offset, nbytes))
+            for file, position, nbytes, packing in place.sources:
+                found.append((file, position, offset, nbytes, packing))
                 offset += nbytes
         return found
 

@@ -192,7 +192,7 @@ class Session:
                 computing.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
             )
         #: The files of frozen weights, which are read in place and not copied to the store.
-        self.files = list({file for place in self.places for file, _, _ in place.sources})
+        self.files = list({file for place in self.places for file, *_ in place.sources})
         self._note_options(options)
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import Packing
 from memascend.errors import CheckpointError
 from memascend.formats.quantised.tensors import Packed, Stored, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
 
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,7 +40,8 @@ class FourBits(Packed):
             self._nested = f"{name}.nested_absmax" in stored
             if self._nested:
                 self._nested_block, self._offset = int(values["nested_blocksize"]), float(values["nested_offset"])
-                self._nested_largest = stored[f"{name}.nested_absmax"].whole().float()
+                self._nested_factors = stored[f"{name}.nested_absmax"]
+                self._nested_largest = self._nested_factors.whole().float()
                 self._nested_code = stored[f"{name}.nested_quant_map"].whole().float()
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{state} does not describe a weight of bitsandbytes: {error!r}") from None
@@ -61,6 +66,23 @@ class FourBits(Packed):
         largest = self._scales(block, -(-end // self._block))
         values = self._code[codes].mul_(largest.repeat_interleave(self._block)[: len(codes)])
         return values[begin - at : end - at].to(self._dtype).view(count, width)
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, if it was quantised from bfloat16, for weights in that."""
+        largest = torch.uint8 if self._nested else torch.float32
+        plain = self._dtype == dtype == torch.bfloat16 and self._largest.dtype == largest
+        if not plain or 4096 % self._block or math.prod(self.stored_shape) % 2:
+            return None
+        nested = None
+        if self._nested:
+            if self._nested_factors.dtype != torch.float32:
+                return None
+            factors = self._nested_factors.located(externals)
+            nested = self._nested_block, factors, self._nested_code.tolist(), self._offset
+        packing = Packing.four_bits(self._block, self._code.tolist(), self._largest.located(externals), nested)
+        return *self._weight.located(externals), packing
 
     def _scales(self, begin: int, end: int) -> torch.Tensor:
         """Return what blocks `begin .. end` are multiplied by, in float32."""

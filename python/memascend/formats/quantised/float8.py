@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import Packing
 from memascend.errors import CheckpointError
 from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
 
 _FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Names of the scales of a module's `weight`: of DeepSeek and Qwen, of DeepSeek-V4, of Mistral.
@@ -63,6 +67,20 @@ class Float8(Packed):
         if self._is_packed:
             return torch.tensor(E2M1)[unpack_nibbles(weight.view(torch.uint8))] * scales
         return weight.to(torch.float32).mul_(scales)
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, if it is of e4m3 with scales in float32, for weights in bfloat16."""
+        *outer, rows, width = self.stored_shape
+        # Of several matrices as one: no block may be of two of them.
+        as_one = not outer or (self._grids_differ and rows % self._block_rows == 0)
+        dtypes = self._weight.dtype, self._scales.dtype, dtype
+        if dtypes != (torch.float8_e4m3fn, torch.float32, torch.bfloat16) or not as_one:
+            return None
+        blocks = self._block_rows, self._block_width
+        packing = Packing.float8(width, blocks, self._scales.located(externals))
+        return *self._weight.located(externals), packing
 
 
 def _block(size: int, count: int, named: int | None) -> int | None:

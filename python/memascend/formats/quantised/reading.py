@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.errors import CheckpointError
 from memascend.formats.quantised import bitsandbytes, columns, compressed, float8, mxfp4
 from memascend.formats.quantised.tensors import Stored
 from memascend.formats.safetensors import Entry
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from memascend._memascend import ExternalFile, Packing
     from memascend.formats.quantised.forms import Form
     from memascend.formats.quantised.tensors import Packed
     from memascend.formats.safetensors import SafetensorsReader
@@ -45,6 +47,21 @@ class QuantisedTensors:
         self.entries = {name: Entry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
         #: Names of the tensors that they are stored as.
         self.stored = {part for _, parts in found.values() for part in parts if part in where}
+
+    def in_place(
+        self, name: str, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing]:
+        """Return where a tensor lies and how, for weights of `dtype` that are dequantised at each use.
+
+        Raises CheckpointError for a form, or a dtype, in which they are not.
+        """
+        found = self._packed[name].in_place(dtype, externals)
+        if found is None:
+            raise CheckpointError(
+                f"{name} in {self.path} is quantised ({self.form}), and is not read from there as "
+                f"{str(dtype).removeprefix('torch.')}: use frozen='store'"
+            )
+        return found
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Dequantise a tensor into `target` (contiguous CPU tensor), a piece at a time.

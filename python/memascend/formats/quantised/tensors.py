@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from memascend._memascend import ExternalFile, Packing
     from memascend.formats.safetensors import SafetensorsReader
 
 #: Elements that are dequantised at once: each takes some bytes of temporary tensors, at most 20.
@@ -30,6 +31,10 @@ class Stored:
     def __str__(self) -> str:
         """Return where it is, for messages."""
         return f"{self.key} in {self.reader.path}"
+
+    def located(self, externals: Mapping[SafetensorsReader, ExternalFile]) -> tuple[ExternalFile, int]:
+        """Return its file as it is read in place, and its offset there in bytes."""
+        return externals[self.reader], self.reader.entries[self.key].start
 
     def whole(self) -> torch.Tensor:
         """Return all of it."""
@@ -69,6 +74,15 @@ class Packed(ABC):
 
         They are of the dtype that the form's library computes in where the parameter is of `dtype`.
         """
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where the tensor lies and how, for weights of `dtype` that are dequantised at each use.
+
+        None where the native side does not read it so: most forms.
+        """
+        return None
 
     def read_into(self, target: torch.Tensor, first: int = 0) -> None:
         """Fill `target`, contiguous, with the elements of the model's tensor from number `first` on."""
