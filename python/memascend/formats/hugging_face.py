@@ -77,6 +77,10 @@ def from_pretrained(
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
+        dequantize: read quantised weights into the store in `dtype`, a piece at a time, with the bits of the library
+            that defines their form (docs/how-to/quantised.md names the forms). With frozen="files" they stay as they
+            are and are dequantised at each use, in the forms for which that is done. Without it they are refused.
+            Weights that are not quantised are read as always.
         store, host_memory, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
         durability, keep_store, process_group, options: as in `memascend.offload`.
