@@ -194,7 +194,7 @@ $(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/wheel
-	$(PIP) "$$(echo dist/memascend-*.whl)[test]"
+	$(PIP) "$$(echo dist/memascend-*.whl)[test,forms]"
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/wheel

@@ -30,8 +30,8 @@ NEEDS = {
     "deepspeed": "pip install 'memascend[test]'",
     "cupy": "pip install 'memascend[test]'",
     "expecttest": "pip install 'memascend[test]'",
-    "bitsandbytes": "pip install 'memascend[test]'",
-    "compressed_tensors": "pip install 'memascend[test]'",
+    "bitsandbytes": "pip install 'memascend[forms]'",
+    "compressed_tensors": "pip install 'memascend[forms]'",
     "gpu": "run on a machine with a CUDA device and a PyTorch that can use it",
 }
 
