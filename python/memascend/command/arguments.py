@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,9 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEB
 
 #: What --dtype takes.
 DTYPES = ("auto", "bfloat16", "float32")
+#: A type of weights that only files of llama.cpp have, and what --dtype of an export takes.
+QUANTISED = "q8_0"
+WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
 #: What --report-to takes.
 REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _MICRO_BATCH = (
@@ -377,20 +381,29 @@ def _add_export(subcommands: Any) -> None:
     parser = _subcommand(
         subcommands,
         "export",
-        help="write the model and the optimizer's states of a store in formats of other programs",
-        description="Write the contents of a store in formats of other programs, in bounded memory.\n"
+        help="write a model in formats of other programs: Hugging Face, GGUF for llama.cpp and Ollama, PyTorch",
+        description="Write the model in a store, with its optimizer's states, in formats of other programs, in\n"
+        "bounded memory; or the model of some adapters with these merged; or a model directory as GGUF.\n"
         "OUT must not exist.",
     )
-    _add_stores(parser)
     add = parser.add_argument
+    text = (
+        "a directory or raw device of a store; the store's others are found from there. Or a directory of adapters "
+        "that `memascend finetune --lora-rank` or PEFT wrote, or, with --format gguf, a model directory"
+    )
+    add("store", type=Path, nargs="+", metavar="SOURCE", help=text)
     add("--out", type=Path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
     text = (
-        "huggingface: a model directory; torch: that, and optimizer.pt for torch.load; distributed: a checkpoint of "
+        "huggingface: a model directory; gguf: model.gguf for llama.cpp with its tokenizer, and a Modelfile for "
+        "Ollama; torch: a model directory, and optimizer.pt for torch.load; distributed: a checkpoint of "
         "torch.distributed.checkpoint with both (default: %(default)s)"
     )
-    add("--format", choices=("huggingface", "torch", "distributed"), default="huggingface", help=text)
-    text = "of the weights written (default: as they are)"
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    add("--format", choices=("huggingface", "gguf", "torch", "distributed"), default="huggingface", help=text)
+    text = (
+        "of the weights written (default: as they are); q8_0 with --format gguf alone. llama-quantize of llama.cpp "
+        "makes files of other types, such as q4_k_m, from one in bfloat16 or float16"
+    )
+    add("--dtype", type=_weights_dtype, metavar="|".join(WEIGHTS_DTYPES), help=text)
     text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
     add("--tokenizer", type=Path, metavar="DIR", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
@@ -538,6 +551,15 @@ _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0
 _positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
 _percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def _weights_dtype(text: str) -> str:
+    if text in WEIGHTS_DTYPES:
+        return text
+    remedy = ""
+    if re.fullmatch(r"i?q\d\w*|tq\d\w*|mxfp4\w*", text.lower()):
+        remedy = f": write a file in bfloat16, and run llama.cpp's `llama-quantize model.gguf {text}.gguf {text}`"
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WEIGHTS_DTYPES)}{remedy}")
 
 
 def _held_out(text: str) -> float | Path:

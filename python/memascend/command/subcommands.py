@@ -16,7 +16,7 @@ import torch
 from memascend import doctor
 from memascend._memascend import format_device
 from memascend.command import launched
-from memascend.command.arguments import parser
+from memascend.command.arguments import QUANTISED, parser
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import finished_steps
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
@@ -32,12 +32,14 @@ from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.of_store import savings_of_store
 from memascend.formats.config import load_bare_config
+from memascend.formats.gguf import FILE_NAME, MODELFILE_NAME
 from memascend.machine import drives, gpu
 from memascend.machine.threads import update_threads
 from memascend.offloading.computing import Computing
 from memascend.report.page import page_of, write_page
 from memascend.report.run import read_run
 from memascend.runs import inspect
+from memascend.runs.export import Export, export
 from memascend.runs.reshard import reshard
 
 #: The learning rate of adapters, which start at zero.
@@ -297,17 +299,20 @@ def _checkpoints(chosen: argparse.Namespace) -> int:
 def _export(chosen: argparse.Namespace) -> int:
     if chosen.tokenizer is not None and chosen.format == "distributed":
         raise DataError("--tokenizer is for a model directory: leave it out with --format distributed")
+    if chosen.dtype == QUANTISED and chosen.format != "gguf":
+        raise DataError(f"--dtype {QUANTISED} is for a file of llama.cpp: give --format gguf too")
     quiet_libraries()
-    steps = inspect.export(
-        chosen.store,
-        chosen.out,
+    how = Export(
         layout=chosen.format,
         dtype=chosen.dtype,
         host_memory=chosen.host_memory,
         tokenizer=chosen.tokenizer,
         tell=note,
     )
-    print(f"wrote {chosen.out}: the model after step {steps}")
+    print(f"wrote {chosen.out}: {export(chosen.store, chosen.out, how)}")
+    if chosen.format == "gguf":
+        print(f"run it with `llama-cli -m {chosen.out / FILE_NAME}`, or give it to Ollama:")
+        print(f"  ollama create {chosen.out.name} -f {chosen.out / MODELFILE_NAME}")
     return 0
 
 

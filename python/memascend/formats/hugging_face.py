@@ -43,7 +43,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *,
     store: RankLocations,
-    host_memory: str | int,
+    host_memory: str | int | None,
     host_memory_max: str | int | None = None,
     dtype: str | torch.dtype = "bfloat16",
     subfolder: str = "",
@@ -81,7 +81,8 @@ def from_pretrained(
             that defines their form (docs/how-to/quantised.md names the forms). With frozen="files" they stay as they
             are and are dequantised at each use, in the forms for which that is done. Without it they are refused.
             Weights that are not quantised are read as always.
-        store, host_memory, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
+        host_memory: as in `memascend.offload`; None is the least that works.
+        store, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
         durability, keep_store, process_group, options: as in `memascend.offload`.
         progress: called with (bytes done, bytes in all) while the weights are read.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 SIDE_FILE_BYTES_MAX = 64 << 20
+#: What a directory of adapters says of these.
+_OF_ADAPTERS = ("adapter_config.json",)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -72,7 +74,7 @@ def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None]) -> 
     """
     within = _where_links_may_lead(model_dir)
     for file in sorted(model_dir.iterdir()):
-        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith((".index.json", *DESCRIPTIONS))
+        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith((".index.json", *DESCRIPTIONS, *_OF_ADAPTERS))
         if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
             continue
         source = file.resolve()

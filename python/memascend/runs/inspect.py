@@ -1,4 +1,4 @@
-"""Working on a store without training: inspect it, verify it, change its checkpoints, export it to other formats."""
+"""Working on a store without training: inspect it, verify it, change its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import KeptStore
-from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_decimal, format_size
 from memascend.durable.record import parse_record
-from memascend.errors import CheckpointError, StoreError
-from memascend.formats.distributed import save_distributed
-from memascend.formats.saving import save_pretrained
-from memascend.formats.side_files import add_tokenizer, has_tokenizer
+from memascend.errors import StoreError
 from memascend.machine.drives import notices_of
-from memascend.offloading.api import offload_of
 from memascend.runs.live import live_report, process_using
-from memascend.runs.resume import read_record, resume, what_it_has
+from memascend.runs.resume import what_it_has
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
@@ -244,51 +239,3 @@ def change_checkpoints(paths: Sequence[Path], *, delete: Sequence[str], restore:
             store.restore_snapshot(restore)
         for tag in delete:
             store.delete_snapshot(tag)
-
-
-def export(
-    paths: Sequence[Path],
-    out: Path,
-    *,
-    layout: str,
-    dtype: str | None,
-    host_memory: int | None,
-    tokenizer: Path | None = None,
-    tell: Callable[[str], None],
-) -> int:
-    """Write what a store holds to the directory `out`, and return its optimizer steps.
-
-    The store does not change. `out` appears whole, or not at all. A model directory gets the tokenizer of the one that
-    the run was made from.
-
-    Args:
-        paths: the volumes of the store, at least one.
-        out: a directory that does not exist yet.
-        layout: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict) or "distributed".
-        dtype: dtype of the saved weights; None keeps each parameter's own.
-        host_memory: ceiling of host memory in bytes; None is the least that works.
-        tokenizer: a directory whose tokenizer is taken instead.
-        tell: called with a line on each thing that the user should know of, such as a tokenizer that is missing.
-    """
-    if tokenizer is not None and not has_tokenizer(tokenizer):
-        raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
-    with workspace(out) as work:
-        source = read_record(list(paths))["model"]
-        # No second slots are needed, since nothing is updated.
-        resumed = resume(list(paths), host_memory=host_memory, durability="none")
-        session = offload_of(resumed.model)
-        try:
-            finished = work / "finished"
-            with writing(out):
-                if layout == "distributed":
-                    optimizer = resumed.optimizer if resumed.optimizers else None
-                    save_distributed(resumed.model, optimizer, finished)
-                else:
-                    save_pretrained(resumed.model, finished, dtype=dtype)
-                    add_tokenizer(source, tokenizer, finished, tell)
-                if layout == "torch" and resumed.optimizers:
-                    torch.save(resumed.optimizer.state_dict(), finished / "optimizer.pt")
-                put_in_place(finished, out)
-        finally:
-            session.close(failed=True)  # Keeps the store as it is.
-    return resumed.steps
