@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: What transformers reads from GGUF as it is: it does not know the biases of Llama, nor Qwen3's width of heads.
 READ_BACK = ["llama3", "smollm2", "mistral", "qwen2", "gemma2", "gemma3"]
-PROMPT = "The drive's 2 files: 12345 rows,  don't we?\n\n\tGröße 東京 WE'LL see. hesteprwhatsthedrivessitesrowrthas eeststepe"
+PROMPT = "The drive's 2 files: 12345 rows,  don't we?\n\n\tGröße 東京 WE'LL see."
 
 
 def write(model_dir: Path, out: Path, dtype: str | None = None) -> dict[str, gguf.ReaderTensor]:
@@ -57,10 +57,20 @@ def test_llama_cpp_answers_as_transformers(tmp_path: Path, name: str) -> None:
     needs.package("llamacpp", "xllamacpp")
     model, tokenizer = write_model(tmp_path / "model", name)
     write(tmp_path / "model", tmp_path / "out")
-    ids = tokenizer(PROMPT)["input_ids"]
-    read, answer = answer_of_llama_cpp(tmp_path / "out" / "model.gguf", PROMPT, ids, 20)
+    prompt = PROMPT + contested(tokenizer)
+    ids = tokenizer(prompt)["input_ids"]
+    read, answer = answer_of_llama_cpp(tmp_path / "out" / "model.gguf", prompt, ids[:64], 20)
     assert read == ids
-    assert answer == greedy(model, tokenizer, ids, 20)
+    assert answer == greedy(model, tokenizer, ids[:64], 20)
+
+
+def contested(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return words in which the second pair of letters is merged before the first."""
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    letters = [pair for pair in map(tuple, merges) if all(len(one) == 1 and one.isascii() for one in pair)]
+    words = [a + b + c for late, (a, b) in enumerate(letters) for first, c in letters[:late] if first == b]
+    assert words
+    return " " + " ".join(words)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("float16", "F16"), ("q8_0", "Q8_0")])
