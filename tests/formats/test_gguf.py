@@ -21,7 +21,7 @@ import memascend
 from memascend.command.main import BAD_INPUT, main
 from memascend.errors import CheckpointError
 from memascend.formats.gguf import file, write_gguf
-from memascend.formats.gguf.tokenizer import load_tokenizer, tokenizer_entries
+from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="100 rows of embeddings"):
         tokenizer_entries(over_bytes("qwen2"), 100, tmp_path)
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        load_tokenizer(tmp_path)
+        load_fast_tokenizer(tmp_path)
 
 
 def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(subcommands)
     _add_checkpoints(subcommands)
     _add_export(subcommands)
+    _add_generate(subcommands)
+    _add_chat(subcommands)
     _add_reshard(subcommands)
     _add_report(subcommands)
     _add_bench(subcommands)
@@ -407,6 +409,61 @@ def _add_export(subcommands: Any) -> None:
     text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
     add("--tokenizer", type=Path, metavar="DIR", help=text)
     add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
+
+
+def _add_generate(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "generate",
+        help="answer a file of prompts by a model in a store, adapters or a model directory",
+        description="Answer the prompts of a file, within a budget of host memory. A model that is larger than the\n"
+        "budget is read from the SSD for every token, and one reading gives each of many sequences its token.\n"
+        "Before it begins, a line says how long that takes.",
+    )
+    text = (
+        "one a line; or a .jsonl file of records with prompt or messages; - is standard input. Where the model has a "
+        "chat template, a text is what a user says"
+    )
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=text)
+    text = "a JSON line for each answer, in the order of the prompts (default: standard output)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "sequences that are answered at once (default: as many as a quarter of the memory has keys and values for)"
+    parser.add_argument("--batch-size", type=_positive, metavar="N", help=text)
+    _add_answers(parser, new_tokens=256)
+
+
+def _add_chat(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "chat",
+        help="talk with a model in a store, adapters or a model directory",
+        description="Answer what is typed, within a budget of host memory. A model that is larger than the budget is\n"
+        "read from the SSD for every token; before it begins, a line says how long that takes.",
+    )
+    _add_answers(parser, new_tokens=512)
+    text = "tokens of a conversation, for which keys and values are counted (default: %(default)s)"
+    parser.add_argument("--context", type=_at_least_two, default=4096, metavar="N", help=text)
+
+
+def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
+    """Add what the commands that answer have in common."""
+    text = (
+        "a model directory, the id of a model on the hub (org/name), a directory of adapters, or the directories or "
+        "raw devices of a store that no run is using"
+    )
+    parser.add_argument("model", type=Path, nargs="+", metavar="MODEL", help=text)
+    add = parser.add_argument
+    text = "the most host memory to use for the model and for keys and values (default: auto, what the machine leaves)"
+    add("--host-memory", type=_size_or_auto, default=AUTO, metavar="SIZE", help=text)
+    text = "where a copy goes of weights that cannot be read as they are (default: the cache directory); it is removed"
+    add("--store", type=Path, metavar="DIR", help=text)
+    add("--tokenizer", type=Path, metavar="DIR", help="where the tokenizer is (default: beside the model)")
+    text = "the most tokens of an answer (default: %(default)s)"
+    add("--max-new-tokens", type=_positive, default=new_tokens, metavar="N", help=text)
+    text = "0 takes the most likely token; more, one by chance (default: as the model's generation_config.json says)"
+    add("--temperature", type=_rate, metavar="X", help=text)
+    add("--seed", type=_count, default=0, metavar="N", help="of what is chosen by chance (default: %(default)s)")
+    add("--raw", action="store_true", help="continue texts, also where the model has a chat template")
 
 
 def _add_reshard(subcommands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,6 +84,8 @@ def _finetune(chosen: argparse.Namespace) -> int:
     with launched.together():
         result = finetune(settings)
     print(_summary(settings, result))
+    if settings.keeps_out:
+        print(f"talk with it: memascend chat {shlex.quote(str(settings.out))}")
     if settings.store and settings.leaves_store:
         print(f"kept the store in {', '.join(map(str, settings.store))}")
     if result.signal_number is not None:
@@ -316,6 +319,40 @@ def _export(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _asked(chosen: argparse.Namespace) -> Any:
+    from memascend.command.answers.generate import Asked  # Imports transformers, which other commands do not need.
+
+    quiet_libraries()
+    return Asked(
+        model=chosen.model,
+        host_memory=chosen.host_memory,
+        store=chosen.store,
+        tokenizer=chosen.tokenizer,
+        new_tokens=chosen.max_new_tokens,
+        temperature=chosen.temperature,
+        seed=chosen.seed,
+        raw=chosen.raw,
+    )
+
+
+def _generate(chosen: argparse.Namespace) -> int:
+    asked = _asked(chosen)
+    from memascend.command.answers.generate import generate
+
+    with Interrupts():  # SIGTERM too leaves nothing behind
+        generate(asked, chosen.prompts, chosen.out, chosen.batch_size)
+    return 0
+
+
+def _chat(chosen: argparse.Namespace) -> int:
+    asked = _asked(chosen)
+    from memascend.command.answers.chat import chat
+
+    with Interrupts():
+        chat(asked, chosen.context)
+    return 0
+
+
 def _reshard(chosen: argparse.Namespace) -> int:
     steps = reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
     processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
@@ -406,6 +443,8 @@ SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "checkpoints": _checkpoints,
     "export": _export,
+    "generate": _generate,
+    "chat": _chat,
     "reshard": _reshard,
     "report": _report,
     "bench": _bench,

@@ -179,8 +179,8 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def model_of_record(source: dict[str, Any]) -> nn.Module:
-    """Make the model of a run without weights; `source` is the return value of `durable.record.source_of`.
+def config_of_record(source: dict[str, Any]) -> Any:
+    """Return the configuration of a run's model; `source` is the return value of `durable.record.source_of`.
 
     Raises CheckpointError for a model that is not one of transformers'.
     """
@@ -190,12 +190,20 @@ def model_of_record(source: dict[str, Any]) -> nn.Module:
         )
     try:
         import transformers
-        from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as error:
         raise CheckpointError("models of transformers need it: pip install 'memascend[hf]'") from error
     values = dict(source["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config.architectures = [source["class"]]
+    return config
+
+
+def model_of_record(source: dict[str, Any]) -> nn.Module:
+    """Make the model of a run without weights, from its record as in `config_of_record`."""
+    config = config_of_record(source)
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     for name, implementation in source["implementations"].items():
         setattr(config, name, implementation)
     model: Any = empty_model(config, "the store", torch.float32)

@@ -17,7 +17,7 @@ from memascend.errors import CheckpointError
 from memascend.formats.gguf.architectures import describe
 from memascend.formats.gguf.file import Weights, write_file
 from memascend.formats.gguf.modelfile import write_modelfile
-from memascend.formats.gguf.tokenizer import load_tokenizer, tokenizer_entries
+from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entries
 from memascend.formats.transformers_models import empty_model, load_any_config
 from memascend.formats.weights import Sources, WeightFiles, weights_dtype
 
@@ -63,7 +63,7 @@ def write_gguf(
     config = load_any_config(model_dir)
     described = describe(config, model_dir)
     tokenizer_dir = tokenizer or model_dir
-    loaded = load_tokenizer(tokenizer_dir)
+    loaded = load_fast_tokenizer(tokenizer_dir)
     with closing(WeightFiles(model_dir)) as files:
         _check_weights(config, model_dir, files)
         weights = Weights(files, described, tied=bool(getattr(config, "tie_word_embeddings", False)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from memascend.errors import CheckpointError, first_line
+from memascend.errors import CheckpointError
 from memascend.formats.gguf.architectures import INSTEAD
 from memascend.formats.side_files import has_tokenizer
-from memascend.formats.transformers_models import explained_code
+from memascend.formats.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,24 +40,16 @@ _SPLITS = {
 _SPACE = "\u2581"
 
 
-def load_tokenizer(model_dir: Path) -> Any:
+def load_fast_tokenizer(model_dir: Path) -> Any:
     """Return the tokenizer of a model directory, as transformers loads it.
 
     Raises CheckpointError where there is none, or transformers has no fast one for it.
     """
-    from transformers import AutoTokenizer
-
     if not has_tokenizer(model_dir):
         raise CheckpointError(
             f"{model_dir} has no tokenizer, which a GGUF file holds: put its files there, or give --tokenizer DIR"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
-        raise CheckpointError(
-            explained_code(error, f"the tokenizer in {model_dir}")
-            or f"{model_dir}: its tokenizer cannot be loaded: {first_line(error)}"
-        ) from error
+    tokenizer = load_tokenizer(model_dir)
     if not hasattr(tokenizer, "backend_tokenizer"):
         _refuse(model_dir, "it has no tokenizer.json")
     return tokenizer

@@ -1,0 +1,117 @@
+"""What answers: a model directory, a store or adapters, looked at before it is opened, and opened within a budget."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import memascend
+from memascend.command.answers.room import Room
+from memascend.command.exits import note
+from memascend.command.hub import model_directory
+from memascend.common.outputs import workspace
+from memascend.common.sizes import format_size
+from memascend.errors import BudgetError, CheckpointError
+from memascend.formats.adapters import is_adapter, model_of
+from memascend.formats.config import load_config
+from memascend.formats.side_files import has_tokenizer
+from memascend.formats.transformers_models import config_of_record
+from memascend.machine.drives import cache_directory
+from memascend.offloading.api import offload_of
+from memascend.runs.resume import read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that answers, not opened yet."""
+
+    #: The volumes of a store, or one directory of a model.
+    paths: tuple[Path, ...]
+    config: Any
+    #: Where the weights are, to be timed.
+    weights: Path
+    #: Where the tokenizer is; None for a model over bytes.
+    tokenizer: Path | None
+    adapter: Path | None = None
+    is_store: bool = False
+
+
+def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
+    """Look at what `paths` names: a model directory, the id of a model of the hub, adapters, or a store's volumes.
+
+    Args:
+        tokenizer: a directory whose tokenizer is taken instead.
+
+    Raises CheckpointError for what has no causal language model, StoreError for what is no store either.
+    """
+    first = paths[0]
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
+    if is_adapter(first):
+        model = model_of(first, note)
+        texts = tokenizer or (first if has_tokenizer(first) else model)
+        return _directory(model, texts, adapter=first)
+    if (first / "config.json").is_file() or not first.exists():
+        model = model_directory(first)
+        if model.is_dir():
+            return _directory(model, tokenizer or model)
+    record = read_record(list(paths))["model"]
+    made_from = record.get("directory")
+    if tokenizer is None and made_from is not None and has_tokenizer(Path(made_from)):
+        tokenizer = Path(made_from)
+    if tokenizer is None:
+        note("the store does not know where its tokenizer is: text is taken as bytes, unless --tokenizer DIR is given")
+    return Source(tuple(paths), config_of_record(record), first, tokenizer, is_store=True)
+
+
+def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> Source:
+    config = load_config(model)
+    return Source((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
+
+
+@contextmanager
+def opened(source: Source, room: Room, store: Path | None) -> Iterator[Any]:
+    """Open the model of `source` within the memory of `room`, and yield it; nothing of `source` changes.
+
+    Weights are read from the model's own files where these can be read as they are and the budget allows it; else from
+    a copy in `store`, which is removed.
+
+    Raises BudgetError, StoreError and CheckpointError as `memascend.from_pretrained` and `memascend.resume` do.
+    """
+    with ExitStack() as stack:
+        try:
+            model = _opened(source, room.host_memory, store, stack)
+        except BudgetError as error:
+            raise BudgetError(
+                f"{error}; {format_size(room.cache)} more of --host-memory are for keys and values",
+                error.smallest_bytes + room.cache,
+            ) from error
+        stack.callback(offload_of(model).close, failed=True)  # Keeps a store as it is.
+        if source.adapter is not None:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(model, str(source.adapter))
+        model.eval()
+        yield model
+
+
+def _opened(source: Source, host_memory: int | str, store: Path | None, stack: ExitStack) -> Any:
+    if source.is_store:
+        return memascend.resume(list(source.paths), host_memory=host_memory, durability="none").model
+    folder = store or cache_directory()
+    folder.mkdir(parents=True, exist_ok=True)
+    work = stack.enter_context(workspace(folder / "answers", replaces=True))
+    return _from_directory(source.paths[0], work / "store", host_memory)
+
+
+def _from_directory(directory: Path, store: Path, host_memory: int | str) -> Any:
+    options: dict[str, Any] = {"store": store, "host_memory": host_memory, "dtype": "auto"}
+    try:
+        return memascend.from_pretrained(directory, **options, frozen="files")
+    except (CheckpointError, BudgetError):  # Tensors that are converted, or a vocabulary that is too large to be whole.
+        return memascend.from_pretrained(directory, **options, frozen="store")
