@@ -203,7 +203,7 @@ def test_what_is_wrong_is_told_once(model_dir: Path, tmp_path: Path) -> None:
         ({"data": tmp_path / "nothing"}, (), "nothing"),
         ({"store": tmp_path / "store"}, (), "write {rank} for its number, as in --store '/nvme{rank}'"),
         ({"durability": "none"}, (), "leave --durability none out, or --eval"),
-        ({}, ("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        ({}, ("--no-such-flag",), "there is no option --no-such-flag"),
     ):
         done = finetune(tmp_path, words(model_dir, tmp_path, *flags, **changed))
         assert done.returncode != 0

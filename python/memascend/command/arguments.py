@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +49,11 @@ _DTYPE = (
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # -1e-4 is a value too, which an option refuses by its name: argparse takes it for an option before Python 3.14.
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"memascend: error: {message} (see {self.prog} --help)\n")
 
@@ -87,6 +93,31 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(subcommands)
     _add_demo(subcommands)
     return whole
+
+
+def check_names(whole: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End the command where `words` has a subcommand or an option that there is none of, naming what is like it.
+
+    argparse says first what else is missing, and nothing of what was meant.
+    """
+    commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+    if not words or words[0].startswith("-"):
+        return
+    if words[0] not in commands:
+        whole.error(f"there is no command {words[0]!r}{_meant(words[0], commands)}")
+    flags = flags_of(whole, words[0])
+    for word in words[1:]:
+        name = word.split("=", 1)[0]
+        if word == "--":
+            return
+        if name.startswith("--") and name not in flags:
+            commands[words[0]].error(f"there is no option {name}{_meant(name, flags)}")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """Return a question for the one of `names` that is like `name`, or nothing."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.7)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def flags_of(whole: argparse.ArgumentParser, command: str) -> set[str]:
@@ -620,6 +651,11 @@ def _weights_dtype(text: str) -> str:
 
 
 def _held_out(text: str) -> float | Path:
+    percentage = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", text)
+    if percentage is not None and not Path(text).exists():
+        if not 0 < float(percentage[1]) < 100:
+            raise argparse.ArgumentTypeError(f"{text} is no part of the documents: give between 0% and 100%")
+        return float(percentage[1]) / 100
     try:
         return parse_held_out(text)
     except ValueError as error:

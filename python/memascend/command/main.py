@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memascend.command import launched
-from memascend.command.arguments import flags_of, parser
+from memascend.command.arguments import check_names, flags_of, parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
 from memascend.command.subcommands import SUBCOMMANDS
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str]) -> int:
     try:
         whole = parser()
+        check_names(whole, words)
         chosen = whole.parse_args(with_options(words, flags_of(whole, "finetune")))
     except SystemExit as leave:  # --help, --version, or a usage error that was printed
         return leave.code if isinstance(leave.code, int) else FAILED

@@ -28,7 +28,7 @@ from memascend.command.settings import Result, Settings
 from memascend.command.tables import bench_tail, bench_text, gpu_text, savings_text
 from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
-from memascend.errors import BudgetError, DataError, UnmeasuredError
+from memascend.errors import BudgetError, DataError, DeviceError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.of_store import savings_of_store
@@ -112,6 +112,8 @@ def _conflict(settings: Settings) -> str | None:
         return "adapters are kept in files: with --lora-rank, --store takes directories"
     if settings.dequantize and settings.in_memory:
         return "--dequantize reads the weights into a store: leave it out, or --in-memory"
+    if inside := next((path for path in settings.store if _is_within(path, settings.out)), None):
+        return f"--store {inside} makes --out {settings.out}, which the model is written to at the end: give another"
     if settings.save_every and (settings.in_memory or settings.durability == "none"):
         return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
     if not settings.in_memory:
@@ -121,8 +123,10 @@ def _conflict(settings: Settings) -> str | None:
             return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
         try:
             Computing.of(**settings.computing, gradients=settings.gradients)
-        except ValueError as error:  # options that do not go together, or a device that is not there
+        except ValueError as error:  # options that do not go together
             return str(error)
+        except DeviceError as error:
+            return f"--device {settings.device} cannot be used here: leave it out to compute on the CPU ({error})"
         return None
     if settings.store or settings.host_memory:
         return "--in-memory uses no store and no budget: leave out --store and --host-memory"
@@ -131,6 +135,11 @@ def _conflict(settings: Settings) -> str | None:
     if settings.device_memory or settings.activations:
         return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
     return None
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    """Whether a directory is `folder`, or a folder in it."""
+    return not path.is_block_device() and path.absolute().is_relative_to(folder.absolute())
 
 
 def _summary(settings: Settings, result: Result) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import CheckpointError
+from memascend.formats.adapters import is_adapter
 from memascend.formats.json_files import read_json
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.transformers_models import is_causal, read_config, why_not_trained_causally
@@ -27,7 +28,7 @@ def load_config(model_dir: Path, dequantize: bool = False) -> Any:
     Raises CheckpointError where there is none, or the weights are quantised, unless they can be read with `dequantize`.
     """
     if not model_dir.is_dir():
-        raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory")
+        raise CheckpointError(f"MODEL_DIR {model_dir} is not a directory{_of_hub(model_dir)}")
     config_file = _config_in(model_dir)
     _check_is_config(config_file)
     check_form(form_of(model_dir), model_dir, dequantize)
@@ -46,7 +47,9 @@ def load_bare_config(path: Path) -> Any:
     Weights may be quantised, in a form that is read.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist: give a model directory, or the path of a config.json")
+        raise CheckpointError(
+            f"{path} does not exist: give a model directory, or the path of a config.json{_of_hub(path)}"
+        )
     config_file = _config_in(path) if path.is_dir() else path
     _check_is_config(config_file)
     check_form(form_of(path), path, dequantize=True)
@@ -55,9 +58,19 @@ def load_bare_config(path: Path) -> Any:
 
 def _config_in(model_dir: Path) -> Path:
     config_file = model_dir / "config.json"
+    if is_adapter(model_dir):
+        raise CheckpointError(
+            f"{model_dir} holds adapters, and no model: `memascend export {model_dir} --out OUT` merges them into "
+            "theirs, and memascend chat and generate take them as they are"
+        )
     if not config_file.is_file():
         raise CheckpointError(f"{model_dir} has no config.json: MODEL_DIR is a Hugging Face model directory")
     return config_file
+
+
+def _of_hub(path: Path) -> str:
+    """Return what to say of a name without a directory, which may have been meant as a model of the hub."""
+    return "" if len(path.parts) > 1 else f"; a model of the hub is named with its organisation, as in ORG/{path.name}"
 
 
 def _check_is_config(config_file: Path) -> None:
