@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import lab
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import memascend
-from memascend.command import main
+from memascend.command import main, space
 from memascend.command.data import ByteTokenizer
 from memascend.command.reader import Reader
 from memascend.command.settings import Settings
@@ -62,10 +63,55 @@ def loss_of(model_dir: Path, weights: Path) -> float:
     _, held_out = reader.divided(reader.documents([room / "documents"]), None)
     assert held_out is not None
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16)
+    batches = [held_out.padded([held_out.row(row)]) for row in range(len(held_out))]
+    tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     with torch.no_grad():
-        losses = [model(**held_out.padded([held_out.row(row)])).loss.item() for row in range(len(held_out))]
+        losses = [model(**batch).loss.item() * count for batch, count in zip(batches, tokens, strict=True) if count]
     reader.close()
-    return sum(losses) / len(losses)
+    return sum(losses) / sum(tokens)
+
+
+def test_the_loss_does_not_depend_on_the_batch_size(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of completions of very different lengths, one in each sequence."""
+    room = model_dir.parent
+    lines = [{"prompt": "a" * (number % 5), "completion": "xyz" * (number**2 % 9 + 1)} for number in range(11)]
+    (room / "held.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    losses = []
+    for batch_size in (1, 4, 11):
+        out = f"out{batch_size}"
+        run = words(model_dir, out, eval=room / "held.jsonl", steps=1, batch_size=batch_size, dtype="float32")
+        assert main.main([*in_memory(run), "--no-packing"]) == 0, capfd.readouterr().err
+        losses.append(records(room / out, "eval")[0]["loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("free_share", [0.5, 0.9, 1.1])
+@pytest.mark.parametrize("durability", ["auto", "step"])
+def test_room_for_the_best_model_is_looked_for_first(
+    model_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    durability: str,
+    free_share: float,
+) -> None:
+    room = model_dir.parent
+    assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dtype", "bfloat16", "--json"]) == 0
+    alone = json.loads(capfd.readouterr().out)["ssd_space"]
+    assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dtype", "bfloat16", "--json", "--eval"]) == 0
+    with_best = json.loads(capfd.readouterr().out)["ssd_space"]
+    assert with_best["kept_bytes"] == alone["second_slot_bytes"] > 0
+    assert with_best["total_bytes"] == alone["total_bytes"] + with_best["kept_bytes"]
+    assert alone["total_bytes"] < 0.9 * with_best["total_bytes"]
+    free = int(free_share * with_best["total_bytes"])
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    seen = sorted(room.rglob("*"))
+    run = [*words(model_dir, "out", steps=1), "--durability", durability]
+    # Without --durability such a run does without durable steps, and then keeps nothing in the store.
+    refused = free_share == 0.9 or (free_share == 0.5 and durability == "step")
+    assert main.main(run) == (main.BAD_INPUT if refused else 0)
+    if refused:
+        assert "for the best model, as --eval keeps it" in capfd.readouterr().err
+        assert sorted(room.rglob("*")) == seen
 
 
 @pytest.mark.parametrize("where", ["store", "memory", "without-durable-steps"])

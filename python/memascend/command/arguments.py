@@ -314,6 +314,8 @@ def _add_plan(subcommands: Any) -> None:
     )
     add("--update", choices=UPDATES, default="forward", help=text)
     _add_durability(add)
+    text = "count the best model too, which `memascend finetune --eval` keeps in the store"
+    add("--eval", action="store_true", dest="evaluation", help=text)
     text = "optimizer steps of the run, for what it writes in all (default: 1,000 are counted)"
     add("--steps", type=_positive, metavar="N", help=text)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run writes"

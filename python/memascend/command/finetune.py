@@ -33,6 +33,7 @@ from memascend.command.reader import Reader
 from memascend.command.reporters import prepare_reporters
 from memascend.command.run_log import RunLog
 from memascend.command.settings import Result, Settings
+from memascend.command.space import check_space
 from memascend.command.training import Training
 from memascend.command.writes import for_steps, forecast_traffic, text_of
 from memascend.common.interrupts import Interrupts
@@ -256,6 +257,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
+            check_space(here, units, config, work)
             expected = forecast_traffic(model, units, plan, config, work, here)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import memascend
 from memascend.command import adapters
 from memascend.command.changes import apply_changes
+from memascend.command.data.marked import IGNORED
 from memascend.command.saves import save_periodically
 from memascend.errors import NonFiniteError
 from memascend.integrations.trainer_arguments import apollo_groups_with_decay
@@ -95,6 +96,26 @@ class Course(Dataset):
         return self._blocks.row(self._number(index))
 
 
+class HeldOut(Dataset):
+    """Sequences to evaluate on, as many as fill the last batch: those beyond the held-out ones count for nothing.
+
+    Where processes take a batch each, accelerate would else give some of the first sequences twice.
+    """
+
+    def __init__(self, blocks: Blocks, batch: int) -> None:
+        """Take all of `blocks`, for batches of so many sequences over all processes."""
+        self._blocks, self._length = blocks, -(-len(blocks) // batch) * batch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self._blocks.row(min(index, len(self._blocks) - 1))
+        if index >= len(self._blocks):
+            row["labels"] = torch.full_like(row["labels"], IGNORED)
+        return row
+
+
 @dataclass
 class LoopArguments(transformers.TrainingArguments):
     """`transformers.TrainingArguments` of a run on one device."""
@@ -120,6 +141,7 @@ class Loop(Trainer):
         """Take what `Trainer` takes, with the run."""
         self._run = run
         self._reason: str | None = None
+        self._is_evaluating = False
         super().__init__(model, args, **named)
         self.remove_callback(PrinterCallback)
         self.add_callback(Events(run, self))
@@ -185,11 +207,35 @@ class Loop(Trainer):
         self.lr_scheduler.last_epoch -= 1  # The schedule counts the steps that were taken.
         return norm
 
-    def prediction_step(self, *others: Any, **named: Any) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
         """Evaluate a batch as `Trainer.prediction_step` does. Raises EvaluationEnded in a run that is to end."""
         if self._run.is_ending():
             raise EvaluationEnded
-        return super().prediction_step(*others, **named)
+        found = super().prediction_step(model, inputs, *others, **named)
+        tokens = int((inputs["labels"][:, 1:] != IGNORED).sum())  # The first token of a sequence is not predicted.
+        if tokens:
+            self._evaluated += torch.tensor([found[0].item() * tokens, tokens], dtype=torch.float64)
+        return found
+
+    def evaluation_loop(self, *others: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
+        """Evaluate as `Trainer.evaluation_loop` does, with the mean over all tokens as the loss.
+
+        The Trainer takes the mean over batches, which depends on what sequences are in one.
+        """
+        self._evaluated = torch.zeros(2, dtype=torch.float64)  # the sum of the losses of tokens, and their number
+        self._is_evaluating = True
+        try:
+            output = super().evaluation_loop(*others, metric_key_prefix=metric_key_prefix, **named)
+        finally:
+            self._is_evaluating = False
+        sums = self.accelerator.gather(self._evaluated[None].to(self.args.device)).sum(0)
+        # As the Trainer has it, in float32, in which the order of the sums of several processes is not seen.
+        output.metrics[f"{metric_key_prefix}_loss"] = (sums[0] / sums[1]).float().item()
+        return output
+
+    def _get_num_items_in_batch(self, *others: Any, **named: Any) -> Any:
+        # Else the loss of a batch is divided by the tokens that all processes have in theirs.
+        return None if self._is_evaluating else super()._get_num_items_in_batch(*others, **named)
 
     def leave(self) -> None:
         """End a run within an evaluation. It is taken when the run goes on."""

@@ -197,6 +197,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             gradients=chosen.gradients,
             update=chosen.update,
             durability=chosen.durability,
+            kept=1 if chosen.evaluation else 0,
             gpu=_gpu(chosen, choice.dtype),
             with_curve=chosen.curve,
             ssd=_ssd(chosen),

@@ -13,7 +13,7 @@ import torch
 from memascend.command import adapters
 from memascend.command.changes import Changes, Position, effects, find_changes
 from memascend.command.exits import note
-from memascend.command.loop import Course, EvaluationEnded, Loop, LoopArguments
+from memascend.command.loop import Course, EvaluationEnded, HeldOut, Loop, LoopArguments
 from memascend.command.metrics import hidden_records
 from memascend.command.tables import step_text
 from memascend.common.outputs import clear_away
@@ -163,7 +163,7 @@ class Training:
         use_cache = getattr(self.model.config, "use_cache", None)
         evaluation = None
         if self.held_out is not None:
-            evaluation = Course(self.held_out, len(self.held_out), lambda index: index)
+            evaluation = HeldOut(self.held_out, self.settings.batch_size * self.settings.processes)
         loop = Loop(
             self,
             self.model,

@@ -79,6 +79,7 @@ def forecast(
     gradients: str = "auto",
     update: str = "forward",
     durability: str = "auto",
+    kept: int = 0,
     gpu: Gpu | None = None,
     with_curve: bool = False,
     ssd: Rate | None = None,
@@ -91,6 +92,7 @@ def forecast(
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
+    `kept` is how many generations the store keeps beside those of the last steps, such as the best model.
     `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
@@ -128,6 +130,7 @@ def forecast(
         master,
         1 if period is None else period,
         micro_batch_size=micro_batch_size,
+        kept=kept,
         ranks=ranks,
     )
     device_plan = None

@@ -2,7 +2,8 @@
 
 The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a mapping by kind has the keys
 `weights_bytes`, `master_bytes`, `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`,
-`moments_bytes`, `gradients_bytes`, `projections_bytes`, `activations_bytes`, `second_slot_bytes`, `buffers_bytes`):
+`moments_bytes`, `gradients_bytes`, `projections_bytes`, `activations_bytes`, `second_slot_bytes`, `kept_bytes`,
+`buffers_bytes`):
 
 - `model`: `path`, `model_type`, `architecture`, `dtype`, `dtype_reason` (why it was chosen, or null where it was
   given), `source` (null unless the checkpoint is quantised: its `form`, and `bytes` of its files, null where they are

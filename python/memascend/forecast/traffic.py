@@ -47,6 +47,7 @@ KINDS = {
     "projections": "projected gradients",
     "activations": "activations of recomputed layers",
     "second_slot": "second slot of weights and states",
+    "kept": "best model and checkpoints",
     "buffers": "buffers",
 }
 
@@ -70,6 +71,8 @@ class Work:
     recompute: bool = True
     #: Sequences of a batch that a repeated layer computes at once; None is all of them.
     micro_batch_size: int | None = None
+    #: Generations that the store keeps beside those of the last steps, such as the best model.
+    kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1
 
@@ -235,6 +238,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     stash = round_up(stash_bytes(units, config, work), PAGE_BYTES)
     if work.period:
         space["second_slot"] = space.total() - space["gradients"] - space["projections"]
+        space["kept"] = work.kept * space["second_slot"]
     space["activations"] = stash * sum(unit.repeated for unit in units)
     return space
 
