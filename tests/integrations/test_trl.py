@@ -10,7 +10,13 @@ import pytest
 import torch
 from bits import differing
 from trainer_runs import logged, weights
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 import memascend
 from memascend.integrations.transformers import TrainerMixin
@@ -136,7 +142,7 @@ def test_fine_tuning(data: Any, options: dict[str, Any], sizes: dict[str, Any], 
     memascend.close(trainer.model)
 
 
-def test_the_dtype_of_model_init_kwargs_counts_and_the_rest_is_refused(tmp_path: Path) -> None:
+def test_the_dtype_and_attention_of_model_init_kwargs_count_and_the_rest_is_refused(tmp_path: Path) -> None:
     from memascend.integrations.trl import SFTConfig, SFTTrainer
 
     source = folder_of(tmp_path / "model")
@@ -145,11 +151,15 @@ def test_the_dtype_of_model_init_kwargs_counts_and_the_rest_is_refused(tmp_path:
         args = SFTConfig(str(tmp_path / name), **ARGUMENTS, host_memory="64MiB", model_init_kwargs=kwargs)
         return SFTTrainer(source, args, train_dataset=chats(), eval_dataset=chats(), processing_class=tokenizer())
 
-    with pytest.raises(ValueError, match=r"model_init_kwargs has attn_implementation=.*, and only dtype is taken"):
-        opened("refused", dtype="float32", attn_implementation="eager")
-    model = opened("out", dtype=torch.float32).model
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    memascend.close(model)
+    with pytest.raises(ValueError, match=r"model_init_kwargs has revision='other', and only dtype and attn_impl"):
+        opened("refused", dtype="float32", revision="other")
+    # As TRL's own scripts give them, whatever was asked for.
+    plain = {"revision": "main", "trust_remote_code": False, "attn_implementation": None}
+    for name, kwargs, attention in (("plain", plain, "sdpa"), ("eager", {"attn_implementation": "eager"}, "eager")):
+        model = opened(name, dtype=torch.float32, **kwargs).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert model.config._attn_implementation == attention
+        memascend.close(model)
 
 
 def test_preferences_with_an_adapter(tmp_path: Path) -> None:
@@ -191,13 +201,18 @@ def test_preferences_beside_a_reference(tmp_path: Path) -> None:
     memascend.close(reference)
 
 
-def test_rewards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rewards", "causal"])
+def test_rewards(tmp_path: Path, kind: str) -> None:
     from memascend.integrations.trl import RewardConfig, RewardTrainer
 
     class InMemory(TrainerMixin, trl.RewardTrainer): ...
 
-    source = folder_of(tmp_path / "model", LlamaForSequenceClassification, num_labels=1)
-    whole = LlamaForSequenceClassification.from_pretrained(source, dtype=torch.bfloat16)
+    if kind == "rewards":
+        source = folder_of(tmp_path / "model", LlamaForSequenceClassification, num_labels=1)
+    else:
+        source = folder_of(tmp_path / "model")
+    set_seed(42)  # As TRL does before it opens a model: a new head is drawn.
+    whole = LlamaForSequenceClassification.from_pretrained(source, dtype=torch.bfloat16, num_labels=1)
     expected = run(InMemory, trl.RewardConfig, whole, tmp_path / "in memory", preferences(), {})
     offload = {"host_memory": "128MiB"}
     trainer = run(RewardTrainer, RewardConfig, source, tmp_path / "out", preferences(), offload)

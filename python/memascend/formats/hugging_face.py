@@ -10,6 +10,7 @@ from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.durable.record import source_of
+from memascend.formats.heads import change_config
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
@@ -25,6 +26,7 @@ from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.computing import Computing
 from memascend.offloading.locations import paths_of
+from memascend.offloading.native import OPTIONS
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.offloading.session import Session
 from memascend.plan.automatic import plan_for
@@ -52,6 +54,7 @@ def from_pretrained(
     device_memory: str | int | None = None,
     frozen: str | None = None,
     dequantize: bool = False,
+    model_class: str | type | None = None,
     recompute: bool = True,
     activations: str | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
@@ -81,17 +84,24 @@ def from_pretrained(
             that defines their form (docs/how-to/quantised.md names the forms). With frozen="files" they stay as they
             are and are dequantised at each use, in the forms for which that is done. Without it they are refused.
             Weights that are not quantised are read as always.
+        model_class: a class of transformers, or its name, to open the directory as a model of another task, such as
+            "AutoModelForSequenceClassification". A head that the directory does not hold begins as in transformers,
+            with the same bits after the same seed.
         host_memory: as in `memascend.offload`; None is the least that works.
         store, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
-        durability, keep_store, process_group, options: as in `memascend.offload`.
+        durability, keep_store, process_group: as in `memascend.offload`.
+        options: as in `memascend.offload`; and values of the configuration that are to be others, by their names there
+            (`num_labels=3`), with `attn_implementation`.
         progress: called with (bytes done, bytes in all) while the weights are read.
 
     Raises:
         CheckpointError: the directory is not such a model, its weights are quantised and `dequantize` is false, or in
             a form that is not read, a file is damaged, or another rank's files differ.
+        TypeError: an option that there is none of, and no value of the configuration has the name.
         BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
+    changes = {name: options.pop(name) for name in list(options) if name not in OPTIONS}
     _check_frozen(frozen, durability, keep_store)
     ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
     if ranks is not None:
@@ -124,10 +134,11 @@ def from_pretrained(
             over_ranks.compare_devices(ranks, computing)
         config = load_any_config(directory)
         check_form(form_of(directory), directory, dequantize)
+        change_config(config, model_class, changes)
         with closing(WeightFiles(directory, variant)) as files:
             model = empty_model(config, directory, _dtype_of(dtype, config, files))
             load_generation_config(model, directory)
-            sources = Sources(model, files)
+            sources = Sources(model, files, begins_heads=model_class is not None and ranks is None)
             units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
             on_device = computing.device is not None
             threads = update_threads(on_device, options.get("compute_threads"))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memascend.errors import CheckpointError
+from memascend.formats.heads import initial_values, is_of_head
 from memascend.formats.quantised.forms import form_of_names
 from memascend.formats.quantised.reading import QuantisedTensors
 from memascend.formats.safetensors import PIECE_BYTES
@@ -50,8 +51,10 @@ class Sources:
     Conversions run on the tensors of one parameter at a time.
     """
 
-    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+    def __init__(self, model: nn.Module, files: WeightFiles, *, begins_heads: bool = False) -> None:
         """Map the tensors of `files` to the parameters of `model`.
+
+        With `begins_heads` a head of the task that has no tensor begins as transformers initialises it.
 
         Raises CheckpointError for a parameter without a tensor, or a tensor of another shape or kind of dtype.
         """
@@ -72,6 +75,10 @@ class Sources:
         #: A parameter's first name -> all its names: a tied parameter may be stored under any of
         #: them.
         self._aliases = {aliases[0]: aliases for aliases in names.values()}
+        #: Parameters of a head that no file has, with their first values.
+        self._begun: dict[str, torch.Tensor] = {}
+        if begins_heads:
+            self._begun = initial_values(model, [name for name in self._missing() if is_of_head(model, name)])
         self._check()
         self._find_gathered()
 
@@ -128,11 +135,18 @@ class Sources:
                 return False
         return True
 
+    def _targets(self) -> set[str]:
+        """Return the names of what the files make."""
+        return {*self._plain, *(target for made_by in self._conversions.values() for target in made_by.targets)}
+
+    def _missing(self) -> list[str]:
+        """Return the parameters that have no tensor."""
+        targets = self._targets()
+        return [first for first, aliases in self._aliases.items() if not targets.intersection(aliases)]
+
     def _check(self) -> None:
-        targets = set(self._plain)
-        for conversion in self._conversions.values():
-            targets.update(conversion.targets)
-        missing = [first for first, aliases in self._aliases.items() if not targets.intersection(aliases)]
+        targets = self._targets()
+        missing = [name for name in self._missing() if name not in self._begun]
         if missing:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             form = form_of_names(self.files.where)
@@ -240,6 +254,9 @@ class Sources:
 
     def _read(self, place: Place, target: torch.Tensor, first: int, rows_follow: bool = False) -> None:
         """Fill `target` with the elements of a parameter from number `first` on."""
+        if place.name in self._begun:
+            target.copy_(self._begun[place.name].reshape(-1)[first : first + target.numel()].view(target.shape))
+            return
         pieces = self._pieces_of(place)
         if pieces is not None:
             self._gather(pieces, target.reshape(-1), first)

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
-#: Values in `model_init_kwargs` that ask for nothing, by name. TRL's own scripts always give the first three.
+#: Values in `model_init_kwargs` that ask for nothing, by name. TRL's own scripts always give the first two.
 _PLAIN_INIT: dict[str, tuple[Any, ...]] = {
     "revision": (None, "main"),
     "trust_remote_code": (None, False),
-    "attn_implementation": (None,),
     "device_map": (None,),
     "quantization_config": (None,),
     "use_cache": (None, False),
@@ -95,8 +94,10 @@ class MemascendArguments(OffloadArguments, transformers.TrainingArguments):
     """`transformers.TrainingArguments`, and where the model goes."""
 
 
-def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
+def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Module, list[Any]]:
     """Return the offloaded model that the arguments describe, and its optimizers: of the run in the store, or `model`.
+
+    `opened_as` are options of `memascend.from_pretrained` for a model of another task than its directory's.
 
     `model` is the directory or the hub's name of a model, or a model in memory, whose parameters leave it.
     """
@@ -135,20 +136,23 @@ def open_model(model: Any, args: Any) -> tuple[nn.Module, list[Any]]:
         return memascend.offload(in_memory, store=paths, **options), []
     directory = model if os.path.isdir(model) else download(str(model))
     options["dequantize"] = args.dequantize
-    return memascend.from_pretrained(directory, store=paths, dtype=_dtype_of(args), **options), []
+    if opened_as:
+        transformers.set_seed(args.seed)  # A new head has the bits that TRL's own has.
+    return memascend.from_pretrained(directory, store=paths, **options, **opened_as, **_init_options(args)), []
 
 
-def _dtype_of(args: Any) -> Any:
-    """Return the dtype that a model which is given by name is opened in. Raises ValueError for TRL's other options."""
+def _init_options(args: Any) -> dict[str, Any]:
+    """Return how a model that is given by name is opened. Raises ValueError for TRL's other options."""
     given = dict(getattr(args, "model_init_kwargs", None) or {})
     dtype = given.pop("dtype", None) or args.weights_dtype
+    attention = given.pop("attn_implementation", None)
     refused = [f"{name}={value!r}" for name, value in given.items() if value not in _PLAIN_INIT.get(name, ())]
     if refused:
         raise ValueError(
-            f"model_init_kwargs has {', '.join(refused)}, and only dtype is taken for a model that is opened on SSD: "
-            "open it with memascend.from_pretrained, change it, and give the model"
+            f"model_init_kwargs has {', '.join(refused)}, and only dtype and attn_implementation are taken for a model "
+            "that is opened on SSD: open it with memascend.from_pretrained, change it, and give the model"
         )
-    return dtype
+    return {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
 
 
 # ---- the optimizer ----------------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
     """Raise ValueError where a model is given by name in another dtype than its run has; say what else is the run's."""
     session = offload_of(resumed)
     dtypes = {place.dtype for place in session.places}
-    wanted = parse_dtype(_dtype_of(args))
+    wanted = parse_dtype(_init_options(args)["dtype"])
     if not isinstance(model, nn.Module) and wanted not in dtypes:
         stored = str(next(iter(dtypes))).removeprefix("torch.")
         raise ValueError(

@@ -18,7 +18,7 @@ import os
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -73,6 +73,8 @@ class TrainerMixin(CheckpointsMixin):
 
     #: Whether it was tested over several processes.
     _over_ranks = True
+    #: Options of `memascend.from_pretrained` for a model that is given by name.
+    _opened_as: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Take the arguments of the class that this is mixed into."""
@@ -96,7 +98,7 @@ class TrainerMixin(CheckpointsMixin):
                     )
                 if model is None:
                     raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
-                model, optimizers = open_model(model, args)
+                model, optimizers = open_model(model, args, self._opened_as)
                 self._weights_replaced = bool(optimizers)
                 bound.arguments["model"] = model
                 # A run that was taken up stays; a store that was made for this goes.

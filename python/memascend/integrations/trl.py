@@ -9,7 +9,7 @@ SFTTrainer("model-directory", args, train_dataset=dataset).train()
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import trl
 
@@ -59,4 +59,9 @@ class DPOTrainer(_TrlMixin, trl.DPOTrainer):  # type: ignore[name-defined]
 
 
 class RewardTrainer(_TrlMixin, trl.RewardTrainer):  # type: ignore[name-defined]
-    """`trl.RewardTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`."""
+    """`trl.RewardTrainer` for offloaded models; see `memascend.integrations.transformers.TrainerMixin`.
+
+    The directory of a causal model is opened with a new head, as TRL does it.
+    """
+
+    _opened_as: ClassVar[dict[str, Any]] = {"model_class": "AutoModelForSequenceClassification", "num_labels": 1}
