@@ -81,3 +81,17 @@ def test_records_that_lie_elsewhere_are_copied(tmp_path: Path) -> None:
     RunLog(file, go_on=True).keep(63, RUN | {"tokens": 1}, before=before, named=True)
     assert file.read_text() == ""
     assert recorded_bytes(before, 63, RUN) == len(lines(*range(1, 64)))
+
+
+def test_the_first_step_of_a_run_that_goes_on_has_figures_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.llama_directory(tmp_path, hidden=64, layers=1)
+    assert main.main([*words_of(model, tmp_path / "out", tmp_path / "store", steps=5), "--keep-store"]) == 0
+    go_on = words_of(model, tmp_path / "again", tmp_path / "store", steps=7)
+    assert main.main([*go_on, "--resume", "--change"]) == 0, capfd.readouterr().err
+    records = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["record"] == "step"]
+    assert [step["step"] for step in steps][-2:] == [6, 7]
+    for step in steps[-2:]:
+        assert step["tokens_per_s"] * step["seconds"] == pytest.approx(32)

@@ -108,7 +108,7 @@ class Position(TrainerCallback):
         trainer = self._trainer
         if trainer._keeps_log:
             offloaded = trainer.model if find_offload(trainer.model) is not None else None
-            self.log.begin(offloaded, state.log_history, state.max_steps)
+            self.log.begin(offloaded, state.log_history, state.max_steps, state.global_step)
         if self._loaded is None:
             return
         trainer._tr_loss = torch.tensor(self._loaded["loss"], device=args.device)
@@ -160,13 +160,14 @@ class TrainerLog:
         self._meter: Meter | None = None
         self._step = self._tokens = 0
 
-    def begin(self, model: nn.Module | None, entries: list[dict[str, Any]], steps: int) -> None:
+    def begin(self, model: nn.Module | None, entries: list[dict[str, Any]], steps: int, step: int = 0) -> None:
         """Begin with the entries that a run has so far.
 
         Args:
             model: the offloaded model; None for one in memory, which has no counters.
             entries: the entries, for those that the file lacks.
             steps: the number of all steps of the run.
+            step: that which the run goes on from, whatever the log has of it.
         """
         self.count = max(self.count, len(entries))
         kept = self._cut(self.count)
@@ -174,7 +175,7 @@ class TrainerLog:
         opening = opening_of(model)
         self.write({"record": "resume" if self.count else "start", **opening, "steps": steps} | self._about(opening))
         self._meter = Meter(model)
-        self._step, self._tokens = entries[-1]["step"] if entries else 0, 0
+        self._step, self._tokens = step, 0
 
     def _about(self, opening: dict[str, Any]) -> dict[str, Any]:
         """Return what the first record says beside what `opening` has of the machine, the plan and the store."""
