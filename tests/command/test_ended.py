@@ -121,3 +121,20 @@ def test_a_directory_takes_the_place_of_another(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "out" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "out"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_finished_run_has_written_is_said(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], kept: bool
+) -> None:
+    room = model_dir.parent
+    assert main.main([*words(model_dir, steps=3), *(["--keep-store"] if kept else [])]) == 0
+    capfd.readouterr()
+    assert main.main(["inspect", str(room / "out")]) == 0
+    told = capfd.readouterr().out
+    assert f"{room / 'out'}: the model of a run that finished after 3 of 3 steps, the last of loss" in told
+    assert f"its store in {room / 'store'} {'was left there' if kept else 'was removed'}" in told
+    assert main.main(["inspect", str(room / "out"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["steps"] == 3
+    assert main.main(["inspect", str(room / "store")]) == (0 if kept else main.BAD_INPUT)
+    assert ("`memascend inspect OUT` says what it wrote" in capfd.readouterr().err) != kept

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from memascend.command.tables import step_text
+from memascend.common import progress
 from memascend.common.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,3 +77,19 @@ def test_a_file_gets_every_part() -> None:
     stream = io.StringIO()
     a_step(Progress("training", 30, stream=stream))
     assert stream.getvalue() == "  ".join(["training 30/30", *step_text(STEP)]) + "\n"
+
+
+def test_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    bar = Progress("training", 1000, stream=stream)
+    for done, seconds in ((401, 30.0), (402, 12.0), (403, 2.0), (500, 194.0), (1000, 1000.0)):
+        now[0] += seconds  # The first step of a run that goes on comes after the loading.
+        bar.update(done, ["loss 1"])
+    assert stream.getvalue().splitlines() == [
+        "training 401/1000  loss 1",
+        "training 402/1000  loss 1  1:59:36 left",
+        "training 500/1000  loss 1  0:17:31 left",
+        "training 1000/1000  loss 1",
+    ]

@@ -374,7 +374,7 @@ def _add_inspect(subcommands: Any) -> None:
         "inspect",
         help="show what a store holds: steps, tensors, checkpoints, drives and their wear",
         description="Show the contents of a store, or the last durable step of a run that is going on. Only the\n"
-        "manifest is read, and nothing is changed.",
+        "manifest is read, and nothing is changed. Of the model directory that a run wrote, say how that ended.",
     )
     _add_stores(parser)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that is used"

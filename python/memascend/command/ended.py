@@ -50,6 +50,44 @@ def finished_steps(settings: Settings) -> int | None:
     return None
 
 
+def ended_run(out: Path) -> dict[str, Any] | None:
+    """Return the last record of the run that wrote the model directory `out`, with its `settings` and last `loss`.
+
+    None where `out` is no such directory, or the run has not ended.
+    """
+    end: dict[str, Any] | None = None
+    settings, loss = None, None
+    with suppress(OSError, ValueError, TypeError, KeyError), open(out / METRICS_NAME, encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if record["record"] in ("start", "resume"):
+                settings, end = record["settings"], None
+            elif record["record"] == "step":
+                loss = record["loss"]
+            elif record["record"] == "end":
+                end = record | {"settings": settings, "loss": loss}
+    return end
+
+
+def ended_text(out: Path, run: dict[str, Any]) -> str:
+    """Return what `ended_run` found as text: what was written, and what became of the store."""
+    settings, steps = run["settings"], f"{run['steps']} of {run['steps_planned']} steps"
+    how = "finished" if run["signal_number"] is None else f"was ended by signal {run['signal_number']}"
+    lines = [f"{out}: the model of a run that {how} after {steps}"]
+    if run["loss"] is not None:
+        lines[0] += f", the last of loss {run['loss']:.3f}"
+    best = run["evaluations"][1:]
+    if best and run["signal_number"] is None:
+        lines.append(f"the best after step {best[0]['step']} was written: loss {best[0]['loss']:.4f} on held-out data")
+    stores = settings["store"]
+    if stores:
+        stays = (settings["keep_store"] or settings["save_every"] is not None) and not settings["lora_rank"]
+        kept = stays or run["signal_number"] is not None
+        what = "was left there: `memascend inspect` shows it" if kept else "was removed, as the run was complete"
+        lines.append(f"its store in {', '.join(stores)} {what}")
+    return "\n".join(lines)
+
+
 def _is_of(record: dict[str, Any], settings: Settings) -> bool:
     """Return whether a record names the places of this run."""
     named, here = [record["out"], *record["store"]], [settings.out, *settings.store]

@@ -19,7 +19,7 @@ from memascend._memascend import format_device
 from memascend.command import launched
 from memascend.command.arguments import QUANTISED, parser
 from memascend.command.dtypes import choose_dtype
-from memascend.command.ended import finished_steps
+from memascend.command.ended import ended_run, ended_text, finished_steps
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, note, tell
 from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.metrics import records_of
@@ -28,7 +28,7 @@ from memascend.command.settings import Result, Settings
 from memascend.command.tables import bench_tail, bench_text, gpu_text, savings_text
 from memascend.common.interrupts import Interrupts
 from memascend.common.sizes import format_size
-from memascend.errors import BudgetError, DataError, DeviceError, UnmeasuredError
+from memascend.errors import BudgetError, DataError, DeviceError, StoreError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.of_store import savings_of_store
@@ -279,7 +279,21 @@ def _network(chosen: argparse.Namespace) -> gpu.Rate | None:
 
 
 def _inspect(chosen: argparse.Namespace) -> int:
-    contents = inspect.inspect(chosen.store, tbw=chosen.tbw)
+    run = ended_run(chosen.store[0]) if len(chosen.store) == 1 else None
+    if run is not None:
+        print(json.dumps(run, indent=2) if chosen.json else ended_text(chosen.store[0], run))
+        return 0
+    try:
+        contents = inspect.inspect(chosen.store, tbw=chosen.tbw)
+    except StoreError as error:
+        if "holds no store that was kept" not in str(error):
+            raise
+        raise StoreError(
+            error.errno,
+            f"{error}; a run that has finished removes its store unless --keep-store is given: `memascend inspect OUT` "
+            "says what it wrote",
+            error.filename,
+        ) from None
     if chosen.savings:
         quiet_libraries()
         contents["savings"] = savings_of_store(contents["recipe"])

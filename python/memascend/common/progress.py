@@ -30,6 +30,8 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._title, self._total, self._unit = title, total, unit
         self._bar: Any = None
+        #: The first amount, and when it was done: the rate of what follows says how much time is left.
+        self._first: tuple[int, float] | None = None
         self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work a line comes only after a while
         if self._stream.isatty():
             from tqdm import tqdm
@@ -58,11 +60,24 @@ class Progress:
                 self._bar.refresh()
             return
         now = time.monotonic()
+        if self._first is None:
+            self._first = done, now
         if now - self._shown >= PLAIN_LINE_SECONDS or done == self._total:
             self._shown = now
             amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
-            self._stream.write("  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts]) + "\n")
+            self._stream.write(
+                "  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts, *self._left(done, now)]) + "\n"
+            )
             self._stream.flush()
+
+    def _left(self, done: int, now: float) -> list[str]:
+        """Return a part of a line that says how long the remainder takes at the rate so far, where that is known."""
+        assert self._first is not None
+        first_done, begin = self._first
+        if not first_done < done < self._total:
+            return []
+        seconds = round((now - begin) / (done - first_done) * (self._total - done))
+        return [f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"]
 
     def _columns(self) -> int:
         """The width of the terminal, now."""
