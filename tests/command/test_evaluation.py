@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from memascend.command import main, space
 from memascend.command.data import ByteTokenizer
 from memascend.command.reader import Reader
 from memascend.command.settings import Settings
+from memascend.common import progress
 from memascend.errors import StoreError
 
 if TYPE_CHECKING:
@@ -69,6 +71,18 @@ def loss_of(model_dir: Path, weights: Path) -> float:
         losses = [model(**batch).loss.item() * count for batch, count in zip(batches, tokens, strict=True) if count]
     reader.close()
     return sum(losses) / sum(tokens)
+
+
+def test_an_evaluation_shows_how_far_it_is(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0.0)
+    assert main.main(in_memory(words(model_dir, "out", steps=1))) == 0
+    told = capfd.readouterr().err
+    shown = re.findall(r"^training 0/1  evaluating (\d+)/(\d+)", told, re.MULTILINE)
+    batches = int(shown[0][1])
+    assert [int(done) for done, _ in shown] == list(range(1, batches)), told
+    assert re.search(rf"^training 1/1  evaluating {batches - 1}/{batches}", told, re.MULTILINE)
 
 
 def test_the_loss_does_not_depend_on_the_batch_size(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ def test_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
     for done, seconds in ((401, 30.0), (402, 12.0), (403, 2.0), (500, 194.0), (1000, 1000.0)):
         now[0] += seconds  # The first step of a run that goes on comes after the loading.
         bar.update(done, ["loss 1"])
+    bar.update(1000, ["evaluating 1/9"])  # a moment later
     assert stream.getvalue().splitlines() == [
         "training 401/1000  loss 1",
         "training 402/1000  loss 1  1:59:36 left",

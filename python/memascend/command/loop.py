@@ -71,6 +71,9 @@ class Run(Protocol):
     def skipped(self, text: str) -> None:
         """Note that the step is left out."""
 
+    def evaluating(self, done: int, batches: int) -> None:
+        """Note how many of the batches of an evaluation are done."""
+
     def evaluated(self, step: int, loss: float) -> None:
         """Note an evaluation."""
 
@@ -212,20 +215,22 @@ class Loop(Trainer):
         if self._run.is_ending():
             raise EvaluationEnded
         found = super().prediction_step(model, inputs, *others, **named)
+        self._batches_done += 1
+        self._run.evaluating(self._batches_done, self._batches)
         tokens = int((inputs["labels"][:, 1:] != IGNORED).sum())  # The first token of a sequence is not predicted.
         if tokens:
             self._evaluated += torch.tensor([found[0].item() * tokens, tokens], dtype=torch.float64)
         return found
 
-    def evaluation_loop(self, *others: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *others: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
         """Evaluate as `Trainer.evaluation_loop` does, with the mean over all tokens as the loss.
 
         The Trainer takes the mean over batches, which depends on what sequences are in one.
         """
         self._evaluated = torch.zeros(2, dtype=torch.float64)  # the sum of the losses of tokens, and their number
-        self._is_evaluating = True
+        self._is_evaluating, self._batches_done, self._batches = True, 0, len(dataloader)
         try:
-            output = super().evaluation_loop(*others, metric_key_prefix=metric_key_prefix, **named)
+            output = super().evaluation_loop(dataloader, *others, metric_key_prefix=metric_key_prefix, **named)
         finally:
             self._is_evaluating = False
         sums = self.accelerator.gather(self._evaluated[None].to(self.args.device)).sum(0)

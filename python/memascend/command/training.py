@@ -325,6 +325,12 @@ class Training:
         self._bar.note(f"memascend: note: {text}")
         self.result.steps_skipped += 1
 
+    def evaluating(self, done: int, batches: int) -> None:
+        """Show how far an evaluation is."""
+        assert self._bar is not None, "the run has begun"
+        if done < batches:
+            self._bar.update(self.result.steps, [f"evaluating {done}/{batches}"])
+
     def evaluated(self, step: int, loss: float) -> None:
         """Note an evaluation, and keep the model if it is the best one so far. At step 0 there is nothing to keep."""
         assert self._bar is not None, "the run has begun"

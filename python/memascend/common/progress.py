@@ -32,6 +32,7 @@ class Progress:
         self._bar: Any = None
         #: The first amount, and when it was done: the rate of what follows says how much time is left.
         self._first: tuple[int, float] | None = None
+        self._ended = False
         self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work a line comes only after a while
         if self._stream.isatty():
             from tqdm import tqdm
@@ -62,8 +63,9 @@ class Progress:
         now = time.monotonic()
         if self._first is None:
             self._first = done, now
-        if now - self._shown >= PLAIN_LINE_SECONDS or done == self._total:
-            self._shown = now
+        ends = done == self._total and not self._ended  # What follows the last step is shown at times too.
+        if now - self._shown >= PLAIN_LINE_SECONDS or ends:
+            self._shown, self._ended = now, done == self._total
             amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
             self._stream.write(
                 "  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts, *self._left(done, now)]) + "\n"
