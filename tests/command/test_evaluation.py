@@ -13,6 +13,7 @@ import lab
 import pytest
 import tiny
 import torch
+import transformers
 from commands import command, in_memory, words_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -280,15 +281,13 @@ def test_a_store_that_has_gone_back_goes_on_from_there(
 def test_a_loss_that_is_not_finite_is_not_the_best(
     model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memascend.command.loop import Loop
-
-    predict = Loop.prediction_step
+    predict = transformers.Trainer.prediction_step
 
     def overflowed(self: Any, *others: Any, **named: Any) -> Any:
         loss, *rest = predict(self, *others, **named)
         return (loss * float("inf"), *rest)
 
-    monkeypatch.setattr(Loop, "prediction_step", overflowed)
+    monkeypatch.setattr(transformers.Trainer, "prediction_step", overflowed)
     assert main.main(words(model_dir, "out", steps=2)) == 0
     assert "the least so far" not in capfd.readouterr().err
     text = (model_dir.parent / "out" / "metrics.jsonl").read_text()
@@ -306,16 +305,14 @@ def test_a_signal_in_the_first_evaluation_abandons_the_run(model_dir: Path) -> N
 
 def interrupted_in_evaluation(pipe: Any, words: list[str], step: int) -> None:
     """Run a command that gets Ctrl-C while it evaluates after `step`."""
-    from memascend.command.loop import Loop
-
-    predict = Loop.prediction_step
+    predict = transformers.Trainer.prediction_step
 
     def interrupted(self: Any, *others: Any, **named: Any) -> Any:
         if self.state.global_step == step:
             os.kill(os.getpid(), signal.SIGINT)
         return predict(self, *others, **named)
 
-    Loop.prediction_step = interrupted  # type: ignore[method-assign]
+    transformers.Trainer.prediction_step = interrupted  # type: ignore[method-assign]
     command(pipe, words)
 
 
