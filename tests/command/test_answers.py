@@ -225,7 +225,8 @@ def test_prompts_of_records(tmp_path: Path) -> None:
     [
         (["--max-new-tokens", "255"], "give --max-new-tokens 2"),
         (["--prompts", "no.txt"], "--prompts no.txt cannot be read"),
-        (["--out", "."], "--out . cannot be written"),
+        (["--out", "."], "--out . exists"),
+        (["--out", "no/such/folder"], "or its folder does not"),
         (["--host-memory", "1MiB"], "more of --host-memory are for keys and values"),
         (["--tokenizer", "."], "holds no tokenizer"),
     ],
@@ -234,7 +235,10 @@ def test_what_cannot_be_answered_is_said_first(
     model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], problem: str
 ) -> None:
     base = ["generate", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--store", str(tmp_path)]
+    base += ["--out", str(tmp_path / "answers.jsonl")]
+    seen = sorted(tmp_path.rglob("*"))
     assert main([*base, "--host-memory", "64MiB", "--max-new-tokens", "8", *words]) == BAD_INPUT
     told = capfd.readouterr().err
     assert problem in told, told
     assert len(re.findall("error:", told)) == 1
+    assert sorted(tmp_path.rglob("*")) == seen

@@ -54,9 +54,11 @@ def generate(asked: Asked, prompts_file: Path, out: Path | None, sequences: int 
     ids = [texts.ids(prompt) for prompt in prompts]
     check_lengths(source, [len(one) for one in ids], asked.new_tokens)
     room = divide(asked.host_memory, [len(one) for one in ids], asked.new_tokens, token_bytes(source), sequences)
+    if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
+        raise OutputError(f"--out {out} exists, or its folder does not: name a new file")
     with ExitStack() as stack:
-        lines = sys.stdout if out is None else stack.enter_context(_new_file(out))
         model = stack.enter_context(opened(source, room, asked.store))
+        lines = sys.stdout if out is None else stack.enter_context(_new_file(out))
         tell(speed_text(model, source.weights, room, -(-len(ids) // room.sequences) * asked.new_tokens))
         torch.manual_seed(asked.seed)
         _answer(model, texts, prompts, ids, room, asked, lines)
