@@ -74,7 +74,9 @@ def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None]) -> 
     """
     within = _where_links_may_lead(model_dir)
     for file in sorted(model_dir.iterdir()):
-        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith((".index.json", *DESCRIPTIONS, *_OF_ADAPTERS))
+        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(
+            (".index.json", *DESCRIPTIONS, *_OF_ADAPTERS)
+        )
         if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
             continue
         source = file.resolve()

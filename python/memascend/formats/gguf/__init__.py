@@ -18,8 +18,10 @@ from memascend.formats.gguf.architectures import describe
 from memascend.formats.gguf.file import Weights, write_file
 from memascend.formats.gguf.modelfile import write_modelfile
 from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entries
+from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.transformers_models import empty_model, load_any_config
-from memascend.formats.weights import Sources, WeightFiles, weights_dtype
+from memascend.formats.weight_files import WeightFiles, weights_dtype
+from memascend.formats.weights import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +63,7 @@ def write_gguf(
     if kind is None:
         raise CheckpointError(f"{model_dir} holds weights in {dtype}: give --dtype, one of {', '.join(TYPES)}")
     config = load_any_config(model_dir)
+    check_form(form_of(model_dir), model_dir, False)
     described = describe(config, model_dir)
     tokenizer_dir = tokenizer or model_dir
     loaded = load_fast_tokenizer(tokenizer_dir)

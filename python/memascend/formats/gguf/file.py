@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import gguf
 
-    from memascend.formats.weights import WeightFiles
+    from memascend.formats.weight_files import WeightFiles
 
 #: Elements that are converted at once: 16 MiB of float32, and as much again for the result.
 _PIECE = 4 << 20
