@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from memascend.command.data.records import Chat
@@ -11,6 +11,9 @@ from memascend.errors import first_line
 
 #: What a template puts around the turns of the assistant, so that transformers tells their tokens.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+#: A string of a template.
+_LITERAL = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")
 
 
 class ChatError(ValueError):
@@ -25,6 +28,13 @@ class Conversations:
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
         self._marks_turns = isinstance(template, str) and bool(_GENERATION.search(template))
+
+    def unnamed(self, roles: Collection[str]) -> list[str]:
+        """Return those of `roles` that the template has no words for, which it may leave out without an error."""
+        template = self._tokenizer.chat_template
+        text = template if isinstance(template, str) else " ".join(dict(template).values())
+        named = {"user", "assistant", *(literal[1:-1] for literal in _LITERAL.findall(text))}
+        return sorted(role for role in roles if role not in named)
 
     def encode(self, chat: Chat, *, loss_on_all: bool) -> tuple[Sequence[int], Sequence[bool]]:
         """Return the ids of a conversation, and for each whether it is trained on.
