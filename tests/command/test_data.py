@@ -326,8 +326,8 @@ def test_too_little_data_and_a_foreign_tokenizer_are_refused(corpus, tmp_path, s
 def test_byte_tokens_need_a_vocabulary_of_that_size(tmp_path):
     tokenizer = load_tokenizer(tmp_path, 258)
     assert tokenizer.decode([*tokenizer.encode("né"), END_OF_DOCUMENT]) == "né"
-    with pytest.raises(CheckpointError, match="needs 258"):
-        load_tokenizer(tmp_path, 257)
+    with pytest.raises(CheckpointError, match="--bytes needs a vocabulary of 258 tokens"):
+        load_tokenizer(tmp_path, 257, as_bytes=True)
 
 
 def test_a_broken_tokenizer_is_told_in_a_line(tmp_path):

@@ -120,6 +120,9 @@ def _add_finetune(subcommands: Any) -> None:
         "prompt and completion, or instruction, input and output"
     )
     add("--text-field", text, default="text", metavar="NAME")
+    text = "a directory with the tokenizer, which OUT gets too (default: MODEL_DIR)"
+    add("--tokenizer", text, type=Path, metavar="DIR")
+    add("--bytes", "train on the bytes of the text, one token each, without a tokenizer", action="store_true")
     add("--as-text", "train on every file of --data as the text that it is, JSON and CSV too", action="store_true")
     text = (
         "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs. Over "

@@ -23,7 +23,7 @@ import memascend
 from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
-from memascend.command.data import Tokenizer, load_tokenizer
+from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
@@ -110,7 +110,9 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     forecast = _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
 
-    tokenizer = load_tokenizer(settings.model_dir, vocab_size)
+    tokenizer = load_tokenizer(settings.tokenizer_dir, vocab_size, as_bytes=settings.bytes)
+    if isinstance(tokenizer, ByteTokenizer):
+        note("training on the bytes of the text, one token each, without a tokenizer")
     reader = Reader(settings, tokenizer, vocab_size, scratch)
     cleanup.callback(reader.close)
     documents = reader.documents(settings.data)
@@ -305,7 +307,7 @@ def _save(model: Any, settings: Settings, finished: Path) -> None:
             else:
                 memascend.save_pretrained(model, finished, settings.save_dtype)
             if launched.is_first():
-                copy_side_files(settings.model_dir, finished, note)
+                copy_side_files(settings.model_dir, finished, note, tokenizer=settings.tokenizer)
             if settings.lora_rank:
                 (finished / "config.json").unlink(missing_ok=True)  # That of the model which the adapters belong to.
     except SafetensorError as error:  # a model in memory saves itself, with safetensors

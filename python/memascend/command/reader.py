@@ -58,7 +58,7 @@ class Reader:
         chat = self._tokenizer.chat
         if chat is None:
             raise DataError(
-                f"--data holds conversations, but the tokenizer in {self._settings.model_dir} has no chat template"
+                f"--data holds conversations, but the tokenizer in {self._settings.tokenizer_dir} has no chat template"
             )
         if not roles["assistant"] and self._settings.loss_on == "completion":
             raise DataError(

@@ -30,7 +30,7 @@ def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> It
         document = document.chat() if tokenizer.chat else document.completion()
     if isinstance(document, Chat):
         if tokenizer.chat is None:
-            raise ChatError("the tokenizer in MODEL_DIR has no chat template, which conversations need")
+            raise ChatError("the tokenizer has no chat template, which conversations need")
         ids, trained = tokenizer.chat.encode(document, loss_on_all=loss_on_all)
         yield array("i", (token if kept else -1 - token for token, kept in zip(ids, trained, strict=True)))
         return  # The template ends it.

@@ -1,0 +1,73 @@
+"""Which tokenizer a run takes: what transformers loads, or bytes on purpose; never bytes unasked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from commands import in_memory, words_of
+from test_records import PLAIN, write_tokenizer
+
+from memascend import CheckpointError
+from memascend.command import main
+from memascend.command.data import ByteTokenizer, load_tokenizer
+from memascend.formats.side_files import copy_side_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer", PLAIN)
+    return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "bert", "t5"])
+@pytest.mark.parametrize(
+    "names", [{}, *({"tokenizer.json": name} for name in ("tekken.json", "sentencepiece.bpe.model"))]
+)
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, folder: Path, kind: str, names: dict[str, str]) -> None:
+    """Of some kinds transformers makes a tokenizer without a token where it finds no file."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": kind}))
+    for name, other in names.items():
+        shutil.copyfile(folder / name, model / other)
+    with pytest.raises(CheckpointError, match=r"tokenizer.*give --tokenizer DIR with its files, or --bytes") as caught:
+        load_tokenizer(model, 1000)
+    assert str(model) in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(load_tokenizer(model, 1000, as_bytes=True), ByteTokenizer)
+
+
+def test_the_tokenizer_of_another_directory_goes_with_the_model(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.llama_directory(tmp_path, hidden=64, layers=1)
+    (model / "vocab.json").write_text("{}")  # of the tokenizer that is not taken
+    words = in_memory(words_of(model, tmp_path / "out", tmp_path / "store", steps=1))
+    assert main.main(words) == main.BAD_INPUT
+    assert "its tokenizer cannot be loaded" in capfd.readouterr().err
+    assert main.main([*words, "--tokenizer", str(folder)]) == 0
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    } <= written and "vocab.json" not in written
+    shutil.rmtree(tmp_path / "out")
+    capfd.readouterr()
+    assert main.main([*words, "--bytes"]) == 0
+    assert "training on the bytes of the text, one token each" in capfd.readouterr().err
+
+
+def test_files_beside_the_tokenizer_stay_where_they_are(tmp_path: Path, folder: Path) -> None:
+    for name in ("api_keys.txt", "notes.json", "secret.jinja"):
+        (folder / name).write_text("{}")
+    (folder / "sentencepiece.bpe.model").write_bytes(b"m")
+    (tmp_path / "out").mkdir()
+    copy_side_files(folder, tmp_path / "out", lambda line: None)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("chat_template.jinja", "sentencepiece.bpe.model", "tokenizer.json", "tokenizer_config.json")
+    }
