@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import tiny
 from commands import in_memory, words_of
-from test_records import PLAIN, write_tokenizer
+from test_records import PLAIN, TALK, lines, write_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from memascend import CheckpointError
 from memascend.command import main
 from memascend.command.data import ByteTokenizer, load_tokenizer
+from memascend.command.data.records import Chat
 from memascend.formats.side_files import copy_side_files
 
 
@@ -71,3 +74,23 @@ def test_files_beside_the_tokenizer_stay_where_they_are(tmp_path: Path, folder: 
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("chat_template.jinja", "sentencepiece.bpe.model", "tokenizer.json", "tokenizer_config.json")
     }
+
+
+DATED = "<|im_start|>{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}\n" + PLAIN
+
+
+def test_a_template_writes_the_day_on_which_the_run_began(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(folder, DATED)
+    chat = load_tokenizer(folder, 258, clock=datetime(2024, 2, 29, 23, 59, 59, 7)).chat
+    assert chat is not None
+    ids, _ = chat.encode(Chat(TALK), loss_on_all=False)  # by prefixes, each of which asks for the time
+    text = PreTrainedTokenizerFast.from_pretrained(folder).decode(ids)
+    assert text.startswith("<|im_start|>29 Feb 2024, 23:59:59.000007\n<|im_start|>user\n")
+    model = tiny.llama_directory(tmp_path, hidden=64, layers=1)
+    words = words_of(model, tmp_path / "out", tmp_path / "store", data=lines(tmp_path, *[{"messages": TALK}] * 4))
+    words += ["--tokenizer", str(folder), "--keep-store", "--no-packing", "--durability", "step", "--seq-len", "128"]
+    assert main.main(words) == 0
+    shutil.rmtree(tmp_path / "out")
+    assert main.main([*words, "--resume", "--change", "--steps", "3"]) == 0, capfd.readouterr().err

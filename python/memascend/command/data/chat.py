@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
 from memascend.command.data.records import Chat
+from memascend.command.data.templates import stop_clock
 from memascend.errors import first_line
 
 #: What a template puts around the turns of the assistant, so that transformers tells their tokens.
@@ -23,17 +25,18 @@ class ChatError(ValueError):
 class Conversations:
     """The chat template of a tokenizer of transformers."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Take a tokenizer that has one."""
+    def __init__(self, tokenizer: Any, clock: datetime) -> None:
+        """Take a tokenizer that has one, and the time that it is for the template."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
+        self._templates = [template] if isinstance(template, str) else list(dict(template).values())
+        stop_clock(self._templates, clock)
         self._marks_turns = isinstance(template, str) and bool(_GENERATION.search(template))
 
     def unnamed(self, roles: Collection[str]) -> list[str]:
         """Return those of `roles` that the template has no words for, which it may leave out without an error."""
-        template = self._tokenizer.chat_template
-        text = template if isinstance(template, str) else " ".join(dict(template).values())
-        named = {"user", "assistant", *(literal[1:-1] for literal in _LITERAL.findall(text))}
+        literals = (literal[1:-1] for template in self._templates for literal in _LITERAL.findall(template))
+        named = {"user", "assistant", *literals}
         return sorted(role for role in roles if role not in named)
 
     def encode(self, chat: Chat, *, loss_on_all: bool) -> tuple[Sequence[int], Sequence[bool]]:

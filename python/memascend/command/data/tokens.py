@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,15 +52,15 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face model directory."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Wrap a tokenizer that transformers loaded."""
+    def __init__(self, tokenizer: Any, clock: datetime) -> None:
+        """Wrap a tokenizer that transformers loaded; `clock` is the time that chat templates write."""
         self._tokenizer = tokenizer
         separator = tokenizer.eos_token_id
         self.end_of_document: int | None = separator if separator is not None else tokenizer.sep_token_id
         first = tokenizer.bos_token_id
         begins = first is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [first]
         self.beginning: Sequence[int] = (first,) if begins else ()
-        self.chat = Conversations(tokenizer) if tokenizer.chat_template else None
+        self.chat = Conversations(tokenizer, clock) if tokenizer.chat_template else None
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids without special tokens."""
@@ -70,8 +71,12 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def load_tokenizer(directory: Path, vocab_size: int, *, as_bytes: bool = False) -> Tokenizer:
+def load_tokenizer(
+    directory: Path, vocab_size: int, *, as_bytes: bool = False, clock: datetime | None = None
+) -> Tokenizer:
     """Return the tokenizer in a directory, as transformers loads it, or with `as_bytes` one token per byte.
+
+    `clock` is the time that its chat template writes, if it asks for it; None is now.
 
     A model over bytes alone, of `BYTE_VOCABULARY` tokens, needs no tokenizer. Raises CheckpointError where there is
     none, and for one that gives no tokens for text: of files with other names transformers makes an empty one.
@@ -98,7 +103,7 @@ def load_tokenizer(directory: Path, vocab_size: int, *, as_bytes: bool = False) 
     if not any(character.isalnum() for character in _round_trip(tokenizer)):
         named = "has no tokenizer" if not has_tokenizer(directory) else "holds a tokenizer without a vocabulary"
         raise CheckpointError(f"{directory} {named}: {remedy}")
-    return HuggingFaceTokenizer(tokenizer)
+    return HuggingFaceTokenizer(tokenizer, clock or datetime.now())
 
 
 def _round_trip(tokenizer: Any) -> str:
