@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from memascend import CheckpointError
 from memascend.command import main
 from memascend.command.data import ByteTokenizer, load_tokenizer
+from memascend.command.data import chat as chat_module
+from memascend.command.data.chat import ChatError
 from memascend.command.data.records import Chat
 from memascend.formats.side_files import copy_side_files
 
@@ -94,3 +99,25 @@ def test_a_template_writes_the_day_on_which_the_run_began(
     assert main.main(words) == 0
     shutil.rmtree(tmp_path / "out")
     assert main.main([*words, "--resume", "--change", "--steps", "3"]) == 0, capfd.readouterr().err
+
+
+HARMFUL = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "did not render it within 1 s",
+    "{{ 'a' * 4000000000 }}": "takes more memory than any conversation needs",
+    "{{ 'a' * 20000000 }}": "makes 20,000,000 characters of it",
+    "{% generation %}{{ 9 ** 9 ** 9 }}{% endgeneration %}": "takes a power",
+}
+
+
+@pytest.mark.parametrize("template", HARMFUL)
+def test_templates_are_bounded_in_time_and_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(chat_module, "SECONDS_MAX", 1.0)
+    write_tokenizer(folder, template)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    began = time.monotonic()
+    with pytest.raises((ChatError, CheckpointError), match=HARMFUL[template]):
+        chat = load_tokenizer(folder, 258).chat
+        assert chat is not None
+        chat.encode(Chat(TALK), loss_on_all=True)
+    assert time.monotonic() - began < 10
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before

@@ -147,7 +147,7 @@ impl Parts {
         let allocators = allocator.allocators(device, elastic)?;
         let opened = if resume { Store::open(&paths, &options) } else { Store::create(&paths, &options) };
         let store = Arc::new(opened.map_err(|error| store_error(&error))?);
-        store.settle_manifests().map_err(|error| store_error(&error))?;
+        store.settle_manifests().and_then(|()| store.fill_holes()).map_err(|error| store_error(&error))?;
         let mut notices = store.notices().to_vec();
         let pools = carve(&allocators, &groups, &mut notices).map_err(|error| memory_error(&error))?;
         let pools = <[Pool; 5]>::try_from(pools).expect("five groups, five pools");

@@ -180,6 +180,12 @@ impl Store {
         self.members.iter().for_each(|member| member.engine.register(pool));
     }
 
+    /// Has the drives keep room for all bytes of the volumes' files: a copy of one may lack blocks that
+    /// were zeros.
+    pub fn fill_holes(&self) -> Result<()> {
+        self.members.iter().try_for_each(|member| Ok(member.volume.fill_holes()?))
+    }
+
     /// Flushes every volume: every write that has ended is durable when this returns. Once a flush
     /// of a volume has failed, all later ones fail too.
     pub fn sync(&self) -> Result<()> {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -287,8 +288,43 @@ def export(
                     save_pretrained(resumed.model, finished, dtype=dtype)
                     add_tokenizer(source, tokenizer, finished, tell)
                 if layout == "torch" and resumed.optimizers:
-                    torch.save(resumed.optimizer.state_dict(), finished / "optimizer.pt")
+                    _save(resumed.optimizer.state_dict(), finished / "optimizer.pt")
                 put_in_place(finished, out)
         finally:
             session.close(failed=True)  # Keeps the store as it is.
     return resumed.steps
+
+
+class _Noting:
+    """A file that notes the error of a write: `torch.save` replaces it by one that says nothing of the drive."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(value: Any, path: Path) -> None:
+    """Write a value for `torch.load`.
+
+    Raises OSError where the drive is full, or fails.
+    """
+    with open(path, "wb") as file:
+        noting = _Noting(file)
+        try:
+            torch.save(value, noting)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError:
+            if noting.error is None:
+                raise
+            raise noting.error from None
