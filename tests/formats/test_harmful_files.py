@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 
+import memascend
 from memascend import CheckpointError
 from memascend.formats.json_files import read_json
 from memascend.formats.safetensors import SafetensorsReader
@@ -35,3 +37,17 @@ def test_pipes_in_the_place_of_files_do_not_hang(tmp_path: Path) -> None:
         SafetensorsReader(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe cannot be read as JSON: it is not a file"):
         read_json(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.tmp", "model.safetensors", "config.json"])
+def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).symlink_to(victim)
+    model = memascend.offload(tiny.build("llama"), store=tmp_path / "s", host_memory="64MiB", allocator="pageable")
+    memascend.save_pretrained(model, out, overwrite=True)
+    memascend.close(model)
+    assert victim.read_text() == "precious"
+    assert not (out / name).is_symlink()

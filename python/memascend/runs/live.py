@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.shapes import Either, check, count
 from memascend.errors import StoreError
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ _TRIES, _SECONDS_BETWEEN = 50, 0.02
 _MANIFEST_BYTES_MAX = 256 << 20
 #: Before the digits of a volume's path that is not UTF-8: see crates/memascend-nvme/src/volume/names.rs.
 _BYTES = "BYTES="
+_WRITTEN = {"number": count, "tag": str, "time": count, "state": str, "tensors": [(str, count)]}
+_BODY = {
+    "sequence": count,
+    "volumes": [str],
+    "stripes": [count],
+    "life": [count],
+    "versions": [{"ranges": [(count, count)]}],
+    "current": Either(_WRITTEN, None),
+    "snapshots": [_WRITTEN],
+}
 
 
 def process_using(path: Path) -> str | None:
@@ -107,8 +118,22 @@ def manifest_in(file: Path, tries: int = _TRIES) -> dict[str, Any] | None:
         if found := _FIRST_LINE.fullmatch(line):
             text = rest[: int(found["bytes"])]
             if len(text) == int(found["bytes"]) and _crc32c(text) == int(found["sum"], 16):
-                return json.loads(text)
+                return _checked(text)
     return None
+
+
+def _checked(text: bytes) -> dict[str, Any] | None:
+    """Return a manifest if it is made as crates/memascend-store/src/manifest.rs makes them, else None."""
+    try:
+        body = json.loads(text)
+        check(body, _BODY, "the manifest")
+    except (ValueError, RecursionError):
+        return None
+    generations = body["snapshots"] + ([body["current"]] if body["current"] else [])
+    named = {version for generation in generations for _, version in generation["tensors"]}
+    counts = {len(body[name]) for name in ("volumes", "stripes", "life")}
+    is_whole = len(counts) == 1 and sum(body["stripes"]) > 0 and max(named, default=-1) < len(body["versions"])
+    return body if is_whole else None
 
 
 def path_of(volume: str) -> Path:
