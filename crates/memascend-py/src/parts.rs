@@ -161,7 +161,8 @@ impl Parts {
         let keeps = memory.states_count.max(memory.states_count_max.unwrap_or(0)) > 0;
         let kept = keeps.then(|| KeptStates::new(states, states_bytes));
         let executor =
-            Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept);
+            Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept)
+                .map_err(|error| exec_error(&error))?;
         let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements).adding_in(compute_threads));
         let (staging, outside) = (Arc::new(staging), Arc::default());
         let parts = Self {

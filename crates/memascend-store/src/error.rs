@@ -114,7 +114,7 @@ pub enum StoreError {
         /// A volume that was given.
         of: PathBuf,
         /// Why it cannot be opened.
-        source: IoError,
+        source: Box<IoError>,
     },
     /// The manifest on a volume cannot be used.
     #[error("the store kept in {path} cannot be opened: {reason}")]

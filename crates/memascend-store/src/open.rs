@@ -115,9 +115,11 @@ impl Store {
             let path = memascend_nvme::path_of(&body.volumes[missing]);
             let volume =
                 Candidate::read(&path, options, open, &mut notices).map_err(|error| match error {
-                    StoreError::Volume(source) if source.is_absence() => {
-                        StoreError::Missing { path: path.clone(), of: paths[0].clone(), source }
-                    }
+                    StoreError::Volume(source) if source.is_absence() => StoreError::Missing {
+                        path: path.clone(),
+                        of: paths[0].clone(),
+                        source: source.into(),
+                    },
                     error => error,
                 })?;
             let is_missing = |volume: &Candidate| place(volume, newest) == Some(missing);

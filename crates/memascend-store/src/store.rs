@@ -197,15 +197,19 @@ impl Store {
         let [first, others @ ..] = &self.members[..] else { return Ok(()) };
         std::thread::scope(|scope| {
             let work = &work;
-            let others: Vec<_> = others
-                .iter()
-                .enumerate()
-                .map(|(index, member)| scope.spawn(move || work(index + 1, member)))
-                .collect();
+            let begin = |(index, member)| {
+                let run = move || work(index + 1, member);
+                // Where the system starts no thread, one volume comes after the other.
+                std::thread::Builder::new().spawn_scoped(scope, run).map_err(|_| run())
+            };
+            let others: Vec<_> = others.iter().enumerate().map(begin).collect();
             let outcome = work(0, first);
             // All end before this returns, whatever fails.
             others.into_iter().fold(outcome, |outcome, other| {
-                outcome.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                outcome.and(other.map_or_else(
+                    |done| done,
+                    |other| other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                ))
             })
         })
     }
