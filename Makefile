@@ -18,7 +18,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz mutants wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,10 +63,15 @@ mutants: ## leave out, one at a time, what makes a step durable: each has to fai
 
 # Seconds for each target; needs `cargo install cargo-fuzz` and a nightly toolchain.
 FUZZ_SECONDS ?= 60
-fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ_SECONDS for each)
+fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ_SECONDS for each), records (FUZZ_RECORDS)
 	cd crates/memascend-store/fuzz && for target in manifest superblock notes; do \
 		mkdir -p corpus/$$target && cargo +nightly fuzz run --fuzz-dir . $$target corpus/$$target seeds/$$target \
 		-- -max_total_time=$(FUZZ_SECONDS) -dict=manifest.dict || exit 1; done
+	$(MAKE) fuzz-records
+
+FUZZ_RECORDS ?= 20000
+fuzz-records: $(STAMPS)/wheel $(STAMPS)/test ## replace values of records (FUZZ_RECORDS times; MEMASCEND_SEED)
+	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="durable/test_record_schema.py"
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
 # are processors: tests wait for a drive much of their time. PyTorch's threads would do little but wait for each other: a

@@ -136,7 +136,7 @@ BAD_INPUT = {
         ("--in-memory",),
         "model (other.safetensors) cannot be loaded",
     ),
-    "deep data": (write("text.jsonl", "[" * 100_000), {"data": "{room}/text.jsonl"}, (), "line 1 is not JSON"),
+    "deep data": (write("text.jsonl", "[" * 100_000), {"data": "{room}/text.jsonl"}, (), "is no array of objects"),
     "code beside it": (
         rewrite_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
         {},

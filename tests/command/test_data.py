@@ -91,14 +91,14 @@ def test_a_tree_gives_its_text_files_in_order(tmp_path, scratch):
     assert documents.skipped.lines() == [
         f"skipped 1 file (binary): {tree}/binary.bin",
         f"skipped 1 file (not UTF-8 text): {tree}/latin1.txt",
-        f"skipped 1 file (.jsonl without text in field 'text', see --text-field): {tree}/other.jsonl",
+        f"skipped 1 file (JSON without text in field 'text', see --text-field and --as-text): {tree}/other.jsonl",
     ]
 
 
 def test_what_was_skipped_is_counted_with_examples(tmp_path, scratch):
     (tmp_path / "tree").mkdir()
     for number in range(5):
-        (tmp_path / "tree" / f"{number}.txt").write_text(f"text {number}", encoding="utf-16")
+        (tmp_path / "tree" / f"{number}.txt").write_text(f"é {number}", encoding="latin-1")
     (tmp_path / "tree" / "a.jsonl").write_text("not JSON")
     with pytest.raises(DataError, match=r"no text in .*; skipped 5 files \(not UTF-8 text\)"):
         Documents([tmp_path / "tree"], scratch=scratch)
@@ -108,7 +108,7 @@ def test_what_was_skipped_is_counted_with_examples(tmp_path, scratch):
     tree = tmp_path / "tree"
     assert documents.skipped.lines() == [
         f"skipped 5 files (not UTF-8 text): {tree}/0.txt, {tree}/1.txt, {tree}/2.txt, ...",
-        f"skipped 1 file (.jsonl whose first line is no object): {tree}/a.jsonl",
+        f"skipped 1 file (JSON that is no records, see --as-text): {tree}/a.jsonl",
     ]
     assert len(documents.skipped) == 6
 
@@ -135,8 +135,8 @@ def test_pieces_put_together_are_the_text(tmp_path, scratch, text):
 
 
 def test_a_field_of_another_name(tmp_path, scratch):
-    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two \\ud800"}\n')
-    assert texts([tmp_path / "a.jsonl"], scratch, text_field="body") == ["one", "two ?"]
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    assert texts([tmp_path / "a.jsonl"], scratch, text_field="body") == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,8 @@ def test_a_field_of_another_name(tmp_path, scratch):
         ("empty.jsonl", b"\n", "no text"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("field.jsonl", b'{"txt": "a"}\n', "line 1 has no text in field 'text'"),
-        ("array.jsonl", b"[1]\n", "line 1 is no object"),
+        ("array.jsonl", b"[1]\n", "is no array of objects"),
+        ("seven.jsonl", b"7\n", "line 1 is no object"),
         ("number.jsonl", b'{"text": 3}\n', "line 1 has no text"),
     ],
 )
@@ -212,15 +213,15 @@ OTHER_JSON = {
 
 
 @pytest.mark.parametrize("kind", OTHER_JSON)
-def test_other_json_stays_text_and_is_told_where_it_was_named(tmp_path, scratch, kind):
+def test_other_json_is_text_only_where_that_was_asked_for(tmp_path, scratch, kind):
     (tmp_path / "tree").mkdir()
     file = tmp_path / "tree" / "package.json"
     file.write_text(OTHER_JSON[kind])
-    for path, told in ((file, [f"{file} is no array of objects"]), (tmp_path / "tree", [])):
-        documents = Documents([path], scratch=scratch)
-        assert text_of(documents, 0) == OTHER_JSON[kind]
-        assert [note[: len(start)] for note, start in zip(documents.notes, told, strict=True)] == told
-        documents.close()
+    with pytest.raises(DataError, match=r"package\.json.*--as-text trains on a file as it is"):
+        texts([file], scratch)
+    with pytest.raises(DataError, match=r"no text in .*; skipped 1 file \(JSON .*see .*--as-text\)"):
+        texts([tmp_path / "tree"], scratch)
+    assert texts([file, tmp_path / "tree"], scratch, as_text=True) == [OTHER_JSON[kind]] * 2
 
 
 def test_an_array_of_other_objects_is_refused_where_it_was_named(tmp_path, scratch):
@@ -229,7 +230,6 @@ def test_an_array_of_other_objects_is_refused_where_it_was_named(tmp_path, scrat
     file.write_text('[{"body": "text"}]')
     with pytest.raises(DataError, match=r"a\.json, record 1 has no text in field 'text': name it"):
         texts([file], scratch)
-    assert texts([tmp_path / "tree"], scratch) == ['[{"body": "text"}]']
     assert texts([file], scratch, text_field="body") == ["text"]
 
 
@@ -326,8 +326,8 @@ def test_too_little_data_and_a_foreign_tokenizer_are_refused(corpus, tmp_path, s
 def test_byte_tokens_need_a_vocabulary_of_that_size(tmp_path):
     tokenizer = load_tokenizer(tmp_path, 258)
     assert tokenizer.decode([*tokenizer.encode("né"), END_OF_DOCUMENT]) == "né"
-    with pytest.raises(CheckpointError, match="needs 258"):
-        load_tokenizer(tmp_path, 257)
+    with pytest.raises(CheckpointError, match="--bytes needs a vocabulary of 258 tokens"):
+        load_tokenizer(tmp_path, 257, as_bytes=True)
 
 
 def test_a_broken_tokenizer_is_told_in_a_line(tmp_path):

@@ -37,14 +37,14 @@ def test_links_out_of_a_model_are_not_followed(tmp_path: Path, secret: Path, cap
     (model / "original" / "tokenizer.model").write_text("pieces")
     (model / "tokenizer.model").symlink_to("original/tokenizer.model")
     (model / "merges.txt").symlink_to(secret)
-    (model / "extra.json").symlink_to("../id_rsa")
-    (model / "chain.jinja").symlink_to("merges.txt")
+    (model / "tokenizer_extra.json").symlink_to("../id_rsa")
+    (model / "chat_template.jinja").symlink_to("merges.txt")
     (tmp_path / "aside").symlink_to(tmp_path)
-    (model / "by.txt").symlink_to("../aside/id_rsa")
-    (model / "gone.txt").symlink_to("nowhere")
+    (model / "vocab_by.txt").symlink_to("../aside/id_rsa")
+    (model / "vocab_gone.txt").symlink_to("nowhere")
     assert copied(model, tmp_path / "out") == {"vocab.txt": "words", "tokenizer.model": "pieces"}
     told = capfd.readouterr().err.splitlines()
-    for name in ("merges.txt", "extra.json", "chain.jinja", "by.txt"):
+    for name in ("merges.txt", "tokenizer_extra.json", "chat_template.jinja", "vocab_by.txt"):
         assert f"memascend: note: {model / name} was not copied: it is a link to {secret}, outside" in "\n".join(told)
     assert len(told) == 4
     # The model's own path may lead through links.
@@ -62,10 +62,10 @@ def test_links_of_hugging_faces_cache_are_followed(
     (blobs / "f00d").write_text("words")
     (tmp_path / "hub" / "models--other--model" / "blobs" / "f00d").write_text("of another")
     (snapshot / "vocab.txt").symlink_to("../../blobs/f00d")
-    (snapshot / "other.txt").symlink_to("../../../models--other--model/blobs/f00d")
+    (snapshot / "vocab_other.txt").symlink_to("../../../models--other--model/blobs/f00d")
     (snapshot / "merges.txt").symlink_to(secret)
     (blobs / "beef").symlink_to(secret)
-    (snapshot / "more.json").symlink_to("../../blobs/beef")
+    (snapshot / "tokenizer_more.json").symlink_to("../../blobs/beef")
     assert copied(snapshot, tmp_path / "out") == {"vocab.txt": "words"}
     assert capfd.readouterr().err.count("was not copied") == 3
     # The same layout under other names is no cache, so that nothing is taken from beside a model.
@@ -76,7 +76,7 @@ def test_links_of_hugging_faces_cache_are_followed(
 def test_a_run_leaves_linked_secrets_out(tmp_path: Path, secret: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tiny.llama_directory(tmp_path, hidden=64)
     (model / "merges.txt").symlink_to(secret)
-    words = ["finetune", model, "--data", tmp_path / "text.txt", "--in-memory", "--out", tmp_path / "out"]
+    words = ["finetune", model, "--data", tmp_path / "text.txt", "--in-memory", "--bytes", "--out", tmp_path / "out"]
     assert main.main([*map(str, words), "--steps", "1", "--seq-len", "16"]) == 0, capfd.readouterr().err
     assert "merges.txt was not copied" in capfd.readouterr().err
     assert b"precious" not in b"".join(file.read_bytes() for file in (tmp_path / "out").iterdir())

@@ -8,6 +8,8 @@ import subprocess
 import forked
 import pytest
 
+from memascend.command import main
+
 PROGRAM = """
 from memascend.command.screen import quiet_libraries
 quiet_libraries()
@@ -21,3 +23,16 @@ def test_deepspeed_says_nothing_of_a_device_that_is_not_there() -> None:
     done = subprocess.run([forked.python(), "-P", "-c", PROGRAM], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "accelerator" not in done.stdout + done.stderr
+
+
+def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(_: object) -> int:
+        raise PanicException("index out of bounds\nmore")
+
+    monkeypatch.setitem(main.SUBCOMMANDS, "doctor", panic)
+    assert main.main(["doctor"]) == main.FAILED
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("memascend: error: a defect of memascend: index out of bounds. Report it, please")

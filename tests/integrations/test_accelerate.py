@@ -16,7 +16,12 @@ import memascend
 accelerate = needs.package("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from accelerate.utils import AutocastKwargs, ProjectConfiguration  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
 
 from memascend.integrations.accelerate import Accelerator  # noqa: E402
 from memascend.integrations.named_checkpoints import MANIFEST  # noqa: E402
@@ -449,3 +454,15 @@ def test_autocast_without_its_cache(offloaded: Callable[..., nn.Module]) -> None
 
     expected = loop(tiny.build("qwen3", torch.float32))
     loop(offloaded(tiny.build("qwen3", torch.float32))).assert_same(expected)
+
+
+def test_hooks_of_distributed_data_parallel_are_refused(offloaded: Callable[..., nn.Module]) -> None:
+    """Nothing would call them: gradients of an offloaded model do not pass through DistributedDataParallel."""
+    _reset()
+    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    model = offloaded(tiny.build("qwen2"))
+    with pytest.raises(memascend.MemascendError, match=r"comm_hook=FP16.*leave it out"):
+        accelerator.prepare_model(model)
+    accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.NO
+    accelerator.prepare_model(model)

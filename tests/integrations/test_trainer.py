@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -24,6 +25,7 @@ from transformers import Trainer as PlainTrainer
 import memascend
 from memascend.integrations.named_checkpoints import MANIFEST
 from memascend.integrations.transformers import MemascendArguments, Trainer, TrainerMixin
+from memascend.integrations.transformers import _tokens_in as tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -378,3 +380,30 @@ def test_a_module_of_ones_own_is_saved(tmp_path: Path, save_only_model: bool) ->
         saved.append([(tmp_path / name / folder / "model.safetensors").read_bytes() for folder in folders])
         memascend.close(model)
     assert saved[1] == saved[0]
+
+
+def test_a_model_in_memory_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that has changed its import of Trainer alone trains in memory, which nothing else would say."""
+    monkeypatch.setattr(logging.getLogger("memascend"), "propagate", True)  # The command has it print by itself.
+    caplog.set_level(logging.WARNING, "memascend")
+    make(build(), tmp_path / "a")
+    assert "Trainer trains the model in memory, as transformers does: nothing of it is on SSD" in caplog.text
+    assert "in the place of TrainingArguments" in caplog.text
+    caplog.clear()
+    trainer = make(build(), tmp_path / "b", offload=True)
+    memascend.close(trainer.model)
+    assert "in memory" not in caplog.text
+
+
+def test_tokens_are_counted_under_any_name() -> None:
+    ids, embedded = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 5, 8)
+    for inputs, tokens in (
+        ({"input_ids": ids, "labels": ids, "decoder_input_ids": ids}, 6),
+        ({"chosen_input_ids": ids, "rejected_input_ids": ids[:1]}, 9),
+        ({"inputs_embeds": embedded}, 10),
+        ({"input_features": embedded, "labels": ids}, 6),
+        ({"pixel_values": embedded, "labels": ids[0]}, 0),
+    ):
+        assert tokens_in(inputs) == tokens, inputs

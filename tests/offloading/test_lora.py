@@ -371,7 +371,7 @@ def test_what_files_cannot_give_is_refused(from_files: Callable[..., nn.Module],
     with pytest.raises(memascend.CheckpointError, match=r"safetensors is of dtype bfloat16.*use dtype='bfloat16' or"):
         from_files(dtype="float32")
     model = from_files()
-    with pytest.raises(memascend.MemascendError, match="was frozen when"):
+    with pytest.raises(memascend.MemascendError, match=r"was frozen when.*leave what will train trainable while"):
         memascend.AdamW([model.lm_head.weight.requires_grad_(True)])
     with pytest.raises(memascend.MemascendError, match="no checkpoint can be kept"):
         model.lm_head.weight.requires_grad_(False)
@@ -434,3 +434,29 @@ def test_a_file_that_changes_is_noticed(from_files: Callable[..., nn.Module], tm
     path.write_bytes(contents)
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert torch.equal(tiny.logits(model, "llama"), first)
+
+
+def test_layers_that_are_unfrozen_as_the_run_goes_on_have_the_bits_of_memory(tmp_path: Path) -> None:
+    """As Lightning's BaseFinetuning and callbacks do it: trainable while the model is opened, and then frozen."""
+    traces = []
+    for offloaded in (False, True):
+        model = tiny.build("llama")
+        layer = list(model.model.layers[-1].parameters())  # type: ignore[union-attr]
+        model.model.requires_grad_(False)  # type: ignore[union-attr]
+        for parameter in layer:
+            parameter.requires_grad_(offloaded)
+        if offloaded:
+            memascend.offload(model, store=tmp_path / "store", host_memory="64MiB", allocator="pageable")
+        for parameter in layer:
+            parameter.requires_grad_(False)
+        optimizer = memascend.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for number in range(4):
+            if number == 2:
+                for parameter in layer:
+                    parameter.requires_grad_(True)
+                optimizer.add_param_group({"params": layer})
+            losses.append(tiny.step(model, optimizer, "llama", number))
+        traces.append((losses, {name: value.clone() for name, value in memascend.parameters_of(model)}))
+    assert torch.equal(torch.stack(traces[0][0]), torch.stack(traces[1][0]))
+    tiny.assert_same_weights(traces[1][1], traces[0][1])

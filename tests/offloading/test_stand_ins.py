@@ -417,9 +417,14 @@ def test_a_program_gives_the_same_bits(pair: Callable[..., tuple[nn.Module, nn.M
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     expected, model = tiny.build("llama"), tiny.build("llama")
     memascend.offload(model, store=tmp_path / "store", host_memory="64MiB", keep_store=False)
-    for refused in (lambda: model.resize_token_embeddings(model.config.vocab_size + 8), model.model.float):
-        with pytest.raises(memascend.MemascendError, match=r"model\.embed_tokens\.weight is on SSD as .*before"):
-            refused()
+    with pytest.raises(memascend.MemascendError, match=r"model\.embed_tokens\.weight is on SSD as .*before"):
+        model.model.float()
+    rows = model.config.vocab_size
+    with pytest.raises(memascend.MemascendError, match=rf"{rows} rows and cannot have {rows + 8}: resize .* once"):
+        model.resize_token_embeddings(rows + 2, pad_to_multiple_of=8)
+    with pytest.raises(memascend.MemascendError, match=f"{rows} rows, which have room for {rows - 10} tokens: leave"):
+        model.resize_token_embeddings(rows - 10)
+    assert model.resize_token_embeddings(rows) is model.get_input_embeddings() is model.resize_token_embeddings()
     read = memascend.stats(model)["ssd_bytes_read"]
     assert (
         model.to("cpu").eval().train().dtype == expected.dtype and model.num_parameters() == expected.num_parameters()

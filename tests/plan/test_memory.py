@@ -269,7 +269,7 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
     def finetune(group: Path, host_memory: str) -> subprocess.CompletedProcess[str]:
         words = ["-m", "memascend", "finetune", str(large_model), "--data", "text.txt", "--store", "store"]
         words += ["--host-memory", host_memory, "--out", "out", "--steps", "1", "--seq-len", str(TOKENS)]
-        words += ["--dtype", "bfloat16"]
+        words += ["--dtype", "bfloat16", "--bytes"]
         return run(words, group)
 
     # What the interpreter and its libraries take, in memory that the kernel cannot take back.

@@ -26,6 +26,9 @@ pub enum ExecError {
         /// How long the thread waited.
         seconds: u64,
     },
+    /// The system starts no thread.
+    #[error("cannot start a thread: {0} (raise `ulimit -u` or the pids limit of the container)")]
+    NoThread(Arc<std::io::Error>),
     /// An operation was dropped without a result.
     #[error("an operation ended without a result: a thread of the executor or of the I/O engine failed")]
     Abandoned,
@@ -40,6 +43,13 @@ pub enum ExecError {
 impl From<StoreError> for ExecError {
     fn from(error: StoreError) -> Self {
         Self::Store(Arc::new(error))
+    }
+}
+
+impl ExecError {
+    /// The error of a thread that the system does not start.
+    pub(crate) fn no_thread(error: std::io::Error) -> Self {
+        Self::NoThread(Arc::new(error))
     }
 }
 

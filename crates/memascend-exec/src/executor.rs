@@ -103,6 +103,9 @@ impl Executor {
     /// not hold that, it is a half of the chunk, or a quarter, and so on. `kept` is memory for states
     /// that stay there.
     ///
+    /// # Errors
+    /// If the system starts no thread.
+    ///
     /// # Panics
     /// If `chunk_elements` is not a multiple of [`GRADIENT_BLOCK`].
     pub fn new(
@@ -112,7 +115,7 @@ impl Executor {
         chunk_elements: usize,
         compute_threads: usize,
         kept: Option<KeptStates>,
-    ) -> Self {
+    ) -> Result<Self> {
         assert!(
             chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
             "chunks are whole gradient blocks"
@@ -128,7 +131,7 @@ impl Executor {
                 for work in work {
                     compute(&store, work, &busy);
                 }
-            }));
+            })?);
         }
         let files = OnceLock::new();
         let coordinator = Coordinator { store, slots, slot_bytes, chunk_elements, kept, computed, files };
@@ -136,8 +139,8 @@ impl Executor {
             for job in accepted {
                 coordinator.run(job);
             }
-        }));
-        Self { jobs: Some(jobs), threads, compute_threads, chunk_elements, busy, origin: Origin::here() }
+        })?);
+        Ok(Self { jobs: Some(jobs), threads, compute_threads, chunk_elements, busy, origin: Origin::here() })
     }
 
     /// How long the kernels have run so far: the mean of the kernel threads.
@@ -275,6 +278,6 @@ impl Drop for Executor {
     }
 }
 
-fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
-    std::thread::Builder::new().name(name).spawn(run).expect("the system can start a thread")
+fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name).spawn(run).map_err(ExecError::no_thread)
 }

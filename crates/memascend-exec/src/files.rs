@@ -53,7 +53,7 @@ impl FileReader {
     /// Starts the threads.
     ///
     /// # Errors
-    /// If there is no memory for the windows.
+    /// If there is no memory for the windows, or the system starts no thread.
     pub(crate) fn new() -> Result<Self> {
         let (pieces, accepted) = unbounded::<Piece>();
         let mut threads = Vec::with_capacity(FILE_WINDOWS);
@@ -78,7 +78,7 @@ impl FileReader {
                 }
             };
             let thread = std::thread::Builder::new().name(format!("memascend-files-{index}"));
-            threads.push(thread.spawn(read).expect("the system can start a thread"));
+            threads.push(thread.spawn(read).map_err(ExecError::no_thread)?);
         }
         Ok(Self { pieces: Some(pieces), threads, origin: Origin::here() })
     }

@@ -153,7 +153,8 @@ fn tensors_in_host_memory_are_updated_by_address() {
             let bench = Bench::new(kind, 2);
             let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
             let slots = pool(slot_bytes, 2);
-            let executor = Executor::new(Arc::clone(&bench.store), slots.clone(), slot_bytes, BLOCK, 2, None);
+            let executor =
+                Executor::new(Arc::clone(&bench.store), slots.clone(), slot_bytes, BLOCK, 2, None).unwrap();
             let numel = 2 * BLOCK + 77;
             let ranges = [(0, 100), (100, 1_000), (BLOCK - 3, BLOCK + 9), (2 * BLOCK + 70, 7)];
             let planes: Vec<_> = rule
@@ -217,7 +218,7 @@ fn shares_of_a_parameter_have_the_bits_of_the_whole() {
         let bench = Bench::new(kinds[index % kinds.len()], 1);
         let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
         let executor =
-            Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 2, None);
+            Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 2, None).unwrap();
         let mut random = Random(index as u64 + 1);
         let mut whole = random.values(dtype_of(rule), numel);
         let mut states: Vec<_> = rule.planes().iter().map(|plane| vec![0; plane.bytes(numel)]).collect();
@@ -265,7 +266,8 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
     ];
     let bench = Bench::new(Kind::Threads, 1);
     let slot_bytes = BLOCK * SLOT_BYTES_PER_ELEMENT;
-    let executor = Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 1, None);
+    let executor =
+        Executor::new(Arc::clone(&bench.store), pool(slot_bytes, 2), slot_bytes, BLOCK, 1, None).unwrap();
     let (numel, part) = (BLOCK, 5_000);
     let mut planes: Vec<_> = rules.iter().flat_map(|rule| rule.planes()).collect();
     planes.sort_by_key(|plane| (plane.name, format!("{:?}", plane.format)));

@@ -242,7 +242,8 @@ fn a_tensor_written_in_parts_is_read_in_parts() {
             let part_bytes = 3 * 4096 * 41;
             let bytes = 5 * part_bytes + 1_000;
             let id = bench.store.create_tensor("table", bytes as u64).unwrap();
-            let executor = Executor::new(Arc::clone(&bench.store), slots, 12 * BLOCK, BLOCK, 1, None);
+            let executor =
+                Executor::new(Arc::clone(&bench.store), slots, 12 * BLOCK, BLOCK, 1, None).unwrap();
             for round in 0..3 {
                 let before = bench.store.current(id);
                 let durable = (round > 0).then(|| bench.get(id, bytes).unwrap());
@@ -323,7 +324,7 @@ fn a_failed_read_of_a_part_is_its_tickets_alone() {
         let bench = Bench::new(Kind::Sim(faults), 1);
         let id = bench.put("table", &random_bytes(1, MIB)).unwrap();
         let executor =
-            Executor::new(Arc::clone(&bench.store), pool(12 * BLOCK, 1), 12 * BLOCK, BLOCK, 1, None);
+            Executor::new(Arc::clone(&bench.store), pool(12 * BLOCK, 1), 12 * BLOCK, BLOCK, 1, None).unwrap();
         let (pending, outside) = (Arc::<Pending>::default(), Arc::<OutsideMemory>::default());
         let buffer = LeaseSlice::new(Arc::new(outside.lease(8_192).unwrap()), 0, 8_192);
         let read = executor.read_part(Arc::clone(&pending), id, 4_096, buffer);

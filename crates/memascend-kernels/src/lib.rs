@@ -33,6 +33,7 @@ mod overflow_check;
 mod rules;
 mod split;
 mod step_host;
+mod threads;
 
 pub use apollo::{
     ChannelSquares, FactorOptions, Numbers, Projected, Projection, Projector, Purpose, Scratch,

@@ -63,7 +63,7 @@ fn run(tensor: HostTensor<'_>, scalars: &StepScalars, factors: Option<&ChannelFa
             if elements <= share {
                 run();
             } else {
-                scope.spawn(run);
+                crate::threads::spawn_or_run(scope, run);
             }
         }
     });

@@ -119,12 +119,12 @@ pub enum IoError {
         remedy: String,
     },
     /// The volume to be opened holds no kept store.
-    #[error(
-        "{path} holds no store that was kept: none was ever committed there (durability, keep_store, --keep-store)"
-    )]
+    #[error("{path} holds no store that was kept: {why}")]
     NotKept {
         /// The directory or device.
         path: PathBuf,
+        /// Why it may hold none.
+        why: &'static str,
     },
     /// io_uring cannot be used here.
     #[error("io_uring is not available: {source}{}", in_parentheses(ring_hint(source)))]
@@ -153,6 +153,27 @@ impl From<BlockDeviceError> for IoError {
 }
 
 impl IoError {
+    /// The error of a volume that holds no kept store.
+    pub fn not_kept(path: &Path) -> Self {
+        let first = std::fs::read_dir(path).map(|mut entries| entries.next().is_some());
+        let why = match first {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                "it does not exist; mount its drive, if it lies on another"
+            }
+            Ok(false) => "it is empty; mount its drive, if it lies on another",
+            _ => "none was ever committed there (durability, keep_store, --keep-store)",
+        };
+        Self::NotKept { path: path.to_owned(), why }
+    }
+
+    /// Whether it says that there is no such volume.
+    pub fn is_absence(&self) -> bool {
+        match self {
+            Self::Device(error) => matches!(**error, BlockDeviceError::NotFound { .. }),
+            _ => self.errno() == Some(libc::ENOENT),
+        }
+    }
+
     /// The errno behind the error, where there is one.
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -182,7 +203,7 @@ impl IoError {
             | Self::InUse { path, .. }
             | Self::Replaced { path }
             | Self::Kept { path, .. }
-            | Self::NotKept { path }
+            | Self::NotKept { path, .. }
             | Self::NoParent { path, .. }
             | Self::NoSpace { path, .. } => Some(path),
             Self::Device(error) => error.path(),

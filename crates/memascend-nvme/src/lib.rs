@@ -37,10 +37,10 @@ pub use engine::{
 pub use error::{IoError, Result};
 pub use recorder::{Activity, Recorder, Recording, Span};
 pub use uuid::Uuid;
-pub use volume::Volume;
 pub use volume::file::VolumeFile;
 pub use volume::geometry::Geometry;
 pub use volume::notes::NoteKeeper;
+pub use volume::{Volume, path_of};
 
 /// Extents are multiples of this many bytes: the larger of the two logical block sizes in use (512
 /// and 4096). So every drive's alignment is met, and no drive reads a block in order to write a

@@ -147,7 +147,7 @@ impl Parts {
         let allocators = allocator.allocators(device, elastic)?;
         let opened = if resume { Store::open(&paths, &options) } else { Store::create(&paths, &options) };
         let store = Arc::new(opened.map_err(|error| store_error(&error))?);
-        store.settle_manifests().map_err(|error| store_error(&error))?;
+        store.settle_manifests().and_then(|()| store.fill_holes()).map_err(|error| store_error(&error))?;
         let mut notices = store.notices().to_vec();
         let pools = carve(&allocators, &groups, &mut notices).map_err(|error| memory_error(&error))?;
         let pools = <[Pool; 5]>::try_from(pools).expect("five groups, five pools");
@@ -161,7 +161,8 @@ impl Parts {
         let keeps = memory.states_count.max(memory.states_count_max.unwrap_or(0)) > 0;
         let kept = keeps.then(|| KeptStates::new(states, states_bytes));
         let executor =
-            Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept);
+            Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept)
+                .map_err(|error| exec_error(&error))?;
         let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements).adding_in(compute_threads));
         let (staging, outside) = (Arc::new(staging), Arc::default());
         let parts = Self {

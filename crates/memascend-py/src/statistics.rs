@@ -38,7 +38,7 @@ pub(crate) fn statistics<'py>(py: Python<'py>, parts: &Parts) -> PyResult<Bound<
     stats.set_item("direct_io", volumes.iter().all(|volume| volume.direct))?;
     let volumes = volumes.iter().map(|volume| {
         let report = PyDict::new(py);
-        report.set_item("path", volume.path.to_string_lossy())?;
+        report.set_item("path", volume.path.as_os_str())?;
         report.set_item("engine", volume.engine)?;
         report.set_item("features", &volume.features)?;
         report.set_item("direct_io", volume.direct)?;

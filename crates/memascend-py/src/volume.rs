@@ -224,7 +224,7 @@ impl Volume {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let open = self.open()?;
         let report = PyDict::new(py);
-        report.set_item("path", open.volume.path().to_string_lossy())?;
+        report.set_item("path", open.volume.path().as_os_str())?;
         report.set_item("identity", open.volume.identity())?;
         report.set_item("engine", open.engine.name())?;
         report.set_item("features", open.engine.features())?;
@@ -473,7 +473,7 @@ impl KeptStore {
         let volumes =
             store.volumes().into_iter().zip(store.life_bytes_written()).map(|(volume, life_bytes)| {
                 let described = PyDict::new(py);
-                described.set_item("path", volume.path.to_string_lossy())?;
+                described.set_item("path", volume.path.as_os_str())?;
                 described.set_item("share", volume.share)?;
                 described.set_item("reserved_bytes", volume.reserved_bytes)?;
                 described.set_item("free_bytes", volume.free_bytes)?;

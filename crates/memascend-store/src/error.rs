@@ -103,6 +103,19 @@ pub enum StoreError {
         /// Where the store has its other volumes.
         others: String,
     },
+    /// A volume of the store is not there.
+    #[error(
+        "{of} holds a part of a store whose other part is in {path}, and that is not there: mount its drive, or name where it \
+         is now ({source})"
+    )]
+    Missing {
+        /// The volume that is missing.
+        path: PathBuf,
+        /// A volume that was given.
+        of: PathBuf,
+        /// Why it cannot be opened.
+        source: Box<IoError>,
+    },
     /// The manifest on a volume cannot be used.
     #[error("the store kept in {path} cannot be opened: {reason}")]
     Manifest {
@@ -126,6 +139,7 @@ impl StoreError {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::Duplicate { path }
+            | Self::Missing { path, .. }
             | Self::Manifest { path, .. }
             | Self::ManifestTooLong { path, .. }
             | Self::Copied { path, .. }
@@ -141,6 +155,7 @@ impl StoreError {
             // The errno that filesystems return when one of their own checksums does not match.
             Self::Damaged(_) => Some(libc::EBADMSG),
             Self::ManifestTooLong { .. } => Some(libc::EFBIG),
+            Self::Missing { .. } => Some(libc::ENOENT),
             _ => self.io().and_then(IoError::errno),
         }
     }

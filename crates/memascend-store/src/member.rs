@@ -61,7 +61,7 @@ impl Member {
 
     /// Puts a note before that was taken in the place of the damaged one, for every later opening.
     pub(crate) fn settle_note(&self) -> Result<()> {
-        if self.damaged.load(Ordering::Relaxed) {
+        if self.damaged.load(Ordering::Relaxed) && !self.volume.is_read_only() {
             self.remembering(self.notes().put_note_before_in_place())?;
             self.damaged.store(false, Ordering::Relaxed);
         }

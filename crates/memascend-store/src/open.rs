@@ -112,8 +112,16 @@ impl Store {
                 candidates.iter().try_for_each(|volume| refuse_copy(volume, newest))?;
             }
             let Some(missing) = missing else { break };
-            let path = PathBuf::from(&body.volumes[missing]);
-            let volume = Candidate::read(&path, options, open, &mut notices)?;
+            let path = memascend_nvme::path_of(&body.volumes[missing]);
+            let volume =
+                Candidate::read(&path, options, open, &mut notices).map_err(|error| match error {
+                    StoreError::Volume(source) if source.is_absence() => StoreError::Missing {
+                        path: path.clone(),
+                        of: paths[0].clone(),
+                        source: source.into(),
+                    },
+                    error => error,
+                })?;
             let is_missing = |volume: &Candidate| place(volume, newest) == Some(missing);
             // A volume without a note is accepted where the manifest names it.
             if !is_missing(&volume) {
@@ -267,7 +275,7 @@ fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
             }
         }
         let path = candidates.first().ok_or(StoreError::NoVolume)?.path.clone();
-        return Err(IoError::NotKept { path }.into());
+        return Err(IoError::not_kept(&path).into());
     };
     for (volume, manifest) in whole() {
         if manifest.body.store != newest.body.store
@@ -290,10 +298,11 @@ fn refuse_copy(volume: &Candidate, newest: &Manifest) -> Result<()> {
         return Ok(volume.member.volume.refuse_clone()?);
     }
     let others = volumes.iter().enumerate().filter(|(other, _)| *other != index);
-    let others: Vec<&str> = others.map(|(_, identity)| identity.as_str()).collect();
+    let shown = |identity: &str| memascend_nvme::path_of(identity).display().to_string();
+    let others: Vec<String> = others.map(|(_, identity)| shown(identity)).collect();
     Err(StoreError::Copied {
         path: volume.path.clone(),
-        recorded: volumes[index].clone(),
+        recorded: shown(&volumes[index]),
         others: others.join(" and "),
     })
 }

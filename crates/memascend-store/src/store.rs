@@ -180,6 +180,12 @@ impl Store {
         self.members.iter().for_each(|member| member.engine.register(pool));
     }
 
+    /// Has the drives keep room for all bytes of the volumes' files: a copy of one may lack blocks that
+    /// were zeros.
+    pub fn fill_holes(&self) -> Result<()> {
+        self.members.iter().try_for_each(|member| Ok(member.volume.fill_holes()?))
+    }
+
     /// Flushes every volume: every write that has ended is durable when this returns. Once a flush
     /// of a volume has failed, all later ones fail too.
     pub fn sync(&self) -> Result<()> {
@@ -191,15 +197,19 @@ impl Store {
         let [first, others @ ..] = &self.members[..] else { return Ok(()) };
         std::thread::scope(|scope| {
             let work = &work;
-            let others: Vec<_> = others
-                .iter()
-                .enumerate()
-                .map(|(index, member)| scope.spawn(move || work(index + 1, member)))
-                .collect();
+            let begin = |(index, member)| {
+                let run = move || work(index + 1, member);
+                // Where the system starts no thread, one volume comes after the other.
+                std::thread::Builder::new().spawn_scoped(scope, run).map_err(|_| run())
+            };
+            let others: Vec<_> = others.iter().enumerate().map(begin).collect();
             let outcome = work(0, first);
             // All end before this returns, whatever fails.
             others.into_iter().fold(outcome, |outcome, other| {
-                outcome.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                outcome.and(other.map_or_else(
+                    |done| done,
+                    |other| other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                ))
             })
         })
     }

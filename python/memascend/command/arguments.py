@@ -148,15 +148,19 @@ def _add_finetune(subcommands: Any) -> None:
         paths.add_argument(flag, help=text, **options)
 
     text = (
-        "text files, records (.jsonl, .json with an array of objects, .parquet, a directory that datasets saved), or "
+        "text files, records (JSON lines, an array of objects, CSV, TSV, Parquet, a directory that datasets saved), or "
         "directories of them (hidden and binary files are skipped)"
     )
     add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
     text = (
-        "the field of a record with its text (default: text); a record without it has messages (a conversation), or "
-        "prompt and completion"
+        "the field of a record with its text (default: text); a record without it has messages or conversations, "
+        "prompt and completion, or instruction, input and output"
     )
     add("--text-field", text, default="text", metavar="NAME")
+    text = "a directory with the tokenizer, which OUT gets too (default: MODEL_DIR)"
+    add("--tokenizer", text, type=Path, metavar="DIR")
+    add("--bytes", "train on the bytes of the text, one token each, without a tokenizer", action="store_true")
+    add("--as-text", "train on every file of --data as the text that it is, JSON and CSV too", action="store_true")
     text = (
         "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs. Over "
         "processes {rank} stands for the number of each"

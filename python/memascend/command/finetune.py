@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import memascend
 from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
-from memascend.command.data import Tokenizer, load_tokenizer
+from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
@@ -111,7 +112,11 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     forecast = _check_memory(settings, config, result.baseline_rss_bytes)
     reset_peak_rss()
 
-    tokenizer = load_tokenizer(settings.model_dir, vocab_size)
+    clock = progress.get("clock") or _now(settings)
+    as_bytes, time_of_run = settings.bytes, datetime.fromisoformat(clock)
+    tokenizer = load_tokenizer(settings.tokenizer_dir, vocab_size, as_bytes=as_bytes, clock=time_of_run)
+    if isinstance(tokenizer, ByteTokenizer):
+        note("training on the bytes of the text, one token each, without a tokenizer")
     reader = Reader(settings, tokenizer, vocab_size, scratch)
     cleanup.callback(reader.close)
     documents = reader.documents(settings.data)
@@ -134,7 +139,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     best_folder = adapters.checkpoints_of(settings) if keeps_checkpoints else work
     best = Best(model, best_folder / Best.TAG, partial(_save, model, settings))
     training = Training(settings, model, blocks, held_out, log, best, interrupts, result)
-    training.forecast = forecast
+    training.forecast, training.clock = forecast, clock
     if progress:
         training.resume(progress, entries)
     elif settings.resume and settings.metrics is not None:
@@ -197,10 +202,19 @@ def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Se
         return [choice.dtype, choice.saved, choice.reason]
 
     # By the machine of the first process: others might have another processor.
-    ranks = Ranks.of(None) if settings.processes > 1 else None
-    dtype, saved, reason = told_by_first(ranks, "choose a dtype", choose)
+    dtype, saved, reason = told_by_first(_launched(settings), "choose a dtype", choose)
     note(f"training in {reason}")
     return replace(settings, dtype=dtype, save_dtype=saved)
+
+
+def _now(settings: Settings) -> str:
+    """The time of the first process, which chat templates write from the first day of a run to its last."""
+    return told_by_first(_launched(settings), "tell the time", lambda: datetime.now().isoformat())
+
+
+def _launched(settings: Settings) -> Ranks | None:
+    """The processes that the run is divided over, if there are several."""
+    return Ranks.of(None) if settings.processes > 1 else None
 
 
 def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
@@ -307,7 +321,7 @@ def _save(model: Any, settings: Settings, finished: Path) -> None:
             else:
                 memascend.save_pretrained(model, finished, settings.save_dtype)
             if launched.is_first():
-                copy_side_files(settings.model_dir, finished, note)
+                copy_side_files(settings.model_dir, finished, note, tokenizer=settings.tokenizer)
             if settings.lora_rank:
                 (finished / "config.json").unlink(missing_ok=True)  # That of the model which the adapters belong to.
     except SafetensorError as error:  # a model in memory saves itself, with safetensors

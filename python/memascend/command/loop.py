@@ -140,6 +140,8 @@ class LoopArguments(transformers.TrainingArguments):
 class Loop(Trainer):
     """The Trainer of a run. Its records, its progress and its length are those of a `Run`."""
 
+    _tells_of_memory = False
+
     def __init__(self, run: Run, model: Any, args: LoopArguments, **named: Any) -> None:
         """Take what `Trainer` takes, with the run."""
         self._run = run

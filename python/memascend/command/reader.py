@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ from memascend.common.progress import Progress
 from memascend.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from memascend.command.settings import Settings
+
+ROLES_SHOWN = 8
 
 
 class Reader:
@@ -35,15 +38,38 @@ class Reader:
 
         Raises DataError where there are none, or the tokenizer cannot read them.
         """
-        documents = Documents(paths, scratch=self._folder(), text_field=self._settings.text_field)
+        settings = self._settings
+        documents = Documents(paths, scratch=self._folder(), text_field=settings.text_field, as_text=settings.as_text)
         self._open.callback(documents.close)
         for line in documents.skipped.lines() + documents.notes:
             note(line)
-        if documents.has_chats and self._tokenizer.chat is None:
-            raise DataError(
-                f"--data holds conversations, but the tokenizer in {self._settings.model_dir} has no chat template"
-            )
+        if documents.blank:
+            note(f"records left out, since they hold nothing to train on: {documents.blank}")
+        self._check_roles(documents.roles)
         return documents
+
+    def _check_roles(self, roles: Counter[str]) -> None:
+        """Say which roles of conversations the chat template does not name.
+
+        Raises DataError where there is no template, or nothing that the assistant says.
+        """
+        if not roles:
+            return
+        chat = self._tokenizer.chat
+        if chat is None:
+            raise DataError(
+                f"--data holds conversations, but the tokenizer in {self._settings.tokenizer_dir} has no chat template"
+            )
+        if not roles["assistant"] and self._settings.loss_on == "completion":
+            raise DataError(
+                "no turn of the conversations in --data is the assistant's, and only those are trained on: the roles "
+                f"are {_counted(roles, roles)}. Rename them, or give --loss-on all"
+            )
+        if unnamed := chat.unnamed(roles):
+            note(
+                f"roles that the chat template does not name: {_counted(unnamed, roles)}. It may leave their turns "
+                "out, and they are not trained on as the assistant's: rename them if they should be"
+            )
 
     def divided(self, documents: Documents, tokens_max: int | None) -> tuple[Blocks, Blocks | None]:
         """Tokenise what is trained on, from the first documents that make `tokens_max`, and what is evaluated on."""
@@ -88,3 +114,10 @@ class Reader:
         with writing(folder):
             folder.mkdir()
         return folder
+
+
+def _counted(names: Iterable[str], roles: Counter[str]) -> str:
+    """Return roles with the number of their turns, most of them first."""
+    counted = sorted(names, key=lambda name: -roles[name])
+    shown = [f"{name!r} ({roles[name]:,} turns)" for name in counted[:ROLES_SHOWN]]
+    return ", ".join(shown) + ", ..." * (len(counted) > ROLES_SHOWN)

@@ -52,6 +52,9 @@ class Settings:
     activations: str | None = None
     metrics: Path | None = None
     text_field: str = "text"
+    tokenizer: Path | None = None  # the directory of the tokenizer; None is the model's
+    bytes: bool = False  # train on the bytes of the text, without a tokenizer
+    as_text: bool = False  # every file of data is trained on as the text that it is
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
@@ -73,6 +76,11 @@ class Settings:
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,
         }
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where the tokenizer is."""
+        return self.tokenizer or self.model_dir
 
     @property
     def sequences_per_step(self) -> int:
@@ -114,7 +122,7 @@ class Settings:
                 "max_grad_norm",
                 "weight_decay",
             ),
-            *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field"),
+            *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
             *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
         )
         return {name: getattr(self, name) for name in names} | {"eval": self.held_out}

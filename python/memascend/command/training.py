@@ -60,6 +60,8 @@ class Training:
         self.log, self.best, self.interrupts, self.result = log, best, interrupts, result
         #: What the run was expected to take, for the metrics.
         self.forecast: dict[str, Any] = {}
+        #: When the run began, in ISO 8601: the time that chat templates write.
+        self.clock = ""
         self.tokens_per_step = settings.sequences_per_step * settings.seq_len
         self.changes: Changes = {}
         self._position = Position()
@@ -95,6 +97,7 @@ class Training:
             "tokens_max": self.blocks.tokens_max,
             "position": [self._position.steps, self._position.sequences],
             "held_out": self._held_out,
+            "clock": self.clock,
             "evaluation_is_due": self.evaluation_is_due,
             "records": str(self.settings.metrics_file.absolute()),
         }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, first_line
 
 #: The key of JSON objects that stand for another kind of value.
 _KIND = "!"
@@ -36,6 +36,8 @@ def loads(text: str) -> Any:
         return json.loads(text, object_hook=_decode)
     except RecursionError:
         raise ValueError("the JSON text is nested too deeply") from None
+    except (RuntimeError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise ValueError(f"a value of the JSON text cannot be made: {first_line(error)}") from error
 
 
 def encode(value: Any, what: str) -> Any:

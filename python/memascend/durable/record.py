@@ -7,18 +7,20 @@ import os
 import random
 import sys
 from array import array
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.durable import exact_json
-from memascend.errors import CheckpointError
+from memascend.durable.record_schema import check_record
+from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.layout.ties import untied_names
 from memascend.layout.units import as_held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from memascend.layout.units import StoreTensor, Unit
 
@@ -119,6 +121,8 @@ def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
         missing = _KEYS - record.keys() if version == RECORD_VERSION else None
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
+        if version == RECORD_VERSION:
+            check_record(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the store in {where} keeps something that is no run of memascend: {error}") from None
     if version != RECORD_VERSION:
@@ -126,6 +130,24 @@ def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
             f"the store in {where} keeps a run in format {version}, this version reads {RECORD_VERSION}"
         )
     return record
+
+
+@contextmanager
+def understanding(paths: Sequence[Any]) -> Iterator[None]:
+    """Raise CheckpointError where the code in the block does not understand a checked record.
+
+    What a record names can still be missing, of another length, or what PyTorch and transformers do not take.
+    """
+    try:
+        yield
+    except (MemascendError, MemoryError, OSError):
+        raise
+    except Exception as error:  # libraries raise what they like
+        where = ", ".join(str(path) for path in paths)
+        raise CheckpointError(
+            f"the record of the run in {where} contradicts itself, or is of another version of a library: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def source_of(

@@ -21,6 +21,8 @@ def read_json(path: Path) -> Any:
     Raises CheckpointError, naming the file, where it cannot be read, is not JSON or is nested too deeply.
     """
     try:
+        if path.exists() and not path.is_file():  # A pipe would have the reading wait for its other end.
+            raise ValueError("it is not a file")
         value = json.loads(path.read_bytes())
     except RecursionError:
         raise _too_deep(path) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -39,6 +40,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Tensors are converted to another dtype in pieces of this many bytes.
 PIECE_BYTES = 8 * 1024 * 1024
 HEADER_BYTES_MAX = 100 * 1000 * 1000
+#: The most dimensions of a tensor in PyTorch, and more than any number of elements or bytes.
+DIMENSIONS_MAX, COUNT_MAX = 64, 1 << 63
 #: What transformers asks a file for.
 _METADATA = {"format": "pt"}
 
@@ -63,7 +66,8 @@ class SafetensorsReader:
         """
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # A pipe in the file's place does not have the opening wait for its other end.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
@@ -75,6 +79,8 @@ class SafetensorsReader:
     def _read_header(self) -> dict[str, Entry]:
         self._stat = os.fstat(self._fd)
         size = self._stat.st_size
+        if not stat.S_ISREG(self._stat.st_mode):
+            raise CheckpointError(f"{self.path} is not a file")
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > HEADER_BYTES_MAX:
             raise CheckpointError(f"{self.path} is not a safetensors file")
@@ -165,7 +171,11 @@ class SafetensorsReader:
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= DIMENSIONS_MAX
+        and all(type(item) is int and 0 <= item < COUNT_MAX for item in value)
+    )
 
 
 def write_safetensors(
@@ -193,7 +203,9 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    # That of a killed process, or a link that leads elsewhere: it goes, and is not written through.
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:
             _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)

@@ -400,7 +400,9 @@ def _replace_index(directory: Path, index: dict[str, Any] | None, written: set[s
         (directory / INDEX_NAME).unlink(missing_ok=True)
     else:
         temporary = directory / (INDEX_NAME + ".tmp")
-        temporary.write_text(json.dumps(index, indent=2) + "\n")
+        temporary.unlink(missing_ok=True)  # A link is not written through.
+        with open(temporary, "x") as opened:
+            opened.write(json.dumps(index, indent=2) + "\n")
         os.replace(temporary, directory / INDEX_NAME)
     for file in directory.iterdir():
         if (file.name == WEIGHTS_NAME or _SHARD_NAME.fullmatch(file.name)) and file.name not in written:
@@ -408,7 +410,10 @@ def _replace_index(directory: Path, index: dict[str, Any] | None, written: set[s
 
 
 def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
-    """Write config.json and, of a model that generates, generation_config.json."""
+    """Write config.json and, of a model that generates, generation_config.json. A link there is replaced."""
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_symlink():
+            (directory / name).unlink()
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]

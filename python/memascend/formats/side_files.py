@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
-from memascend.formats.quantised.forms import DESCRIPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 SIDE_FILE_BYTES_MAX = 64 << 20
-#: What a directory of adapters says of these.
-_OF_ADAPTERS = ("adapter_config.json",)
+#: What is copied, by name: files of tokenizers, and the rest.
+_TOKENIZER = (
+    *("tokenizer*.json", "added_tokens.json", "special_tokens_map.json", "chat_template*", "*.model", "*.tiktoken"),
+    *("vocab*.json", "vocab*.txt", "*_vocab.json", "merges.txt", "tekken.json", "normalizer.json", "dict.txt"),
+)
+_OTHERS = ("config.json", "generation_config.json", "*processor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -25,6 +29,10 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "tokenizer_config.json",
+    "tekken.json",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "merges.txt",
 )
 
 
@@ -50,6 +58,7 @@ def add_tokenizer(source: dict[str, Any], given: Path | None, out: Path, tell: C
     elif not _is_of(source, Path(recorded)):
         reason = f"{recorded}, which the run was made from, is gone or holds another model"
     else:
+        tell(f"the tokenizer is that of {recorded}, which the run was made from")
         copy_side_files(Path(recorded), out, tell)
         return
     tell(f"the tokenizer is missing: {reason}; give --tokenizer DIR, or copy its files")
@@ -64,23 +73,34 @@ def _is_of(source: dict[str, Any], directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == source["config"].get("model_type")
 
 
-def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None]) -> None:
+def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None], *, tokenizer: Path | None = None) -> None:
     """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
 
-    What describes quantised weights is left out, since none are written.
+    Files of other names stay, those that describe quantised weights among them: the directory may be one that a
+    stranger's store named. It may also hold links to any file of the user's. Only links within it are followed, and
+    those of Hugging Face's cache.
 
-    A directory from a stranger may hold links to any file of the user's. Only links within it are followed, and those
-    of Hugging Face's cache; `tell` gets a line on each of the others.
+    Args:
+        model_dir: where the files are.
+        out: where the weights are.
+        tell: called with a line on each link that was not followed.
+        tokenizer: where the tokenizer and its chat template are instead.
     """
-    within = _where_links_may_lead(model_dir)
-    for file in sorted(model_dir.iterdir()):
-        wanted = file.suffix in SIDE_FILE_SUFFIXES and not file.name.endswith(
-            (".index.json", *DESCRIPTIONS, *_OF_ADAPTERS)
-        )
+    if tokenizer is None:
+        _copy(model_dir, (*_TOKENIZER, *_OTHERS), out, tell)
+        return
+    _copy(tokenizer, _TOKENIZER, out, tell)
+    _copy(model_dir, _OTHERS, out, tell)
+
+
+def _copy(folder: Path, patterns: Sequence[str], out: Path, tell: Callable[[str], None]) -> None:
+    within = _where_links_may_lead(folder)
+    for file in sorted(folder.iterdir()):
+        wanted = any(fnmatchcase(file.name, pattern) for pattern in patterns)
         if not wanted or file.name.startswith(".") or not file.is_file() or os.path.lexists(out / file.name):
             continue
         source = file.resolve()
-        if not any(source.is_relative_to(folder) for folder in within):
+        if not any(source.is_relative_to(inside) for inside in within):
             tell(f"{file} was not copied: it is a link to {source}, outside of the model; copy it if it belongs")
             continue
         if source.stat().st_size <= SIDE_FILE_BYTES_MAX:

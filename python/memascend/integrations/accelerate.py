@@ -17,7 +17,7 @@ import torch
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DDPCommunicationHookType, DistributedType
 except ImportError as error:
     raise ImportError(
         f"memascend.integrations.accelerate needs accelerate ({error}): pip install 'memascend[accelerate]'"
@@ -132,6 +132,12 @@ class Accelerator(accelerate.Accelerator):
                 raise MemascendError(
                     "regional compilation replaces the layers of an offloaded model: call layer.compile() for each "
                     "layer, and leave use_regional_compilation out"
+                )
+            hook = getattr(self.ddp_handler, "comm_hook", None)
+            if hook is not None and hook != DDPCommunicationHookType.NO:
+                raise MemascendError(
+                    f"DistributedDataParallelKwargs(comm_hook={hook.name}) changes gradients that "
+                    "DistributedDataParallel sends, and an offloaded model sends its own, whole: leave it out"
                 )
             check_processes(session, self.num_processes, "the Accelerator")
             evaluation_mode = True  # accelerate wraps what is not, and does nothing else with it

@@ -47,7 +47,8 @@ def write_names(directory: Path, models: dict[int, tuple[Session, str | None]]) 
         for index, (session, tag) in models.items()
     ]
     temporary = directory / (MANIFEST + ".tmp")
-    with temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)  # A link is not written through.
+    with temporary.open("x") as file:
         json.dump({"format": _FORMAT, "models": entries}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

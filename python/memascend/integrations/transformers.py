@@ -75,6 +75,8 @@ class TrainerMixin(CheckpointsMixin):
     _over_ranks = True
     #: Options of `memascend.from_pretrained` for a model that is given by name.
     _opened_as: ClassVar[dict[str, Any]] = {}
+    #: Whether it says that a model which is not offloaded is trained in memory.
+    _tells_of_memory = True
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Take the arguments of the class that this is mixed into."""
@@ -109,6 +111,14 @@ class TrainerMixin(CheckpointsMixin):
                     "goes: give MemascendArguments(output_dir=..., host_memory='4GiB'), or a model that is opened"
                 )
             session = find_offload(model) if isinstance(model, nn.Module) else None
+            if session is None and self._tells_of_memory:
+                _log.warning(
+                    "%s trains the model in memory, as transformers does: nothing of it is on SSD. Open it with "
+                    "memascend.from_pretrained or memascend.offload, or give MemascendArguments(output_dir=..., "
+                    "host_memory='4GiB') in the place of %s",
+                    type(self).__name__,
+                    "TrainingArguments" if args is None else type(args).__name__,
+                )
             if session is not None:
                 if args is not None:
                     check(args, session, own_optimizers)
@@ -286,8 +296,7 @@ class TrainerMixin(CheckpointsMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any, **named: Any) -> torch.Tensor:
         """Take a step as `transformers.Trainer.training_step` does."""
-        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
-        self._position.log.count_tokens(ids.numel() if isinstance(ids, torch.Tensor) else 0)
+        self._position.log.count_tokens(_tokens_in(inputs))
         loss = super().training_step(model, inputs, *others, **named)  # type: ignore[misc]
         return loss if self._ranks is None else self._with_others(loss, self._ranks)
 
@@ -390,3 +399,15 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
             "give optimizers=(resumed.optimizer, None)"
         )
     return optimizers[0]
+
+
+def _tokens_in(inputs: Any) -> int:
+    """Return how many tokens a batch has: its ids, under any name; else the positions of its embeddings or labels."""
+    tensors = {name: value for name, value in dict(inputs).items() if isinstance(value, torch.Tensor)}
+    ids = [value for name, value in tensors.items() if name.endswith("input_ids") and name != "decoder_input_ids"]
+    if ids:
+        return sum(value.numel() for value in ids)
+    embedded, labels = tensors.get("inputs_embeds"), tensors.get("labels")
+    if embedded is not None:
+        return embedded.shape[:-1].numel()
+    return labels.numel() if labels is not None and labels.dim() > 1 else 0

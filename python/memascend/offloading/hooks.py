@@ -25,6 +25,7 @@ from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, 
 from memascend.offloading.casts import CastWeights
 from memascend.offloading.native import close_when_unused, warn_of
 from memascend.offloading.places import place_of, register
+from memascend.offloading.resizing import resize
 from memascend.offloading.session import stale
 from memascend.offloading.stand_ins import disguise, is_stand_in
 from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
@@ -221,6 +222,8 @@ class Hooks:
         for module in model.modules():
             if (saver := Hooks.saver_of(module)) is not None:
                 self._replace(module, "save_pretrained", saver)
+            if hasattr(type(module), "resize_token_embeddings"):
+                self._replace(module, "resize_token_embeddings", partial(resize, module))
             if module._parameters:
                 watched = _WatchedParameters(module._parameters)
                 watched.lookup = self._lookup

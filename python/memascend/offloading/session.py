@@ -705,7 +705,8 @@ class Session:
         stays = self.keep_store is not False and (
             failed or ended or bool(self.keep_store) or bool(self.runtime.snapshots())
         )
-        if failed and stays and self.generations.period == 0 and self.generations.taken_up:
+        is_behind = self.generations.steps > self.generations.durable_steps
+        if failed and stays and self.generations.period == 0 and self.generations.taken_up and is_behind:
             _log.warning("updates in place are not committed after an error: %s", self._what_stays())
         try:
             if stays and not failed:

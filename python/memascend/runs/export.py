@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -101,7 +102,7 @@ def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:
             # A GGUF file is refused without one, and says more than a note.
             add_tokenizer(source, how.tokenizer, out, how.tell if how.layout != "gguf" else _ignore)
         if how.layout == "torch" and resumed.optimizers:
-            torch.save(resumed.optimizer.state_dict(), out / "optimizer.pt")
+            _save(resumed.optimizer.state_dict(), out / "optimizer.pt")
     finally:
         session.close(failed=True)  # Keeps the store as it is.
     return f"the model after step {resumed.steps}"
@@ -129,3 +130,38 @@ def _merged(adapter: Path, out: Path, store: Path, how: Export) -> str:
 
 def _ignore(line: str) -> None:
     """Say nothing."""
+
+
+class _Noting:
+    """A file that notes the error of a write: `torch.save` replaces it by one that says nothing of the drive."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(value: Any, path: Path) -> None:
+    """Write a value for `torch.load`.
+
+    Raises OSError where the drive is full, or fails.
+    """
+    with open(path, "wb") as file:
+        noting = _Noting(file)
+        try:
+            torch.save(value, noting)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError:
+            if noting.error is None:
+                raise
+            raise noting.error from None

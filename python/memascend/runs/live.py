@@ -10,10 +10,13 @@ import errno
 import json
 import os
 import re
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.shapes import Either, check, count
 from memascend.errors import StoreError
 
 if TYPE_CHECKING:
@@ -24,12 +27,26 @@ MANIFEST = "memascend.json"
 _LOCK, _VOLUME = "memascend.lock", "memascend.volume"
 _FIRST_LINE = re.compile(rb"memascend-store 3 (?P<bytes>\d+) (?P<sum>[0-9a-f]{8})")
 _TRIES, _SECONDS_BETWEEN = 50, 0.02
+#: The longest manifest, as crates/memascend-nvme/src/volume/notes.rs has it.
+_MANIFEST_BYTES_MAX = 256 << 20
+#: Before the digits of a volume's path that is not UTF-8: see crates/memascend-nvme/src/volume/names.rs.
+_BYTES = "BYTES="
+_WRITTEN = {"number": count, "tag": str, "time": count, "state": str, "tensors": [(str, count)]}
+_BODY = {
+    "sequence": count,
+    "volumes": [str],
+    "stripes": [count],
+    "life": [count],
+    "versions": [{"ranges": [(count, count)]}],
+    "current": Either(_WRITTEN, None),
+    "snapshots": [_WRITTEN],
+}
 
 
 def process_using(path: Path) -> str | None:
     """Return the number of the process that uses the store in a directory, as its lock says, or None."""
     try:
-        return (path / _LOCK).read_text().strip() or None
+        return _read_regular(path / _LOCK).decode(errors="replace").strip() or None
     except OSError:
         return None
 
@@ -43,7 +60,7 @@ def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], li
     if body is None:
         where = ", ".join(map(str, paths))
         raise StoreError(errno.EBUSY, f"{where}: a run is going on (process {process}), and no step is durable yet")
-    body = _newest([body, *(manifest_in(Path(volume) / MANIFEST) for volume in body["volumes"])]) or body
+    body = _newest([body, *(manifest_in(path_of(volume) / MANIFEST) for volume in body["volumes"])]) or body
     return _report(body), [f"a run is going on (process {process}): this is its last durable step"]
 
 
@@ -72,7 +89,7 @@ def _report(body: dict[str, Any]) -> dict[str, Any]:
         "written": current["time"],
         "tensors": tensors,
         "volumes": [
-            _volume(path, stripes / sum(body["stripes"]), life)
+            _volume(str(path_of(path)), stripes / sum(body["stripes"]), life)
             for path, stripes, life in zip(body["volumes"], body["stripes"], body["life"], strict=True)
         ],
         "state": current["state"],
@@ -94,15 +111,45 @@ def manifest_in(file: Path, tries: int = _TRIES) -> dict[str, Any] | None:
         if number:
             time.sleep(_SECONDS_BETWEEN)
         try:
-            note = file.read_bytes()
+            note = _read_regular(file)
         except OSError:
             return None
         line, _, rest = note.partition(b"\n")
         if found := _FIRST_LINE.fullmatch(line):
             text = rest[: int(found["bytes"])]
             if len(text) == int(found["bytes"]) and _crc32c(text) == int(found["sum"], 16):
-                return json.loads(text)
+                return _checked(text)
     return None
+
+
+def _checked(text: bytes) -> dict[str, Any] | None:
+    """Return a manifest if it is made as crates/memascend-store/src/manifest.rs makes them, else None."""
+    try:
+        body = json.loads(text)
+        check(body, _BODY, "the manifest")
+    except (ValueError, RecursionError):
+        return None
+    generations = body["snapshots"] + ([body["current"]] if body["current"] else [])
+    named = {version for generation in generations for _, version in generation["tensors"]}
+    counts = {len(body[name]) for name in ("volumes", "stripes", "life")}
+    is_whole = len(counts) == 1 and sum(body["stripes"]) > 0 and max(named, default=-1) < len(body["versions"])
+    return body if is_whole else None
+
+
+def path_of(volume: str) -> Path:
+    """Return the path of a volume, or `UUID=...`, by its name in a manifest."""
+    if not volume.startswith(_BYTES):
+        return Path(volume)
+    with suppress(ValueError):
+        return Path(os.fsdecode(bytes.fromhex(volume.removeprefix(_BYTES))))
+    return Path(volume)
+
+
+def _read_regular(file: Path) -> bytes:
+    """Return what a file holds; for a pipe, which may have no other end, and for one too long, nothing."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        status = os.fstat(opened.fileno())
+        return opened.read() if stat.S_ISREG(status.st_mode) and status.st_size <= _MANIFEST_BYTES_MAX else b""
 
 
 def _volume(path: str, share: float, life_bytes_written: int) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Ar
 
     Raises CheckpointError for a run that `ranks` cannot go on with.
     """
-    if ranks > 1 and record.get("gradients", "auto") != "auto":
+    if ranks > 1 and record["gradients"] != "auto":
         raise CheckpointError(
             f"the run puts gradients aside in {record['gradients']}, which ranks do not yet: resume it with one process"
         )
@@ -238,7 +238,7 @@ def _moments_of(record: dict[str, Any], sources: Sequence[KeptStore]) -> list[_M
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
         places = {name: (shape, start) for name, shape, start, _ in tensor["parameters"]}
         elements, packed = _whole(tensor)
-        for parameter, name, numel in tensor.get("moments", ()):
+        for parameter, name, numel in tensor["moments"]:
             (rows, columns), start = places[parameter]
             moments = _Moments(name, parameter, (rows, columns), start, elements, packed, 0)
             _, count = moments.channels(0, len(sources))

@@ -15,7 +15,7 @@ from memascend import optim
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.common.html import table
 from memascend.common.sizes import AUTO
-from memascend.durable.record import parse_record, restore_random_states
+from memascend.durable.record import parse_record, restore_random_states, understanding
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import materialise
 from memascend.formats.transformers_models import model_of_record
@@ -153,13 +153,14 @@ def resume(
             for described in record["optimizers"]
         }
         if model is None:
-            model = model_of_record(record["model"])
+            with understanding(paths):
+                model = model_of_record(record["model"])
         else:
             _free_closed(model)
         recompute = record["recompute"] if recompute is None else recompute
         micro_batch_size = record.get("micro_batch_size") if micro_batch_size is None else micro_batch_size
         # They change bits, so they are those of the run.
-        fused_loss, gradients = record.get("fused_loss", False), record.get("gradients", "auto")
+        fused_loss, gradients = record["fused_loss"], record["gradients"]
         computing = Computing.of(
             device,
             device_memory,
@@ -196,14 +197,17 @@ def resume(
         try:
             if tags is not None:
                 session.delete_checkpoints(name for name, _, _ in session.runtime.snapshots() if name not in tags)
-            _find_states(session, record)
-            with torch.no_grad():
-                session.generations.take_up(record)
+            with understanding(paths):
+                _find_states(session, record)
+                with torch.no_grad():
+                    session.generations.take_up(record)
             hooks.attach()
-            optimizers = [
-                _make_optimizer(session, described, classes[described["class"]]) for described in record["optimizers"]
-            ]
-            restore_random_states(record["random"])
+            with understanding(paths):
+                optimizers = [
+                    _make_optimizer(session, described, classes[described["class"]])
+                    for described in record["optimizers"]
+                ]
+                restore_random_states(record["random"])
             if tag is not None:
                 # Nothing can be refused any more: now the steps after the snapshot are given up.
                 session.runtime.confirm_snapshot(tag)
@@ -362,7 +366,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
     Raises CheckpointError where model and record differ.
     """
     recorded = {
-        name: (tensor["dtype"], tensor.get("trained", True), trained)
+        name: (tensor["dtype"], tensor["trained"], trained)
         for unit in record["units"]
         for tensor in unit["tensors"]
         for name, _, _, trained in tensor["parameters"]
@@ -467,7 +471,7 @@ def _find_moments(session: Session, record: dict[str, Any]) -> None:
     """Give every parameter the moments of its projected gradients."""
     places = {place.name: place for place in session.places}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
-        for place_name, name, numel in tensor.get("moments", ()):
+        for place_name, name, numel in tensor["moments"]:
             tensor_id = session.runtime.find_tensor(name)
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")

@@ -40,10 +40,10 @@ type Job = Box<dyn FnOnce() + Send>;
 
 impl<J: Send + 'static> Worker<J> {
     /// Starts a thread that runs `run`, which returns when no more jobs can come.
-    fn start(name: &str, run: impl FnOnce(Receiver<J>) + Send + 'static) -> Self {
+    fn start(name: &str, run: impl FnOnce(Receiver<J>) + Send + 'static) -> Result<Self> {
         let (jobs, accepted) = unbounded::<J>();
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || run(accepted));
-        Self { jobs, thread: thread.expect("the system can start a thread") }
+        Ok(Self { jobs, thread: thread.map_err(ExecError::no_thread)? })
     }
 
     /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome
@@ -71,8 +71,8 @@ impl DeviceLink {
         let captured = Arc::clone(&copies);
         let open = Open {
             copies,
-            captures: Worker::start("memascend-gradients", move |coming| capture::run(&captured, &coming)),
-            stashes: Worker::start("memascend-stashes", |jobs| jobs.into_iter().for_each(|job: Job| job())),
+            captures: Worker::start("memascend-gradients", move |coming| capture::run(&captured, &coming))?,
+            stashes: Worker::start("memascend-stashes", |jobs| jobs.into_iter().for_each(|job: Job| job()))?,
         };
         Ok(Self { index, open: Mutex::new(Some(open)), counters, origin: Origin::here() })
     }

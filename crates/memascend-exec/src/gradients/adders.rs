@@ -88,16 +88,15 @@ impl Work {
 }
 
 impl Adders {
-    /// `threads` threads, of which the caller is one.
+    /// At most `threads` threads, of which the caller is one: those that the system starts.
     pub(super) fn new(threads: usize) -> Self {
         let (tasks, accepted) = unbounded::<Task>();
         let thread = |index| {
             let accepted = accepted.clone();
             let run = move || accepted.into_iter().for_each(Task::run);
-            let thread = std::thread::Builder::new().name(format!("memascend-adder-{index}")).spawn(run);
-            thread.expect("the system can start a thread")
+            std::thread::Builder::new().name(format!("memascend-adder-{index}")).spawn(run)
         };
-        let threads = (1..threads).map(thread).collect();
+        let threads = (1..threads).map_while(|index| thread(index).ok()).collect();
         Self { tasks: Some(tasks), accepted, threads, origin: Origin::here() }
     }
 

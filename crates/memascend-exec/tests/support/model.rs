@@ -362,14 +362,17 @@ impl Unit {
                 .push(Tensor { gradient, planes: shape.rule.planes().into_iter().map(allocate).collect() });
         }
         Self {
-            executor: Some(Executor::new(
-                Arc::clone(store),
-                slots.clone(),
-                slot_bytes,
-                chunk_elements,
-                setup.compute_threads,
-                Some(KeptStates::new(kept.clone(), kept_bytes)),
-            )),
+            executor: Some(
+                Executor::new(
+                    Arc::clone(store),
+                    slots.clone(),
+                    slot_bytes,
+                    chunk_elements,
+                    setup.compute_threads,
+                    Some(KeptStates::new(kept.clone(), kept_bytes)),
+                )
+                .unwrap(),
+            ),
             kept_setup: Mutex::new(setup.kept),
             kept,
             staying: Mutex::default(),

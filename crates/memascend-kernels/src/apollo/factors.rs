@@ -128,7 +128,7 @@ pub fn squares_of(
             if threads == 1 {
                 run();
             } else {
-                scope.spawn(run);
+                crate::threads::spawn_or_run(scope, run);
             }
         }
     });

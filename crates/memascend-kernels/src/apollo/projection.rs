@@ -97,7 +97,7 @@ impl Projection {
                 if threads == 1 {
                     self.fill(index * share, tiles);
                 } else {
-                    scope.spawn(move || self.fill(index * share, tiles));
+                    crate::threads::spawn_or_run(scope, move || self.fill(index * share, tiles));
                 }
             }
         });
@@ -309,7 +309,7 @@ impl Projector {
                 if channels <= share {
                     run();
                 } else {
-                    scope.spawn(run);
+                    crate::threads::spawn_or_run(scope, run);
                 }
             }
         });

@@ -13,7 +13,7 @@ use io_uring::{CompletionQueue, IoUring, SubmissionQueue, Submitter, opcode, squ
 use memascend_mem::{LockExt, Origin, Pool, Watcher};
 
 use crate::engine::registered::Registered;
-use crate::engine::schedule::Schedule;
+use crate::engine::schedule::{Ended, Schedule};
 use crate::unforked::Unforked;
 use crate::{
     Activity, Counters, CountersSnapshot, Engine, EngineOptions, IoError, Operation, Recorder, Request,
@@ -28,6 +28,9 @@ const BYTES_IN_FLIGHT: usize = 32 << 20;
 const COMPLETIONS_AT_ONCE: usize = 2;
 /// `user_data` of the wake-up read.
 const WAKE: u64 = u64::MAX;
+/// The hint of a ring that the kernel takes nothing from any more.
+const REFUSED: &str =
+    "io_uring failed: resume from the last durable step, with engine=\"threads\" if it fails again";
 /// How long the kernel's submission thread polls for submissions before it sleeps, in milliseconds.
 const SQ_POLL_IDLE_MS: u32 = 2;
 
@@ -97,6 +100,9 @@ impl Watcher for Mailbox {
 struct Wake {
     event: OwnedFd,
     sleeping: AtomicBool,
+    /// The errno that a test has the kernel refuse to go on with.
+    #[cfg(test)]
+    refusal: std::sync::atomic::AtomicI32,
 }
 
 impl Wake {
@@ -107,7 +113,29 @@ impl Wake {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the descriptor was just made and has no other owner.
-        Ok(Self { event: unsafe { OwnedFd::from_raw_fd(event) }, sleeping: AtomicBool::new(false) })
+        let event = unsafe { OwnedFd::from_raw_fd(event) };
+        let sleeping = AtomicBool::new(false);
+        Ok(Self {
+            event,
+            sleeping,
+            #[cfg(test)]
+            refusal: std::sync::atomic::AtomicI32::new(0),
+        })
+    }
+
+    /// What entering the kernel returned, unless a test has it refuse.
+    #[cfg(test)]
+    fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
+        match self.refusal.load(Ordering::SeqCst) {
+            0 => entered,
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    #[cfg(not(test))]
+    #[allow(clippy::unused_self)]
+    fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
+        entered
     }
 
     fn notify(&self) {
@@ -443,14 +471,39 @@ impl Driver {
                     continue;
                 }
             }
-            match ring.submitter.submit_and_wait(1) {
+            match self.wake.refused(ring.submitter.submit_and_wait(1)) {
                 Ok(_) => {}
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
-                Err(error) => panic!("io_uring_enter failed: {error}"),
+                // The kernel takes no more from this ring, and never should refuse.
+                Err(error) => return self.fail(error.raw_os_error().unwrap_or(libc::EIO)),
             }
             self.wake.sleeping.store(false, Ordering::SeqCst);
             self.take_completions(ring);
+        }
+    }
+
+    /// Ends all requests, and every one that comes, with an error.
+    fn fail(&mut self, errno: i32) {
+        let fail = |ended: Vec<Ended>, counters: &Counters| {
+            for ended in ended {
+                // The kernel may still have parts of it: its buffer is never used again.
+                std::mem::forget(ended.buffer().clone());
+                ended.tell(counters);
+            }
+        };
+        fail(self.schedule.fail_all(errno, REFUSED), &self.counters);
+        while let Ok(message) = self.messages.recv() {
+            match message {
+                Message::Request(file, request, started) => {
+                    let at_once = self.schedule.accept(&file, request, started);
+                    at_once.into_iter().for_each(|ended| ended.tell(&self.counters));
+                    fail(self.schedule.fail_all(errno, REFUSED), &self.counters);
+                }
+                Message::Register(_, told) => drop(told.send(false)),
+                Message::Memory { told, .. } => drop(told.send(())),
+                Message::Close => return,
+            }
         }
     }
 
@@ -626,3 +679,7 @@ impl Drop for Driver {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "ring_refused.rs"]
+mod refused;

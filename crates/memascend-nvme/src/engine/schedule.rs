@@ -6,6 +6,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use memascend_mem::LeaseSlice;
 use slab::Slab;
 
 use crate::engine::run_callback;
@@ -249,6 +250,17 @@ impl Schedule {
         self.jobs.is_empty()
     }
 
+    /// Ends every request with an error of the system, also those of which parts are in flight. The
+    /// kernel may still use their buffers: the caller keeps these from being used again.
+    pub(crate) fn fail_all(&mut self, errno: i32, hint: &'static str) -> Vec<Ended> {
+        self.parts.clear();
+        self.again.clear();
+        self.queues.iter_mut().for_each(VecDeque::clear);
+        let failure = || Some(Failure { source: io::Error::from_raw_os_error(errno), hint });
+        let ended = |Job { file, request, started, .. }| Ended { file, request, started, failure: failure() };
+        self.jobs.drain().map(ended).collect()
+    }
+
     /// Every request that has not ended.
     pub(crate) fn drain(&mut self) -> impl Iterator<Item = Request> {
         self.jobs.drain().map(|job| job.request)
@@ -256,6 +268,11 @@ impl Schedule {
 }
 
 impl Ended {
+    /// The memory of the request.
+    pub(crate) fn buffer(&self) -> &LeaseSlice {
+        &self.request.buffer
+    }
+
     /// Counts the request and calls back.
     pub(crate) fn tell(self, counters: &Counters) {
         let Self { file, request: Request { operation, offset, buffer, on_complete }, started, failure } =

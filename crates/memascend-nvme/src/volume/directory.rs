@@ -23,6 +23,8 @@ pub(super) struct HeldDirectory {
     folder: Folder,
     /// Whether the directory did not exist before.
     made: bool,
+    /// None on a filesystem that is mounted read-only, where nothing can be made. Its volume's file is
+    /// locked all the same.
     lock: Option<DirectoryLock>,
     origin: Origin,
 }
@@ -34,6 +36,8 @@ pub(super) struct OpenedFile {
     pub(super) geometry: Geometry,
     /// Whether transfers bypass the page cache.
     pub(super) is_direct: bool,
+    /// Whether it lies on a filesystem that is mounted read-only.
+    pub(super) is_read_only: bool,
     /// Keeps other processes from opening it.
     pub(super) lock: FileLock,
 }
@@ -59,11 +63,15 @@ impl HeldDirectory {
             let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
         }
         if !create && !directory.join(Volume::FILE_NAME).exists() {
-            return Err(IoError::NotKept { path: given.to_owned() });
+            return Err(IoError::not_kept(given));
         }
         let folder = Folder::open(&directory).map_err(failed("open"))?;
         let mut held = Self { folder, made, lock: None, origin: Origin::here() };
-        held.lock = Some(DirectoryLock::take(&held.folder)?);
+        held.lock = match DirectoryLock::take(&held.folder) {
+            // A store can be read there: a snapshot, or a drive with errors.
+            Err(error) if !create && error.errno() == Some(libc::EROFS) => None,
+            taken => Some(taken?),
+        };
         Ok(held)
     }
 
@@ -99,10 +107,12 @@ impl HeldDirectory {
             }
             _ => file_error(action, &path, source),
         };
+        let is_read_only = self.lock.is_none();
+        let access = if is_read_only { libc::O_RDONLY } else { libc::O_RDWR };
         let create = if create { libc::O_CREAT } else { 0 };
-        let lock = FileLock::take(&self.folder, Volume::FILE_NAME, create).map_err(failed)?;
+        let lock = FileLock::take(&self.folder, Volume::FILE_NAME, access | create).map_err(failed)?;
         // A link to another file in this place is not followed: writing would destroy that file.
-        let open = |flags: i32| self.folder.open_file(Volume::FILE_NAME, libc::O_RDWR | flags);
+        let open = |flags: i32| self.folder.open_regular(Volume::FILE_NAME, access | flags);
         if direct {
             match open(libc::O_DIRECT) {
                 Ok(file) => {
@@ -110,7 +120,7 @@ impl HeldDirectory {
                     let geometry =
                         Geometry::direct(&file).filter(|geometry| geometry.block_bytes <= BLOCK_BYTES);
                     if let Some(geometry) = geometry {
-                        return Ok(OpenedFile { file, path, geometry, is_direct: true, lock });
+                        return Ok(OpenedFile { file, path, geometry, is_direct: true, is_read_only, lock });
                     }
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
@@ -118,7 +128,7 @@ impl HeldDirectory {
             }
         }
         let file = open(0).map_err(failed)?;
-        Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false, lock })
+        Ok(OpenedFile { file, path, geometry: Geometry::buffered(), is_direct: false, is_read_only, lock })
     }
 }
 

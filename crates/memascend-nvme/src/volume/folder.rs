@@ -99,6 +99,16 @@ impl Folder {
         }
     }
 
+    /// As [`Folder::open_file`], for regular files alone. A pipe that lies in the file's place does not
+    /// have the opening wait for its other end.
+    pub(crate) fn open_regular(&self, name: &str, flags: i32) -> io::Result<File> {
+        let file = self.open_file(name, flags | libc::O_NONBLOCK)?;
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("it is not a regular file: remove it"));
+        }
+        Ok(file)
+    }
+
     /// Whether a name of the directory leads to the file that `metadata` is of. Links are not followed.
     pub(crate) fn leads_to(&self, name: &str, metadata: &Metadata) -> bool {
         let Ok(name) = in_c(name) else { return false };
@@ -132,13 +142,7 @@ impl Names for Folder {
     type File = File;
 
     fn open(&self, name: &str, writing: bool) -> io::Result<File> {
-        // A pipe that lies in the file's place does not have the opening wait for its other end.
-        let flags = if writing { libc::O_RDWR | libc::O_CREAT } else { libc::O_RDONLY } | libc::O_NONBLOCK;
-        let file = self.open_file(name, flags)?;
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::other("it is not a regular file: remove it"));
-        }
-        Ok(file)
+        self.open_regular(name, if writing { libc::O_RDWR | libc::O_CREAT } else { libc::O_RDONLY })
     }
 
     fn exchange(&self, one: &str, other: &str) -> io::Result<()> {

@@ -20,11 +20,10 @@ pub(crate) struct FileLock {
 }
 
 impl FileLock {
-    /// Locks the file `name`, opened with `flags` beside reading and writing. EWOULDBLOCK where another
-    /// process has it.
+    /// Locks the file `name`, opened with `flags`. EWOULDBLOCK where another process has it.
     pub(crate) fn take(folder: &Folder, name: &str, flags: i32) -> io::Result<Self> {
         loop {
-            let file = folder.open_file(name, libc::O_RDWR | flags)?;
+            let file = folder.open_regular(name, flags)?;
             lock(&file)?;
             // The last owner may have removed the file between opening and locking. Then the locked
             // file is not the one of that name, and the loop tries again.
@@ -64,8 +63,8 @@ impl DirectoryLock {
             move |source| IoError::Directory { action, path, source }
         };
         loop {
-            let mut file =
-                folder.open_file(Self::FILE_NAME, libc::O_RDWR | libc::O_CREAT).map_err(failed("create"))?;
+            let flags = libc::O_RDWR | libc::O_CREAT;
+            let mut file = folder.open_regular(Self::FILE_NAME, flags).map_err(failed("create"))?;
             if let Err(source) = lock(&file) {
                 if source.raw_os_error() != Some(libc::EWOULDBLOCK) {
                     return Err(failed("lock")(source));

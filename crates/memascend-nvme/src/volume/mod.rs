@@ -5,13 +5,14 @@ pub(crate) mod file;
 mod folder;
 pub(crate) mod geometry;
 mod lock;
+mod names;
 pub(crate) mod notes;
 #[cfg(test)]
 mod tests;
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,6 +24,8 @@ use crate::unforked::Unforked;
 use crate::volume::directory::{HeldDirectory, write_in_place};
 use crate::volume::file::VolumeFile;
 use crate::volume::lock::FileLock;
+use crate::volume::names::name_of;
+pub use crate::volume::names::path_of;
 use crate::{BlockDeviceError, Device, FoundNote, Geometry, IoError, NoteKeeper, Result, find_device};
 
 /// One directory with a preallocated file in it, or one raw block device formatted for memascend.
@@ -34,6 +37,8 @@ pub struct Volume {
     place: Place,
     file: Arc<VolumeFile>,
     direct: bool,
+    /// Whether its filesystem is mounted read-only: then it can be read alone.
+    read_only: bool,
     notice: Option<String>,
     reserved_bytes: Mutex<u64>,
     keep: AtomicBool,
@@ -96,7 +101,7 @@ impl Volume {
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::attach(path, direct)?;
         if volume.read_note()?.is_none() {
-            return Err(IoError::NotKept { path: path.to_owned() });
+            return Err(IoError::not_kept(path));
         }
         Ok(volume)
     }
@@ -137,6 +142,7 @@ impl Volume {
         let place = Place::Directory(held);
         let mut volume = Self::of(given, place, file, opened.is_direct, notice, reserved);
         volume.lock = Some(opened.lock);
+        volume.read_only = opened.is_read_only;
         Ok(volume)
     }
 
@@ -175,6 +181,7 @@ impl Volume {
             place,
             file: Arc::new(file),
             direct,
+            read_only: false,
             notice,
             reserved_bytes: Mutex::new(reserved),
             keep: AtomicBool::new(false),
@@ -193,14 +200,14 @@ impl Volume {
         &self.path
     }
 
-    /// A name that finds the volume again: `UUID=…` for a device, the absolute path for a
-    /// directory.
+    /// A name that finds the volume again, by [`path_of`]: `UUID=…` for a device, the absolute path
+    /// for a directory, in hexadecimal digits behind `BYTES=` if the path is not UTF-8.
     pub fn identity(&self) -> String {
         match &self.place {
             Place::Device(device) => format!("UUID={}", device.id()),
             Place::Directory(directory) => {
                 let path = directory.path();
-                path.canonicalize().unwrap_or_else(|_| path.to_owned()).display().to_string()
+                name_of(&path.canonicalize().unwrap_or_else(|_| path.to_owned()))
             }
         }
     }
@@ -218,6 +225,11 @@ impl Volume {
     /// Whether transfers bypass the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct
+    }
+
+    /// Whether it lies on a filesystem that is mounted read-only, and is for reading alone.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
     }
 
     /// What to tell the user about this volume, if anything.
@@ -239,6 +251,10 @@ impl Volume {
         if bytes <= *reserved {
             return Ok(());
         }
+        if self.read_only {
+            let source = io::Error::from_raw_os_error(libc::EROFS);
+            return Err(file_error("write to", &self.file.path, source));
+        }
         let needed_bytes = bytes - *reserved;
         let free_bytes = match self.file.data_bytes {
             Some(data) => data - *reserved,
@@ -254,6 +270,20 @@ impl Volume {
         }
         *reserved = bytes;
         Ok(())
+    }
+
+    /// Allocates the blocks that a copied file lacks: copying leaves out zeros, and a write there
+    /// could find no space.
+    pub fn fill_holes(&self) -> Result<()> {
+        let (Place::Directory(_), false) = (&self.place, self.read_only) else { return Ok(()) };
+        let metadata = self.file.metadata()?;
+        let needed_bytes = metadata.len().saturating_sub(metadata.blocks() * 512);
+        if needed_bytes == 0 {
+            return Ok(());
+        }
+        let free_bytes = self.filesystem_free()?;
+        let no_space = || IoError::NoSpace { path: self.path.clone(), needed_bytes, free_bytes };
+        self.preallocate(0, metadata.len(), &no_space)
     }
 
     fn preallocate(&self, offset: u64, bytes: u64, no_space: &dyn Fn() -> IoError) -> Result<()> {

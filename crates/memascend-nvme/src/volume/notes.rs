@@ -64,7 +64,8 @@ impl<N: Names> DirectoryNotes<'_, N> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 // A killed process may have removed the note without waiting for the medium, and the
                 // caller is about to overwrite the data.
-                self.flush_names().map(|()| FoundNote::default())
+                unless_read_only(self.names.sync()).map_err(|source| flush_error(self.path, source))?;
+                Ok(FoundNote::default())
             }
             Err(source) => Err(file_error("read", &self.note_path(), source)),
         }
@@ -75,9 +76,9 @@ impl<N: Names> DirectoryNotes<'_, N> {
         if file.length()? > NOTE_BYTES_MAX {
             return Err(io::Error::from_raw_os_error(libc::EFBIG));
         }
-        file.sync()?;
+        unless_read_only(file.sync())?;
         let mut note = file.read()?;
-        self.names.sync()?;
+        unless_read_only(self.names.sync())?;
         // Cut the padding behind the note, which is zeros. No note ends in zeros.
         note.truncate(note.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
         Ok(note)
@@ -168,6 +169,14 @@ impl<N: Names> DirectoryNotes<'_, N> {
         padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
         file.write(&padded)?;
         Ok(file)
+    }
+}
+
+/// What a flush returned, where a filesystem that cannot be written has nothing to flush.
+fn unless_read_only(flushed: io::Result<()>) -> io::Result<()> {
+    match flushed {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EROFS | libc::EINVAL)) => Ok(()),
+        flushed => flushed,
     }
 }
 

@@ -137,5 +137,5 @@ def _check(ids: array[int], vocab_size: int) -> None:
     if (last := largest(ids)) >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives token {last}, but the model's vocabulary ends at {vocab_size - 1}: "
-            "the tokenizer in MODEL_DIR belongs to another model"
+            "the tokenizer belongs to another model"
         )

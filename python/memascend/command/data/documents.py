@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
-import codecs
 import importlib.util
 import io
 import mmap
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from memascend.command.data.columns import SPLITS, is_saved_dataset, rows, splits_of
-from memascend.command.data.index import Index
+from memascend.command.data.copies import Copies
+from memascend.command.data.files import LINES, File, Format, NotText, not_utf8, open_file
+from memascend.command.data.index import LINE, RECORD, ROW, TEXT, Index, Place
 from memascend.command.data.json_arrays import objects
-from memascend.command.data.pieces import decoded_pieces
+from memascend.command.data.pieces import NotUtf8, decoded_pieces
 from memascend.command.data.records import (
     FIELDS,
+    PREFERENCE,
     Chat,
     Completion,
+    Damaged,
+    Instruction,
     NotARecord,
     Text,
+    check_characters,
     is_blank,
     other_fields,
     parse_object,
     read_record,
 )
-from memascend.command.data.skipped import BINARY, ENCODING, Skipped
+from memascend.command.data.skipped import Skipped
+from memascend.command.data.text_tables import table_rows
 from memascend.common.outputs import writing
 from memascend.errors import DataError, OutputError
 
-SNIFF_BYTES = 8 << 10
-
-#: Place, offset and bytes of each record of a file.
-Records = Iterator[tuple[str, int, bytes]]
+#: Kind, number, offset and bytes of each record of a file.
+Records = Iterator[tuple[str, int, int, bytes]]
+#: Roles that are counted, of turns with ever other ones.
+ROLES_MAX = 1000
+AS_TEXT = "--as-text trains on a file as it is"
 
 
 class Documents:
     """The documents under some paths, which an index on disk has the places of."""
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, scratch: Path, text_field: str = "text") -> None:
-        """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index."""
-        self.text_field = text_field
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        scratch: Path,
+        text_field: str = "text",
+        as_text: bool = False,
+    ) -> None:
+        """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index.
+
+        `as_text` takes every file as the text that it is, whatever that is written in.
+        """
+        self.text_field, self._as_text = text_field, as_text
         #: Files of directories that hold no text.
         self.skipped = Skipped()
         #: What else the user should know of the files.
         self.notes: list[str] = []
-        #: Whether there is a conversation, which needs a chat template.
-        self.has_chats = False
+        #: How many turns of conversations, which need a chat template, each role has.
+        self.roles: Counter[str] = Counter()
+        #: Records with nothing to train on, which are left out.
+        self.blank = 0
         self._scratch = scratch
-        self._rows = scratch / "rows"
+        self._copies = Copies(scratch)
         self._index = Index(scratch)
         try:
             for path in paths:
@@ -71,25 +91,25 @@ class Documents:
     def __len__(self) -> int:
         return len(self._index)
 
-    def document(self, number: int) -> Text | Completion | Chat:
+    def document(self, number: int) -> Text | Completion | Chat | Instruction:
         """A document; of a text only the pieces that are asked for are read."""
-        path, is_record, offset, length = self._index.place(number)
-        if not is_record:
-            return Text(self._pieces(path, offset))
+        place = self._index.place(number)
+        path = self._copies.path(place.copy) if place.copy else place.path
+        if place.kind == TEXT:
+            return Text(self._pieces(path, place.offset))
         try:
             with open(path, "rb") as file:
-                file.seek(offset)
-                record = read_record(parse_object(file.read(length)), self.text_field)
+                file.seek(place.offset)
+                raw = file.read(place.length)
+            record = read_record(parse_object(raw), self.text_field)
+            check_characters(raw, record)
         except ValueError as error:
-            raise _changed(path) from error
-        if isinstance(record, str):
-            return Text(decoded_pieces(io.BytesIO(record.encode(errors="replace"))))  # JSON may hold half a pair
-        return record
+            raise _changed(place.path) from error
+        return Text(decoded_pieces(io.BytesIO(record.encode()))) if isinstance(record, str) else record
 
     def where(self, number: int) -> str:
-        """The file that a document is in, for messages."""
-        path, _, offset, _ = self._index.place(number)
-        return "a row of --data" if path == self._rows else f"{path}, byte {offset}"
+        """The file that a document is in, and its line or record there, for messages."""
+        return str(self._index.place(number))
 
     def _pieces(self, path: Path, offset: int) -> Iterator[str]:
         try:
@@ -98,6 +118,8 @@ class Documents:
                 yield from decoded_pieces(file)
         except ValueError as error:
             raise _changed(path) from error
+
+    # ---- which files there are -----------------------------------------------------------------------------
 
     def _add(self, path: Path) -> None:
         try:
@@ -128,98 +150,127 @@ class Documents:
             return True
         if not is_saved_dataset(folder):
             return False
-        self._add_rows(folder, named=named)
+        self._add_columns(folder, named=named)
         return True
 
     def _add_file(self, path: Path, *, named: bool) -> None:
         """Index one file. A file that the user named must hold text; a file of a directory need not."""
         try:
-            if path.suffix == ".jsonl":
-                self._add_jsonl(path, named=named)
-            elif path.suffix == ".json":
-                self._add_json(path, named=named)
-            elif path.suffix == ".parquet":
-                self._add_rows(path, named=named)
+            file = open_file(path, self._copies)
+            form = file.format()
+            if form is Format.COLUMNS:
+                self._add_columns(path, named=named)
+            elif form is Format.TEXT or self._as_text:
+                self._add_text(file)
+            elif form is Format.JSON:
+                self._add_json(file, named=named)
             else:
-                self._add_text(path)
+                self._add_table(file, named=named)
         except OutputError:
             raise
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
+        except NotText as error:
             if named:
-                raise DataError(f"{path} is not UTF-8 text (byte {error.start} of a piece: {error.reason})") from error
-            self.skipped.add(BINARY if error.object == b"\0" else ENCODING, path)
+                raise DataError(f"{path} {error}") from error
+            self.skipped.add(error.reason, path)
 
-    def _add_text(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            begin = file.read(SNIFF_BYTES)
-            if b"\0" in begin and not begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds a zero byte, so it is taken for binary")
-            file.seek(0)
-            has_text = False
-            for piece in decoded_pieces(file):
-                has_text = has_text or not piece.isspace()
+    # ---- what a file holds ---------------------------------------------------------------------------------
+
+    def _add_text(self, file: File) -> None:
+        has_text = False
+        with open(file.path, "rb") as opened:
+            opened.seek(file.start)
+            try:
+                for piece in decoded_pieces(opened):
+                    has_text = has_text or not piece.isspace()
+            except NotUtf8 as error:
+                raise not_utf8(file.path, error.offset) from error
             if has_text:
-                self._index.append(path, is_record=False, offset=0, length=file.tell())
+                self._index.append(Place(file.origin, TEXT, 1, file.start, opened.tell() - file.start, file.copy))
 
-    def _add_rows(self, path: Path, *, named: bool) -> None:
+    def _add_columns(self, path: Path, *, named: bool) -> None:
         """Index rows of columns, which are put on disk one after the other: single ones cannot be read from a file."""
         if not named and importlib.util.find_spec("pyarrow") is None:
             self.skipped.add("columns, which need pyarrow", path)
             return
-        with writing(self._scratch), open(self._rows, "ab") as file:
-            other = self._add_records(path, self._copied_rows(path, file), surely=named, copied=True)
-        if other is not None:
+        found = enumerate(rows(path, self._fields), start=1)
+        if self._add_copied(path, ROW, found, surely=named) is not None:
             self.skipped.add(f"rows without text in field {self.text_field!r}, see --text-field", path)
 
-    def _copied_rows(self, path: Path, copy: BinaryIO) -> Records:
-        for number, raw in enumerate(rows(path, (self.text_field, *FIELDS)), start=1):
-            offset = copy.tell()
-            copy.write(raw)
-            yield f"row {number}", offset, raw
-
-    def _add_jsonl(self, path: Path, *, named: bool) -> None:
-        with open(path, "rb") as file:
-            other = self._add_records(path, _lines(file), surely=named)
+    def _add_table(self, file: File, *, named: bool) -> None:
+        """Index rows of a table of text, which are put on disk as records."""
+        other = self._add_copied(file.origin, LINE, table_rows(file, self._fields), surely=False)
+        if other is not None and named:
+            raise DataError(f"{file.origin} {other}; {AS_TEXT}")
         if other is not None:
-            what = f"without text in field {self.text_field!r}, see --text-field"
-            self.skipped.add(f".jsonl {what if other.is_object else 'whose first line is no object'}", path)
+            self.skipped.add(
+                f"tables without text in column {self.text_field!r}, see --text-field and --as-text", file.origin
+            )
 
-    def _add_json(self, path: Path, *, named: bool) -> None:
-        """Index an array of records, or lines of them. Any other JSON is text, which most source trees hold some of."""
-        with open(path, "rb") as file:
-            is_array = file.read(SNIFF_BYTES).lstrip().startswith(b"[")
-            file.seek(0)
-            other = self._add_records(path, _elements(file) if is_array else _lines(file), surely=False)
+    def _add_copied(
+        self, path: Path, kind: str, found: Iterator[tuple[int, bytes]], *, surely: bool
+    ) -> NotARecord | None:
+        number = self._copies.begin()
+        with writing(self._scratch), open(self._copies.path(number), "wb") as copy:
+            return self._add_records(path, _copied(found, kind, copy), surely=surely, copy=number)
+
+    def _add_json(self, file: File, *, named: bool) -> None:
+        """Index an array of records, or lines of them."""
+        is_array = file.head.lstrip().startswith(b"[")
+        with open(file.path, "rb") as opened:
+            opened.seek(file.start)
+            records = _elements(opened, file) if is_array else _lines(opened, file.start)
+            surely = named and not is_array and file.suffix in LINES
+            other = self._add_records(file.origin, records, surely=surely, copy=file.copy)
         if other is None:
             return
-        if named and is_array and other.is_object:
-            raise DataError(f"{path}, record 1 {other}")
-        if named:
-            self.notes.append(f"{path} is no array of objects, and no object on each line: it is trained on as text")
-        self._add_text(path)
+        if not (file.has_suffix_of_json or other.is_object):
+            self._add_text(file)  # It only begins like JSON.
+        elif named and other.is_object:
+            raise DataError(f"{file.origin}, {'record' if is_array else 'line'} 1 {other}; {AS_TEXT}")
+        elif named:
+            raise DataError(f"{file.origin} is no array of objects, and no object on each line: make it one; {AS_TEXT}")
+        elif other.is_object:
+            what = f"JSON without text in field {self.text_field!r}, see --text-field and --as-text"
+            self.skipped.add(what, file.origin)
+        else:
+            self.skipped.add("JSON that is no records, see --as-text", file.origin)
 
-    def _add_records(self, path: Path, records: Records, *, surely: bool, copied: bool = False) -> NotARecord | None:
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return (self.text_field, *FIELDS, *PREFERENCE)
+
+    def _add_records(self, path: Path, records: Records, *, surely: bool, copy: int) -> NotARecord | None:
         """Index records; return why the first of them is none, unless they are so `surely`.
 
-        `copied` says that they lie among the rows. Raises DataError, naming the place, for any other that is none.
+        `copy` is the number of the copy that they lie in. Raises DataError, naming the place, for another that is none.
         """
-        for number, (place, offset, raw) in enumerate(records):
+        for position, (kind, number, offset, raw) in enumerate(records):
+            place = Place(path, kind, number, offset, len(raw), copy)
             try:
                 fields = parse_object(raw)
                 record = read_record(fields, self.text_field)
+                check_characters(raw, record)
             except NotARecord as error:
-                if not surely:
+                if not surely and not isinstance(error, Damaged):
                     return error
-                raise DataError(f"{path}, {place} {error}") from error.__cause__
-            if number == 0 and (other := other_fields(fields, self.text_field)):
+                raise DataError(f"{place} {error}") from error.__cause__
+            if position == 0 and (other := other_fields(fields, self.text_field)):
                 self.notes.append(f"{path} has {self.text_field!r} beside {other}: the text is what is trained on")
             surely = True
-            self.has_chats = self.has_chats or isinstance(record, Chat)
-            if not is_blank(record):
-                self._index.append(self._rows if copied else path, is_record=True, offset=offset, length=len(raw))
+            if isinstance(record, Chat):
+                self._count_roles(record)
+            if is_blank(record):
+                self.blank += 1
+            else:
+                self._index.append(place)
         return None
+
+    def _count_roles(self, chat: Chat) -> None:
+        for turn in chat.messages:
+            role = turn["role"]
+            self.roles[role if role in self.roles or len(self.roles) < ROLES_MAX else "..."] += 1
 
 
 def _changed(path: Path) -> DataError:
@@ -227,26 +278,33 @@ def _changed(path: Path) -> DataError:
     return DataError(f"{path} changed while it was being read")
 
 
-def _lines(file: BinaryIO) -> Records:
-    """Yield place, offset and bytes of each line that is not blank."""
-    offset = 0
+def _copied(found: Iterator[tuple[int, bytes]], kind: str, copy: BinaryIO) -> Records:
+    """Write records to `copy`, and yield each with its place there."""
+    for number, raw in found:
+        offset = copy.tell()
+        copy.write(raw)
+        yield kind, number, offset, raw
+
+
+def _lines(file: BinaryIO, offset: int) -> Records:
+    """Yield number, offset and bytes of each line that is not blank; the first begins at `offset`."""
     for number, line in enumerate(file, start=1):
         if line.strip():
-            yield f"line {number}", offset, line
+            yield LINE, number, offset, line
         offset += len(line)
 
 
-def _elements(file: BinaryIO) -> Records:
-    """Yield place, offset and bytes of each object of an array; of what does not begin as one, bytes that are none.
+def _elements(file: BinaryIO, about: File) -> Records:
+    """Yield number, offset and bytes of each object of an array; of what does not begin as one, bytes that are none.
 
     Raises DataError for what goes on otherwise.
     """
     number = 0
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            for number, (offset, length) in enumerate(objects(data), start=1):
-                yield f"record {number}", offset, data[offset : offset + length]
+            for number, (offset, length) in enumerate(objects(data, about.start), start=1):
+                yield RECORD, number, offset, data[offset : offset + length]
         except ValueError as error:
             if number:
-                raise DataError(f"{file.name}, after record {number}: {error}") from error
-            yield "record 1", 0, b""
+                raise DataError(f"{about.origin}, after record {number}: {error}") from error
+            yield RECORD, 1, 0, b""

@@ -5,14 +5,33 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from memascend.common.outputs import close_quietly, writing
 
+#: What a file consists of, by the names that messages have for it.
+KINDS = (TEXT, LINE, RECORD, ROW) = ("text", "line", "record", "row")
+
+
+class Place(NamedTuple):
+    """Where a document lies: as a whole file of text, or as the record with some number in it."""
+
+    path: Path  # the user's file
+    kind: str
+    number: int
+    offset: int  # bytes, in the file or its copy
+    length: int
+    copy: int = 0  # the number of the copy that has it; 0 is the file itself
+
+    def __str__(self) -> str:
+        """Return it for messages."""
+        return str(self.path) if self.kind == TEXT else f"{self.path}, {self.kind} {self.number}"
+
 
 class Index:
-    """Places of documents by number: a file, and of a record the bytes in it."""
+    """Places of documents by number."""
 
-    _PLACE = struct.Struct("<QIBQQ")  # path offset, path length, is a record, its offset, its length
+    _PLACE = struct.Struct("<QIBQQQI")  # path offset, path length, then as in Place
 
     def __init__(self, scratch: Path) -> None:
         """Begin with none, in two files in the directory `scratch`."""
@@ -26,15 +45,16 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
-    def append(self, path: Path, *, is_record: bool, offset: int, length: int) -> None:
+    def append(self, place: Place) -> None:
         """Add the place of a document."""
-        name = os.fsencode(path)
+        name = os.fsencode(place.path)
         with writing(self._scratch):
             if name != self._last[0]:
                 self._last = (name, self._names_bytes)
                 self._names.write(name)
                 self._names_bytes += len(name)
-            self._places.write(self._PLACE.pack(self._last[1], len(name), is_record, offset, length))
+            kind = KINDS.index(place.kind)
+            self._places.write(self._PLACE.pack(self._last[1], len(name), kind, *place[2:]))
         self._count += 1
 
     def flush(self) -> None:
@@ -43,11 +63,12 @@ class Index:
             self._names.flush()
             self._places.flush()
 
-    def place(self, number: int) -> tuple[Path, bool, int, int]:
-        """Return the path of a document, whether it is a record there, and its offset and length in bytes."""
+    def place(self, number: int) -> Place:
+        """Return the place of a document."""
         raw = os.pread(self._places.fileno(), self._PLACE.size, number * self._PLACE.size)
-        name_at, name_bytes, is_record, offset, length = self._PLACE.unpack(raw)
-        return Path(os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at))), bool(is_record), offset, length
+        name_at, name_bytes, kind, *others = self._PLACE.unpack(raw)
+        path = Path(os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at)))
+        return Place(path, KINDS[kind], *others)
 
     def close(self) -> None:
         """Close the files."""

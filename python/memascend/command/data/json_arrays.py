@@ -17,15 +17,15 @@ _OBJECT, _ARRAY, _CLOSING = b"{"[0], b"["[0], b"]}"
 _WINDOW_BYTES = 16 << 20
 
 
-def objects(data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of each object of the array in `data`, which begins with it.
+def objects(data: mmap.mmap, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (offset, length) of each object of the array in `data`, which begins with it at byte `start`.
 
     Raises ValueError where it is no such array, or only the beginning of one.
     """
     depth, begin, end, let_go = 0, 0, 0, 0
-    for token in _TOKEN.finditer(data):
+    for token in _TOKEN.finditer(data, start):
         at, byte = token.start(), data[token.start()]
-        if depth == 0 and (byte != _ARRAY or data[:at].strip()):
+        if depth == 0 and (byte != _ARRAY or data[start:at].strip()):
             raise ValueError("it does not begin with an array")
         if byte in _CLOSING:
             depth -= 1

@@ -12,21 +12,25 @@ import torch
 
 from memascend.command.data.chat import ChatError
 from memascend.command.data.pieces import PIECE_BYTES
-from memascend.command.data.records import Chat, Completion, Text
+from memascend.command.data.records import Chat, Completion, Instruction, Text
 from memascend.command.data.tokens import Tokenizer
 
 #: What the loss of a token that is not trained on is told by.
 IGNORED = -100
+#: What is trained on.
+Document = Text | Completion | Chat | Instruction
 
 
-def marked(document: Text | Completion | Chat, tokenizer: Tokenizer, *, loss_on_all: bool) -> Iterator[array[int]]:
+def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> Iterator[array[int]]:
     """Yield the marked ids of a document, with what ends it, in pieces.
 
     Raises ChatError for a conversation that the tokenizer has no template for, or cannot be rendered.
     """
+    if isinstance(document, Instruction):
+        document = document.chat() if tokenizer.chat else document.completion()
     if isinstance(document, Chat):
         if tokenizer.chat is None:
-            raise ChatError("the tokenizer in MODEL_DIR has no chat template, which conversations need")
+            raise ChatError("the tokenizer has no chat template, which conversations need")
         ids, trained = tokenizer.chat.encode(document, loss_on_all=loss_on_all)
         yield array("i", (token if kept else -1 - token for token, kept in zip(ids, trained, strict=True)))
         return  # The template ends it.

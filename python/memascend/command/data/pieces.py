@@ -9,18 +9,37 @@ from typing import BinaryIO
 PIECE_BYTES = 64 << 10
 
 
+class NotUtf8(ValueError):
+    """Bytes are no UTF-8; `offset` says which, in the file."""
+
+    def __init__(self, offset: int) -> None:
+        """Take the place of the first such byte."""
+        super().__init__(f"byte {offset} is no UTF-8")
+        self.offset = offset
+
+
 def decoded_pieces(file: BinaryIO) -> Iterator[str]:
-    """The rest of a binary file as text, in pieces that end at a line where one is near."""
+    """The rest of a binary file as text, in pieces that end at a line where one is near.
+
+    Raises NotUtf8.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     held = ""
     while raw := file.read(PIECE_BYTES):
-        held += decoder.decode(raw)
+        held += _decoded(decoder, raw, file)
         cut = held.rfind("\n") + 1
         if not cut and len(held) >= PIECE_BYTES:  # one very long line: cut it anywhere
             cut = len(held)
         if cut:
             yield held[:cut]
             held = held[cut:]
-    held += decoder.decode(b"", final=True)
+    held += _decoded(decoder, b"", file)
     if held:
         yield held
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, file: BinaryIO) -> str:
+    try:
+        return decoder.decode(raw, final=not raw)
+    except UnicodeDecodeError as error:  # It counts from what the decoder holds of the piece before.
+        raise NotUtf8(file.tell() - len(error.object) + error.start) from error

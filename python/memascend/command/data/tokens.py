@@ -1,8 +1,10 @@
-"""Text to token ids: the tokenizer of a model directory, or one token per byte."""
+"""Text to token ids: the tokenizer of a model directory, or on purpose one token per byte."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ from memascend.formats.transformers_models import explained_code
 
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
 BYTE_VOCABULARY = 258
+#: Text of which a tokenizer of any language, or of proteins, knows some.
+_PROBE = f"{string.ascii_letters} {string.digits} и 的 न ا"
 
 
 class Tokenizer(Protocol):
@@ -48,15 +52,15 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face model directory."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Wrap a tokenizer that transformers loaded."""
+    def __init__(self, tokenizer: Any, clock: datetime) -> None:
+        """Wrap a tokenizer that transformers loaded; `clock` is the time that chat templates write."""
         self._tokenizer = tokenizer
         separator = tokenizer.eos_token_id
         self.end_of_document: int | None = separator if separator is not None else tokenizer.sep_token_id
         first = tokenizer.bos_token_id
         begins = first is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [first]
         self.beginning: Sequence[int] = (first,) if begins else ()
-        self.chat = Conversations(tokenizer) if tokenizer.chat_template else None
+        self.chat = Conversations(tokenizer, clock) if tokenizer.chat_template else None
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids without special tokens."""
@@ -67,22 +71,42 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def load_tokenizer(model_dir: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in `model_dir`, or one token per byte where it has none."""
-    if not has_tokenizer(model_dir):
+def load_tokenizer(
+    directory: Path, vocab_size: int, *, as_bytes: bool = False, clock: datetime | None = None
+) -> Tokenizer:
+    """Return the tokenizer in a directory, as transformers loads it, or with `as_bytes` one token per byte.
+
+    `clock` is the time that its chat template writes, if it asks for it; None is now.
+
+    A model over bytes alone, of `BYTE_VOCABULARY` tokens, needs no tokenizer. Raises CheckpointError where there is
+    none, and for one that gives no tokens for text: of files with other names transformers makes an empty one.
+    """
+    is_bytes = vocab_size == BYTE_VOCABULARY and not has_tokenizer(directory)
+    if as_bytes or is_bytes:
         if vocab_size < BYTE_VOCABULARY:
             raise CheckpointError(
-                f"{model_dir} has no tokenizer, and its vocabulary of {vocab_size} is too small for bytes "
-                f"(needs {BYTE_VOCABULARY}): put the model's tokenizer files beside config.json"
+                f"--bytes needs a vocabulary of {BYTE_VOCABULARY} tokens, and that of the model has {vocab_size}"
             )
         return ByteTokenizer()
     from transformers import AutoTokenizer
 
+    remedy = "give --tokenizer DIR with its files, or --bytes to train on the bytes of the text"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
+        if not has_tokenizer(directory):
+            raise CheckpointError(f"{directory} has no tokenizer: {remedy}") from error
         raise CheckpointError(
-            explained_code(error, f"the tokenizer in {model_dir}")
-            or f"{model_dir}: its tokenizer cannot be loaded: {first_line(error)}"
+            explained_code(error, f"the tokenizer in {directory}")
+            or f"{directory}: its tokenizer cannot be loaded: {first_line(error)}; {remedy}"
         ) from error
-    return HuggingFaceTokenizer(tokenizer)
+    if not any(character.isalnum() for character in _round_trip(tokenizer)):
+        named = "has no tokenizer" if not has_tokenizer(directory) else "holds a tokenizer without a vocabulary"
+        raise CheckpointError(f"{directory} {named}: {remedy}")
+    return HuggingFaceTokenizer(tokenizer, clock or datetime.now())
+
+
+def _round_trip(tokenizer: Any) -> str:
+    """Return what is left of letters and digits when they have been tokens."""
+    ids = tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,137 @@
+"""Records of another origin: whatever is in one, there is one error, and nothing outside of the store is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from durable_run import LEAST, Run, build
+
+import memascend
+from memascend import CheckpointError
+from memascend._memascend import KeptStore
+from memascend.command import main
+from memascend.durable.record import parse_record
+from memascend.runs import live
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: What takes the place of a value. MEMASCEND_FUZZ says how many replacements are tried, or all.
+WRONG: list[Any] = [None, -1, 1 << 70, 0.5, True, "x", [], [[]], {}, {"!": "tensor"}, {"!": "dict", "items": [1]}]
+TRIES = int(os.environ.get("MEMASCEND_FUZZ", "400"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("record") / "s"
+    model = memascend.offload(build("llama"), store=path, host_memory="64MiB", keep_store=True, **LEAST)
+    Run(model, "llama").go(1)
+    memascend.close(model)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(store: Path) -> dict[str, Any]:
+    kept = KeptStore([store])
+    text = kept.state
+    kept.close()
+    return json.loads(text or "")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value within one."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+def changed(record: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    record = copy.deepcopy(record)
+    holder: Any = record
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return record
+
+
+def test_whatever_a_record_holds_there_is_one_error(record: dict[str, Any]) -> None:
+    seed = int(os.environ.get("MEMASCEND_SEED", "1"))
+    chosen = random.Random(seed)
+    every = [path for path in places(record) if path]
+    refused = 0
+    for number in range(TRIES):
+        path, value = chosen.choice(every), chosen.choice(WRONG)
+        try:
+            parse_record(json.dumps(changed(record, path, value)), ["/a/store"])
+        except CheckpointError as error:
+            refused += 1
+            assert "/a/store" in str(error) and "\n" not in str(error)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, try {number}: {path} = {value!r}") from error
+    assert refused > TRIES // 4
+
+
+def put(store: Path, record: dict[str, Any]) -> None:
+    """Write a store's manifest anew with another record."""
+    file = store / "memascend.json"
+    body = live.manifest_in(file)
+    assert body is not None
+    body["current"]["state"] = json.dumps(record)
+    text = json.dumps(body).encode()
+    file.write_bytes(b"memascend-store 3 %d %08x\n" % (len(text), live._crc32c(text)) + text)
+
+
+def replaced(*path: Any, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda record: changed(record, path, value)
+
+
+NO_BYTES = {"!": "tensor", "dtype": "uint8", "shape": [0], "data": ""}
+HARMFUL = {
+    "another library": (replaced("model", "config", "model_type", value="of nowhere"), "contradicts itself"),
+    "code of elsewhere": (
+        replaced("model", "implementations", "_attn_implementation", value="someone/kernels"),
+        "names code of elsewhere",
+    ),
+    "sizes": (replaced("model", "config", "hidden_size", value="wide"), "contradicts itself|another model"),
+    "rules": (lambda record: of_each_state(record, ["x"]), "contradicts itself"),
+    "random numbers": (
+        replaced("random", "torch", value={"!": "tensor", "dtype": "uint8", "shape": [0], "data": ""}),
+        "",
+    ),
+    "buffers": (replaced("buffers", 0, 2, value=[1 << 40]), "contradicts itself|memory"),
+    "generation": (replaced("model", "generation_config", value={"max_length": {}}), ""),
+}
+
+
+def of_each_state(record: dict[str, Any], arguments: list[Any]) -> dict[str, Any]:
+    record = copy.deepcopy(record)
+    for state in record["optimizers"][0]["states"].values():
+        state[1] = arguments
+    return record
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_a_store_of_another_origin_is_refused_in_one_line(
+    tmp_path: Path, store: Path, record: dict[str, Any], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change, says = HARMFUL[kind]
+    put(store, change(record))
+    try:
+        for words in (["inspect", str(store)], ["export", str(store), "--out", str(tmp_path / "out")]):
+            code = main.main(words)
+            errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("memascend: error")]
+            assert code in (0, main.BAD_INPUT, main.FAILED) and len(errors) == (code != 0)
+            assert not any("unexpected" in error for error in errors), errors
+        if says:
+            assert code != 0
+            with pytest.raises((CheckpointError, MemoryError), match=says):
+                memascend.resume(store, host_memory="64MiB", **LEAST)
+    finally:
+        put(store, record)
