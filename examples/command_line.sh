@@ -7,8 +7,9 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-model=${1:-$scratch/model} data=${2:-$0}
+model=${1:-$scratch/model} data=${2:-$0} tokens=
 if [ $# -eq 0 ]; then
+    tokens=--bytes  # this model has no tokenizer
     python -c 'import sys; sys.path.insert(0, sys.argv[1]); import train_loop, pathlib
 train_loop.tiny_model(pathlib.Path(sys.argv[2]))' "$here" "$scratch/model"
 fi
@@ -16,7 +17,7 @@ fi
 memascend plan "$model" --host-memory 256MiB --seq-len 64 --steps 4 --tbw 600
 run() {
     memascend finetune "$model" --data "$data" --store "$scratch/store" --host-memory 256MiB --seq-len 64 \
-        --keep-store --durability step --schedule constant --lr 1e-3 "$@"
+        --keep-store --durability step --schedule constant --lr 1e-3 $tokens "$@"
 }
 run --steps 2 --out "$scratch/first"
 run --steps 4 --out "$scratch/tuned" --resume --change

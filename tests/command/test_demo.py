@@ -23,6 +23,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
 
 
+def steps_were_taken(cache: Path) -> bool:
+    try:
+        return any(file.read_bytes().count(b"\n") > 2 for file in cache.glob("**/metrics.jsonl"))
+    except FileNotFoundError:  # a temporary directory that was removed meanwhile
+        return False
+
+
 def interrupted(cache: Path, model_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run the demo until it has taken two steps, then send SIGINT, as Ctrl-C does."""
     shutil.copytree(model_dir, cache / "memascend" / "random-llama-100M")
@@ -37,7 +44,7 @@ def interrupted(cache: Path, model_dir: Path, *more: str) -> subprocess.Complete
     )
     try:
         deadline = time.monotonic() + 240
-        while not any(file.read_bytes().count(b"\n") > 2 for file in cache.glob("**/metrics.jsonl")):
+        while not steps_were_taken(cache):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "the demo did not begin to train"
             time.sleep(0.05)

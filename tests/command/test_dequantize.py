@@ -80,7 +80,7 @@ def test_the_arguments_of_a_trainer_say_whether_to_dequantise(tmp_path: Path) ->
     packed = models.fp8(tmp_path / "packed", models.llama())
     given: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "host_memory": "64MiB", "use_cpu": True}
     with pytest.raises(CheckpointError, match="FP8 with a scale for blocks of 64x64"):
-        open_model(str(packed), MemascendArguments(**given))
-    model, _ = open_model(str(packed), MemascendArguments(**given, dequantize=True))
+        open_model(str(packed), MemascendArguments(**given), {})
+    model, _ = open_model(str(packed), MemascendArguments(**given, dequantize=True), {})
     assert not hasattr(model.config, "quantization_config")
     memascend.close(model)

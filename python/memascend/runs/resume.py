@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,11 +202,13 @@ def resume(
                 with torch.no_grad():
                     session.generations.take_up(record)
             hooks.attach()
+            optimizers = []
+            for described in record["optimizers"]:
+                name = described["class"]
+                # What a class of the program's own raises is not the record's fault.
+                with nullcontext() if name in (optimizer_classes or {}) else understanding(paths):
+                    optimizers.append(_make_optimizer(session, described, classes[name]))
             with understanding(paths):
-                optimizers = [
-                    _make_optimizer(session, described, classes[described["class"]])
-                    for described in record["optimizers"]
-                ]
                 restore_random_states(record["random"])
             if tag is not None:
                 # Nothing can be refused any more: now the steps after the snapshot are given up.
