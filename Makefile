@@ -163,7 +163,7 @@ lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lin
 	$(BIN)/python tests/crate_licenses.py
 	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/mypy
-	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest memascend._memascend
+	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest --mypy-config-file stubtest.ini memascend._memascend
 
 docs: $(STAMPS)/wheel $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
