@@ -6,6 +6,7 @@ import json
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import needs
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -178,3 +179,16 @@ def _ask(server: Any, what: str, question: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(f"{server.listening_address}/{what}", json.dumps(question).encode())
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
+
+
+def write_adapters(model: Any, base: Path, out: Path) -> Any:
+    """Write random adapters of a model that lies in `base`, and return the model with them."""
+    peft = needs.package("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(out)
+    return adapted

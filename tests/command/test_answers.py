@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
 import torch
-from gguf_models import MODELS, write_model
+from gguf_models import MODELS, write_adapters, write_model
 
 import memascend
 from memascend.command.answers import room
@@ -109,15 +108,8 @@ def test_a_store_answers_and_stays_as_it_is(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
 def test_adapters_answer(model: Any, tmp_path: Path) -> None:
-    peft = needs.package("peft")
     made, tokenizer = model
-    adapted = peft.get_peft_model(made, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter))
-    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "model")
-    adapted.save_pretrained(tmp_path / "adapters")
+    adapted = write_adapters(made, tmp_path / "model", tmp_path / "adapters")
     found = generate(tmp_path, tmp_path / "adapters", "--host-memory", "64MiB", "--raw")
     answer = expected(adapted.eval(), tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id)
     assert found[0]["answer"] == tokenizer.decode(answer, skip_special_tokens=True)

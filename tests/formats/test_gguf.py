@@ -13,7 +13,7 @@ import needs
 import numpy as np
 import pytest
 import torch
-from gguf_models import MODELS, answer_of_llama_cpp, greedy, over_bytes, write_model
+from gguf_models import MODELS, answer_of_llama_cpp, greedy, over_bytes, write_adapters, write_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -204,15 +204,8 @@ def test_a_store_is_exported_for_llama_cpp(tmp_path: Path, capfd: pytest.Capture
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
 def test_adapters_are_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    peft = needs.package("peft")
     model, _ = write_model(tmp_path / "model", "qwen3")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter))
-    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "model")
-    adapted.save_pretrained(tmp_path / "adapters")
+    adapted = write_adapters(model, tmp_path / "model", tmp_path / "adapters")
     (tmp_path / "adapters" / "chat_template.jinja").write_text("of the adapters")
     export = ["export", str(tmp_path / "adapters"), "--out"]
     assert main([*export, str(tmp_path / "out"), "--host-memory", "64MiB"]) == 0

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.errors import CheckpointError, first_line
-from memascend.formats.side_files import SIDE_FILE_SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: Files of a repository: safetensors, configuration and tokenizer, without code and other formats.
-MODEL_FILES = ("*.safetensors", *(f"*{suffix}" for suffix in SIDE_FILE_SUFFIXES))
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 CONFIG_FILES = ("config.json",)
 _LEFT_OUT = ("*/*", "consolidated*")  # folders, and the same weights in another layout
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

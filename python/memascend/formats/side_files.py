@@ -14,7 +14,6 @@ from memascend.formats.json_files import read_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 SIDE_FILE_BYTES_MAX = 64 << 20
 #: What is copied, by name: files of tokenizers, and the rest.
 _TOKENIZER = (

@@ -137,7 +137,7 @@ class Checked:
         self._written.record(stream)
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Whoever reads may have another stream, which knows nothing of the kernels on the first.
+        # The reader's stream may be another one, which knows nothing of the check's kernels.
         stream = torch.cuda.current_stream(tensor.device)
         self._written.wait(stream)
         tensor.record_stream(stream)
