@@ -36,7 +36,11 @@ _STREAMS = (0, 1, 2)
 def run(address: str, words: list[str]) -> NoReturn:
     """Have the server run a program, and end as it ends."""
     server = socket.socket(socket.AF_UNIX)
-    server.connect(address)
+    try:
+        server.connect(address)
+    except OSError as error:
+        with open(os.path.join(os.path.dirname(address), "told")) as told:
+            raise SystemExit(f"the server of forked programs has ended: {error}\n{told.read()[-5000:]}") from None
     asked = json.dumps({"words": words, "directory": os.getcwd(), "environment": dict(os.environ)}).encode()
     socket.send_fds(server, [RUN + len(asked).to_bytes(4, "little")], _STREAMS)
     server.sendall(asked)
@@ -72,7 +76,19 @@ class Server:
         """Serve until the last test process has gone."""
         while not self._begun or self._staying or self._running:
             for key, _ in self._select.select():
-                key.data()
+                # What an earlier one of these events has ended is watched no more, and its number may be another's.
+                if self._select.get_map().get(key.fd) is key:
+                    self._do(key.data)
+
+    def _do(self, what: Callable[[], Any]) -> None:
+        """Do one thing: an error in it ends that program, and is told in the server's record, but ends no other."""
+        try:
+            what()
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
 
     def _watch(self, what: Any, then: Callable[[], Any]) -> None:
         import selectors
@@ -92,23 +108,32 @@ class Server:
         while left and (part := connection.recv(left)):
             parts.append(part)
             left -= len(part)
-        if len(streams) != len(_STREAMS) or left or not parts:  # killed before it has asked
-            connection.close()
-            return
-        process = os.fork()
-        if process == 0:
-            self._forget()
-            for ours, theirs in zip(_STREAMS, streams, strict=True):
-                os.dup2(theirs, ours)
-                os.close(theirs)
-            connection.close()
-            begin(**json.loads(b"".join(parts)))
-        for stream in streams:
-            os.close(stream)
+        try:
+            if len(streams) != len(_STREAMS) or left or not parts:  # killed before it has asked
+                connection.close()
+                return
+            process = os.fork()
+            if process == 0:
+                self._become(connection, streams, b"".join(parts))
+        finally:
+            for stream in streams:
+                os.close(stream)
         handle = os.pidfd_open(process)
         self._running[process] = connection, handle
         self._watch(connection, lambda: self._hand_on(process))
         self._watch(handle, lambda: self._end(process))
+
+    def _become(self, connection: socket.socket, streams: list[int], asked: bytes) -> NoReturn:
+        """Run a program: this is its process, and must not serve whatever fails."""
+        try:
+            self._forget()
+            connection.close()
+            for ours, theirs in zip(_STREAMS, streams, strict=True):
+                os.dup2(theirs, ours)
+                os.close(theirs)
+            begin(**json.loads(asked))
+        finally:
+            os._exit(1)
 
     def _leave(self, connection: socket.socket) -> None:
         self._select.unregister(connection)

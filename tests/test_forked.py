@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import forked
 import lab
 import needs
+import psutil
 import pytest
 
 needs.package("transformers")
@@ -92,6 +94,24 @@ def test_signals_reach_it(how: str) -> None:
             assert program.stdout.read() == ""
             return  # the program may live for a moment more
     assert not Path(f"/proc/{number}").exists()
+
+
+def test_both_ends_at_once() -> None:
+    """The server finds, in one look, that a program has ended and that nobody waits for it any more."""
+    code = "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(100)"
+    with forked.Program(["-c", code], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        number, server = map(int, program.stdout.readline().split())
+        os.kill(server, signal.SIGSTOP)
+        try:
+            os.kill(number, signal.SIGKILL)
+            while psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            os.kill(program.pid, signal.SIGKILL)
+            program.wait(60)
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert forked.run(["-c", "print('serves')"], timeout=120).stdout == "serves\n"
 
 
 def test_each_has_random_numbers_of_its_own() -> None:
