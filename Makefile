@@ -40,12 +40,13 @@ SOAK_KILLS ?= 60
 SOAK_PROGRAMS ?= 10000
 soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
+	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
 	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
-# The bindings have no Rust tests, and would be built a second time.
-RUST_TESTS := --workspace --exclude memascend-py
+# The bindings, which would be built a second time, and the benchmarks have no Rust tests.
+RUST_TESTS := --workspace --exclude memascend-py --exclude memascend-bench
 run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked $(RUST_TESTS) --status-level fail --final-status-level none \
 	--hide-progress-bar,cargo test --profile checked $(RUST_TESTS) --quiet) $(1)
 

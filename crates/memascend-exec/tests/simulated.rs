@@ -17,7 +17,7 @@ use memascend_nvme::testing::Faults;
 use seeds::for_each_seed;
 use support::{Kept, Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a_tensor, within_patience};
 
-const SEEDS: u64 = 2_000;
+const SEEDS: u64 = 600;
 const STEPS: u64 = 3;
 /// What became of the seeds.
 #[derive(Debug, Default)]

@@ -18,7 +18,7 @@ use memascend_nvme::{BLOCK_BYTES, Engine, OpenedEngine, Operation};
 use memascend_store::{Extent, STRIPE_BYTES, Store, StoreError, StoreOptions};
 use seeds::for_each_seed;
 
-const SEEDS: u64 = 10_000;
+const SEEDS: u64 = 3_000;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// The longest transfer, in blocks: two parts of a request and some more.
 const BLOCKS_MAX: u64 = 20;

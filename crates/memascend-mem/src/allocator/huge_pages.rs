@@ -2,12 +2,15 @@
 
 use std::fs;
 
-use super::HostBlock;
+use super::{HUGE_PAGE_BYTES, HostBlock};
 
 impl HostBlock {
     /// Bytes of the block's mappings that lie in huge pages now; `None` where the system does not
-    /// tell. The system walks through the process's pages for that: not for a hot path.
+    /// tell. The system walks through all pages of the process for that: not for a hot path.
     pub fn huge_page_bytes(&self) -> Option<usize> {
+        if self.bytes() < HUGE_PAGE_BYTES {
+            return Some(0);
+        }
         let start = self.address().as_ptr().addr();
         let maps = fs::read_to_string("/proc/self/smaps").ok()?;
         // Mappings that touch may be one to the system.

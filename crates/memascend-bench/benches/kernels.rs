@@ -1,4 +1,4 @@
-//! `cargo bench -p memascend-kernels`: optimizer steps on 64 Mi elements, on one thread and on two,
+//! `cargo bench -p memascend-bench --bench kernels`: optimizer steps on 64 Mi elements, on one thread and on two,
 //! beside plain passes over memory. Bytes per second count what a step reads and what it writes.
 
 use std::hint::black_box;

@@ -1,4 +1,4 @@
-//! `cargo bench -p memascend-mem`: a lease taken and returned, and 1 GiB from each allocator that
+//! `cargo bench -p memascend-bench --bench memory`: a lease taken and returned, and 1 GiB from each allocator that
 //! works here.
 
 use std::time::Duration;

@@ -1,0 +1,1 @@
+//! Benchmarks of the allocators, the pool and the kernels, on criterion: `cargo bench -p memascend-bench`.
