@@ -15,10 +15,7 @@ from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import AUTO, parse_size
 from memascend.doctor.features import features
-from memascend.durable.generations import parse_durability
-from memascend.offloading.activations import POLICIES
-from memascend.offloading.computing import GRADIENTS
-from memascend.plan.host import UPDATES
+from memascend.options import GRADIENTS, POLICIES, UPDATES, parse_durability
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\

@@ -6,16 +6,15 @@ import _thread
 import atexit
 import errno
 import gc
-import inspect
 import logging
 import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -28,22 +27,8 @@ from memascend.offloading.refused_stores import in_use_error, kept_error
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
+    from memascend.options import StorePaths, Tuning
     from memascend.plan.host import Plan
-
-#: One directory or raw block device, or several.
-StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-#: Keyword arguments of `Runtime` that a user may set.
-OPTIONS = frozenset(
-    name
-    for name, parameter in inspect.signature(Runtime).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    and name
-    not in (
-        *("resume", "in_place", "replace", "device", "states_bytes", "states_count"),
-        *("chunk_count_max", "states_count_max"),
-    )
-)
 
 _log = logging.getLogger("memascend")
 
@@ -84,7 +69,7 @@ def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
 def open_runtime(
     plan: Plan,
     store: StorePaths,
-    options: dict[str, Any],
+    tuning: Tuning,
     *,
     resume: bool = False,
     in_place: bool = True,
@@ -94,7 +79,7 @@ def open_runtime(
     """Create the native side of `plan` on the locations of `store`, or open what is there to `resume`.
 
     The store of an earlier run is refused, or deleted to `replace` it. Host memory is pinned for the CUDA device with
-    the number `device`. `options` are those in `OPTIONS`.
+    the number `device`.
     """
     _log.info("host memory:\n%s", plan.table())
     close_unused()  # Its memory is available, too.
@@ -130,7 +115,7 @@ def open_runtime(
             in_place=in_place,
             replace=replace,
             device=device,
-            **{"compute_threads": plan.update_threads, **measured, **options},
+            **{"compute_threads": plan.update_threads, **measured, **tuning},
         )
 
     try:

@@ -29,7 +29,7 @@ from memascend.runs.resume import read_record
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.offloading.locations import RankLocations
+    from memascend.options import RankLocations
 
 #: Elements that are copied at once: whole gradient blocks, at which shares begin.
 PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
