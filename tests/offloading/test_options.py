@@ -13,14 +13,23 @@ import torch
 import memascend
 from memascend._memascend import Runtime
 from memascend.options import OPTION_NAMES, TUNING_NAMES, OffloadOptions
+from memascend.plan.arena import Arena
 
 #: A resumed run goes on with these, and one of its keywords means "as before".
 LEFT_OUT = {"resume": {"fused_loss", "gradients"}}
 OF_RESUME = {"host_memory": ("str | int | None", None), "recompute": ("bool | None", None)}
-#: Keyword arguments of the native side that follow from the plan and from other options.
-NATIVE = {
-    *("states_bytes", "states_count", "chunk_count_max", "states_count_max"),
-    *("resume", "in_place", "replace", "device"),
+#: A value of each entry of `Tuning`.
+VALUES: dict[str, Any] = {
+    "engine": "threads",
+    "direct": False,
+    "rates": [1e9],
+    "depth": 4,
+    "io_poll": False,
+    "sq_poll": False,
+    "checksums": False,
+    "allocator": "pageable",
+    "huge_pages": False,
+    "compute_threads": 2,
 }
 
 
@@ -38,10 +47,14 @@ def test_public_functions_name_every_option_as_it_is_declared(function: Callable
         assert (given.annotation, given.default) == expected, option.name
 
 
-def test_the_native_side_takes_the_tuning() -> None:
-    parameters = inspect.signature(Runtime).parameters.values()
-    keywords = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert keywords - NATIVE == set(TUNING_NAMES)
+def test_the_native_side_takes_the_tuning_and_no_other_keyword(tmp_path: Path) -> None:
+    arena = Arena([("weights", 4096, 1)], [], 4096, 1, 65536, 4096, 1)
+    Runtime([tmp_path / "store"], arena, **VALUES).close(keep=False)
+    assert VALUES.keys() == set(TUNING_NAMES)
+    with pytest.raises(TypeError, match="engin: there is no such option"):
+        Runtime([tmp_path / "store"], arena, engin="ring")
+    with pytest.raises(TypeError, match="depth: 'str' object"):
+        Runtime([tmp_path / "store"], arena, depth="many")
 
 
 @pytest.mark.parametrize(

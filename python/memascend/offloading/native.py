@@ -24,6 +24,7 @@ from memascend.machine import waits
 from memascend.machine.drives import notices_of, store_options
 from memascend.machine.gpu import preferred_pinned
 from memascend.offloading.refused_stores import in_use_error, kept_error
+from memascend.plan.arena import Arena
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
@@ -100,17 +101,7 @@ def open_runtime(
         check_available(plan)
         return Runtime(
             paths,
-            _buffers(plan),
-            [(line.consumer, line.nbytes, line.count) for line in plan.packs],
-            plan.staging.nbytes,
-            plan.staging.count + plan.kept.count,
-            plan.chunk_elements,
-            plan.slots.nbytes,
-            plan.slots.count,
-            states_bytes=(plan.most or plan).states.nbytes,
-            states_count=plan.states.count,
-            chunk_count_max=None if plan.most is None else plan.most.staging.count + plan.most.kept.count,
-            states_count_max=None if plan.most is None else plan.most.states.count,
+            Arena.of(plan),
             resume=resume,
             in_place=in_place,
             replace=replace,
@@ -132,15 +123,6 @@ def set_heap(plan: Plan) -> None:
         keep_large_blocks()
     else:
         return_large_blocks_to_system()
-
-
-def _buffers(plan: Plan) -> list[tuple[str, int, int] | tuple[str, int, int, int]]:
-    """Return the lines of buffers for weights, with the largest number of each where the budget may change."""
-    if plan.most is None:
-        return [(line.consumer, line.nbytes, line.count) for line in plan.buffers]
-    counts = {(line.consumer, line.nbytes): line.count for line in plan.buffers}
-    most = plan.most.buffers
-    return [(line.consumer, line.nbytes, counts.get((line.consumer, line.nbytes), 0), line.count) for line in most]
 
 
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:
