@@ -125,19 +125,14 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
         return
     from memascend._memascend import Runtime
     from memascend.machine.cuda import open_device
+    from memascend.plan.arena import Arena
     from memascend.plan.host import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS
     runtime = Runtime(
         [store / "link"],
-        [("weights", nbytes, 1)],
-        [],
-        chunk_bytes,
-        chunks,
-        CHUNK_ELEMENTS_MAX,
-        65_536,
-        1,
+        Arena([("weights", nbytes, 1)], [], chunk_bytes, chunks, CHUNK_ELEMENTS_MAX, 65_536, 1),
         device=where.device.index or 0,
     )
     opened = open_device("cuda")

@@ -453,10 +453,11 @@ def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None]
 def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
     """A store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
     from memascend._memascend import Runtime
+    from memascend.plan.arena import Arena
 
     baseline = rss()["hwm"]
     classes = [("small", SMALL_BYTES, SMALL_COUNT), ("large", LEASE_BYTES, LEASE_COUNT)]
-    runtime = Runtime([directory / "store"], classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
+    runtime = Runtime([directory / "store"], Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1))
     pieces = [min(LEASE_BYTES, left) for nbytes in sizes for left in range(nbytes, 0, -LEASE_BYTES)]
     units = [runtime.add_unit() for _ in pieces]
     extents: list = []
@@ -752,10 +753,11 @@ def volume_rate(device: Path, seconds: float) -> float:
 def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -> dict:
     """Bytes per second of tensors read and written 55 to 45, some at a time, while nothing begins or ends."""
     from memascend._memascend import Runtime
+    from memascend.plan.arena import Arena
 
     classes = [("tensors", max(TENSOR_BYTES), IN_FLIGHT)]
-    options = [list(devices), classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1]
-    runtime = Runtime(*options, rates=list(rates))
+    arena = Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
+    runtime = Runtime(list(devices), arena, rates=list(rates))
     sizes = [TENSOR_BYTES[number % len(TENSOR_BYTES)] for number in range(TENSOR_COUNT)]
     tensors = [(runtime.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]
     written: list[int | None] = [None] * TENSOR_COUNT

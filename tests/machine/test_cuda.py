@@ -267,8 +267,9 @@ print(told)
 
 LEASES = """
 from memascend._memascend import Runtime, ForTests
+from memascend.plan.arena import Arena
 fake = Fake()
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="cuda")
+runtime = Runtime([Path(sys.argv[1])], Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1), allocator="cuda")
 
 def free():
     return runtime.lease_unit(MIB) is not None
@@ -345,7 +346,9 @@ assert (fake.get("live_allocations"), fake.get("live_events"), fake.get("misuses
 def test_waiting_for_a_stream_needs_cuda(tmp_path: Path) -> None:
     script = """
 from memascend._memascend import Runtime, ForTests
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="pageable")
+from memascend.plan.arena import Arena
+arena = Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1)
+runtime = Runtime([Path(sys.argv[1])], arena, allocator="pageable")
 lease = runtime.lease_unit(MIB)
 told = refused(lambda: ForTests.return_after(lease, 0))
 assert "/nonexistent/libcudart.so" in told, told

@@ -283,6 +283,7 @@ class Session:
         self.timeline = SimpleNamespace(waiting=lambda _: nullcontext())
         self.membership = Membership(ranks, "run")
         self.keep_store = True
+        self.options = SimpleNamespace(durability="step")
         self.tracked: dict[str, Any] = {}
 
     def model(self) -> None:
@@ -326,7 +327,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
     session = Session(world, ranks)
     store, streamer = session.runtime, session.streamer
-    generations, optimizer = SmallGenerations(session, "step", {}), Optimizer()
+    generations, optimizer = SmallGenerations(session, {}), Optimizer()
     generations.steps = generations._committed_steps = store.steps
     ahead = random.Random(f"{ranks.rank} {current[-1].chance.random()}")
     for step in range(store.steps, steps):

@@ -53,7 +53,7 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
         stats["device_bytes_budget"],
         stats["device_bytes_planned"],
         session.gradients.in_flight_bytes,
-        session.opened_with["device_memory"],
+        session.options.device_memory,
         device.limited,
         device.taken,
     )
@@ -61,7 +61,7 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
 
 def check_in_force(model: nn.Module, device: SimulatedDevice, budget: int) -> None:
     session = memascend.offload_of(model)
-    activations = session.opened_with["activations"]
+    activations = session.inputs.policy
     plan = make_device_plan(session.units, budget, config=model.config, activations=activations)
     assert in_force(model, device) == (
         memascend.plan_of(model),

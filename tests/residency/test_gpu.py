@@ -22,6 +22,7 @@ from memascend._memascend import ForTests, Runtime
 from memascend.common.timeline import span
 from memascend.kernels import launcher
 from memascend.machine.segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Segments, taken_bytes
+from memascend.plan.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +150,7 @@ except memascend.HostMemoryError as error:
 @pytest.mark.parametrize("allocator", KIND)
 def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> None:
     size = 64 * MIB
-    runtime = Runtime([store], [("weights", size, 1)], [], 65_536, 1, 65_536, 65_536, 1, allocator=allocator)
+    runtime = Runtime([store], Arena([("weights", size, 1)], [], 65_536, 1, 65_536, 65_536, 1), allocator=allocator)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -97,7 +97,7 @@ class Opening(TrainerMixin):
         super().__init__(*given, **named)
         session = find_offload(self.model)
         if session is not None:
-            _models.append((self.model, Path(session.opened_with["store"][0])))
+            _models.append((self.model, Path(session.paths[0])))
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         super().log(logs, *others, **named)

@@ -15,6 +15,7 @@ mod parts;
 mod runtime;
 mod statistics;
 mod testing;
+mod tuning;
 mod volume;
 
 use pyo3::prelude::*;

@@ -15,10 +15,7 @@ from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import AUTO, parse_size
 from memascend.doctor.features import features
-from memascend.durable.generations import parse_durability
-from memascend.offloading.activations import POLICIES
-from memascend.offloading.computing import GRADIENTS
-from memascend.plan.host import UPDATES
+from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -270,7 +267,7 @@ def _add_durability(add: Callable[..., Any]) -> None:
         "which steps survive a crash or a power cut: step, every:N or none; twice the SSD space, no traffic (default: "
         "auto, which is step where there is the space)"
     )
-    add("--durability", help=text, type=_durability, default="auto", metavar="WHICH")
+    add("--durability", help=text, type=_durability, default=OffloadOptions.durability, metavar="WHICH")
 
 
 def _add_optimizer(parser: Any) -> None:
@@ -289,7 +286,7 @@ def _add_optimizer(parser: Any) -> None:
         "the dtype that gradients are put aside in; bfloat16 rounds those of a float32 training, on the CPU, for half "
         "of their memory and traffic (default: %(default)s, as they are made)"
     )
-    add("--gradients", choices=GRADIENTS, default="auto", help=text)
+    add("--gradients", choices=GRADIENTS, default=OffloadOptions.gradients, help=text)
 
 
 def _add_plan(subcommands: Any) -> None:
@@ -316,7 +313,7 @@ def _add_plan(subcommands: Any) -> None:
         "when weights are updated: on the way into the next forward pass, or in the backward pass, where nothing but "
         "the step uses gradients; see memascend.offload (default: %(default)s)"
     )
-    add("--update", choices=UPDATES, default="forward", help=text)
+    add("--update", choices=UPDATES, default=OffloadOptions.update, help=text)
     _add_durability(add)
     text = "count the best model too, which `memascend finetune --eval` keeps in the store"
     add("--eval", action="store_true", dest="evaluation", help=text)

@@ -41,7 +41,6 @@ from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
-from memascend.durable.generations import parse_durability
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work, divided, projection_bytes
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
@@ -55,10 +54,11 @@ from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.machine.threads import update_threads
 from memascend.offloading.api import offload_of
-from memascend.offloading.locations import REPLACE, paths_of
+from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.places import ranks_of
 from memascend.offloading.together import raising_on_all, told_by_first
+from memascend.options import REPLACE, parse_durability
 from memascend.plan.automatic import least_of
 from memascend.plan.host import make_plan
 from memascend.ranks.group import Ranks

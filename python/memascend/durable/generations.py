@@ -26,6 +26,7 @@ from memascend.durable.model_buffers import ModelBuffers
 from memascend.durable.moment import Moment
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
+from memascend.options import parse_durability
 
 if TYPE_CHECKING:
     from memascend._memascend import Commit
@@ -38,31 +39,18 @@ _TAKEN_WITH_THE_STEP = "data"
 _log = logging.getLogger("memascend")
 
 
-def parse_durability(durability: str) -> int | None:
-    """Return the steps between generations: 0 for "none", None for "auto".
-
-    Raises ValueError for anything but "auto", "none", "step" and "every:N".
-    """
-    if durability in ("auto", "none", "step"):
-        return {"auto": None, "none": 0, "step": 1}[durability]
-    name, _, number = str(durability).partition(":")
-    if name == "every" and number.isdecimal() and int(number) > 0:
-        return int(number)
-    raise ValueError(f"durability {durability!r} is none of 'auto', 'step', 'every:N' and 'none'")
-
-
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, session: Session, durability: str, source: dict[str, Any]) -> None:
-        """Commit as `durability` says; `source` describes how to make the model again.
+    def __init__(self, session: Session, source: dict[str, Any]) -> None:
+        """Commit as the session's `durability` says; `source` describes how to make the model again.
 
         Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
         #: Steps between generations; 0 for none; None until it is known whether the volumes have
         #: room for a second copy of weights and states.
-        self.period = parse_durability(durability)
+        self.period = parse_durability(session.options.durability)
         self._source = source
         self._entries: list[_OptimizerEntry] = []
         #: States of a resumed run whose objects have not been given to `track` yet.
@@ -457,10 +445,7 @@ class Generations:
         text = record_text(
             steps=self.steps,
             source=self._source,
-            recompute=self._session.recompute,
-            fused_loss=self._session.fused_loss,
-            micro_batch_size=self._session.micro_batch_size,
-            gradients=self._session.gradients_in,
+            options=self._session.options,
             units=self._session.units,
             buffers=self._buffers.described,
             optimizers=self._describe_optimizers(),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.common.sizes import format_size
-from memascend.durable.generations import parse_durability
 from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast.curve import curve
@@ -30,6 +29,7 @@ from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
 from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
+from memascend.options import parse_durability
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend.options import OPTION_NAMES, TUNING_NAMES, meant
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -33,7 +35,7 @@ def change_config(config: Any, model_class: str | type | None, changes: Mapping[
         else:
             raise TypeError(
                 f"from_pretrained has no option {name!r}, and neither has the configuration of a {config.model_type} "
-                "model"
+                f"model{meant(name, (*OPTION_NAMES, *TUNING_NAMES, *config.to_dict()))}"
             )
     if model_class is not None:
         config.architectures = [_class_of(model_class, config)]

@@ -333,7 +333,7 @@ class Hooks:
             if session.streamer.depth == 0 and torch.is_grad_enabled():
                 session.generations.begin_part()
             wanted = recompute and (
-                session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
+                session.options.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of

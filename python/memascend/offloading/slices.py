@@ -27,6 +27,7 @@ from memascend.offloading.calls import Call, Outputs
 from memascend.offloading.collectors import Collected, collected_kinds
 from memascend.offloading.native import warn_of
 from memascend.offloading.trial import Trial
+from memascend.options import check_micro_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
 
 #: Arguments of models of transformers whose first dimension is the batch.
 _OF_BATCH = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
-
-
-def check_micro_batch_size(rows: int | None) -> None:
-    """Raise ValueError for a size that no micro-batch has."""
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}: a micro-batch has one sequence or more, a whole number")
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:

@@ -101,7 +101,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if located is None or is_stand_in(input):
         return NotImplemented
     session, place = located
-    if session.fused_loss is False:
+    if session.options.fused_loss is False:
         return NotImplemented
     return deferred_linear(input, weight, bias, session.table(place))
 
