@@ -97,9 +97,9 @@ class DefectError(MemascendError):
     def __str__(self) -> str:
         """Return what happened, what is left, and how to report it."""
         return (
-            f"a defect of memascend: {self.what}. What is open cannot be used any more, and nothing more is committed; the "
-            "last committed step of each store is whole: close the model (memascend.close) or end the process, and go on "
-            "from there (memascend.resume). Please report this message and what the program did at "
+            f"a defect of memascend: {self.what}. What is open cannot be used any more, and nothing more is committed; "
+            "the last committed step of each store is whole: close the model (memascend.close) or end the process, and "
+            "go on from there (memascend.resume). Please report this message and what the program did at "
             "https://github.com/memascend/memascend/issues (RUST_BACKTRACE=1 has standard error show the native calls)"
         )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
-import torch
 from durable_run import LEAST, Run, build, given, same
 
 import memascend
@@ -98,7 +98,7 @@ def test_everything_that_python_calls_is_guarded() -> None:
     found = 0
     for path in BINDINGS.glob("*.rs"):
         lines = path.read_text().splitlines()
-        for above, line in zip(lines, lines[1:], strict=False):
+        for above, line in pairwise(lines):
             if line.strip() in ("#[pymethods]", "#[pyfunction]"):
                 found += 1
                 assert above == "#[guarded]", f"{path.name}: {line} without #[guarded]"
