@@ -14,6 +14,7 @@ from memascend.common.sizes import format_size, parse_size
 from memascend.errors import (
     BudgetError,
     CheckpointError,
+    DefectError,
     DeviceError,
     HostMemoryError,
     MemascendError,
@@ -64,6 +65,7 @@ __all__ = [
     "ApolloMini",
     "BudgetError",
     "CheckpointError",
+    "DefectError",
     "DeviceError",
     "GradScaler",
     "HostMemoryError",

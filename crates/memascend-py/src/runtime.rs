@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use memascend_exec::{AppliedGradient, DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
+use memascend_guarded::guarded;
 use memascend_kernels::Projected;
 use memascend_mem::{LockExt, Origin};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -21,6 +22,7 @@ use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane};
 use crate::lease::LeaseBuffer;
+use crate::panics::Intact;
 use crate::parts::{AllocatorChoice, MemoryPlan, Parts, RuntimeOptions, StorePlan};
 use crate::statistics::statistics;
 use crate::tuning::Tuning;
@@ -38,15 +40,27 @@ pub(crate) struct Runtime {
     notices: Mutex<Vec<String>>,
     /// The process that opened it.
     origin: Origin,
+    intact: Intact,
 }
 
 impl Runtime {
     pub(crate) fn parts(&self) -> PyResult<Arc<Parts>> {
-        if self.forked() {
+        self.intact.check()?;
+        self.parts_to_close()
+    }
+
+    /// The parts, also after a panic: to read what is durable, which a model is closed by.
+    fn parts_to_close(&self) -> PyResult<Arc<Parts>> {
+        if self.is_forked() {
             return Err(forked_error());
         }
         let parts = self.parts.locked();
         parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
+    }
+
+    /// Whether this process was forked from the one that opened it.
+    fn is_forked(&self) -> bool {
+        !self.origin.is_here()
     }
 
     fn unit(&self, unit: usize) -> Arc<Pending> {
@@ -54,6 +68,7 @@ impl Runtime {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl Runtime {
     /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place`
@@ -89,6 +104,7 @@ impl Runtime {
             files: Mutex::default(),
             notices: Mutex::new(notices),
             origin: Origin::here(),
+            intact: Intact::here(),
         })
     }
 
@@ -189,13 +205,13 @@ impl Runtime {
         let parts = self.parts()?;
         let units = self.pending.locked().clone();
         let tickets = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
-        Commit::begin(parts, units, tickets, state)
+        Commit::begin(parts, units, tickets, state, self.intact)
     }
 
     /// Number of the durable generation; 0 when there is none.
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        Ok(self.parts()?.store.generation())
+        Ok(self.parts_to_close()?.store.generation())
     }
 
     /// The state that the durable generation was committed with, or None.
@@ -212,7 +228,7 @@ impl Runtime {
 
     /// `(tag, generation, bytes)` of every snapshot, the oldest first.
     fn snapshots(&self) -> PyResult<Vec<(String, u64, u64)>> {
-        let snapshots = self.parts()?.store.snapshots().into_iter();
+        let snapshots = self.parts_to_close()?.store.snapshots().into_iter();
         Ok(snapshots.map(|snapshot| (snapshot.tag, snapshot.generation, snapshot.bytes)).collect())
     }
 
@@ -861,7 +877,7 @@ impl Runtime {
     /// Waits for everything under way and closes the files. With `keep` the committed generations
     /// stay, otherwise the files are removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
-        if self.forked() {
+        if self.is_forked() {
             return Ok(()); // Threads, buffers and files are the parent's.
         }
         let parts = self.parts.locked().take();
@@ -882,12 +898,12 @@ impl Runtime {
     /// Whether it cannot be used any more: `close` was called, or this process is a forked child.
     #[getter]
     fn closed(&self) -> bool {
-        self.forked() || self.parts.locked().is_none()
+        self.is_forked() || self.parts.locked().is_none()
     }
 
     /// Whether this process was forked from the one that opened it, which alone can use it.
     #[getter]
     fn forked(&self) -> bool {
-        !self.origin.is_here()
+        self.is_forked()
     }
 }

@@ -82,7 +82,7 @@ mod tests {
             vec![0],
             vec![1, u32::MAX],
             vec![0x0403_0201, 0x0807_0605, 0x0c0b_0a09],
-            (0..50).map(|n| n * 0x1234_5679).collect(),
+            (0..50_u32).map(|n| n.wrapping_mul(0x1234_5679)).collect(),
         ] {
             let text = encode_words(words.iter().copied());
             assert_eq!(decode_words(&text, words.len()), Some(words.clone()), "{text}");

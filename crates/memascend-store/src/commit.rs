@@ -10,6 +10,7 @@ use crate::member::Member;
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError};
 use memascend_mem::LockExt;
+use memascend_nvme::memory::copy_of;
 
 /// A generation under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,10 +56,13 @@ impl Store {
     /// may be tried again.
     pub fn commit(&self, state: &str) -> Result<u64> {
         let _alone = self.writer();
+        let state =
+            copy_of(state.as_bytes()).map_err(|_| StoreError::NoMemory { bytes: state.len() as u64 })?;
+        let state = Arc::new(String::from_utf8(state).expect("it was text"));
         self.write_kept()?;
         let generation = {
             let mut table = self.table();
-            let generation = table.generation(table.last_number + 1, now(), state.into());
+            let generation = table.generation(table.last_number + 1, now(), state);
             table.pin(&generation);
             generation
         };
@@ -111,9 +115,10 @@ impl Store {
         let refused = |error| NotWritten { error, begun: false };
         self.members.iter().try_for_each(Member::check_flushes).map_err(refused)?;
         let body = self.body(current, snapshots);
-        let common = Common::of(&body);
+        let lacking = |_| StoreError::NoMemory { bytes: body.about_bytes() };
+        let common = Common::of(&body).map_err(lacking).map_err(refused)?;
         self.check_length(&body, &common).map_err(refused)?;
-        self.on_all(|index, member| member.write_note(&common.note(index)))
+        self.on_all(|index, member| member.write_note(&common.note(index).map_err(lacking)?))
             .map_err(|error| NotWritten { error, begun: true })
     }
 
@@ -150,7 +155,7 @@ impl Store {
                 number: generation.number,
                 tag: tag.to_owned(),
                 time: generation.time,
-                state: generation.state.to_string(),
+                state: Arc::clone(&generation.state),
                 tensors: generation
                     .tensors
                     .iter()

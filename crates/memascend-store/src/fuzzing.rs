@@ -20,9 +20,9 @@ pub fn manifest(data: &[u8]) {
     for volume in 0..manifest.body.volumes.len() {
         assert!(manifest.layout.share_bytes(volume, end) <= end);
     }
-    let again = Common::of(&manifest.body).note(manifest.volume);
+    let again = Common::of(&manifest.body).and_then(|common| common.note(manifest.volume)).unwrap();
     let second = Manifest::parse(&again).expect("what was accepted is written in a form that is accepted");
-    assert_eq!(again, Common::of(&second.body).note(second.volume));
+    assert_eq!(again, Common::of(&second.body).and_then(|common| common.note(second.volume)).unwrap());
     let mut table = Table::default();
     table.fill(manifest).expect("it was checked");
     table.check();

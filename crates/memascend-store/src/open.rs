@@ -243,7 +243,7 @@ impl Table {
             Generation {
                 number: written.number,
                 time: written.time,
-                state: written.state.as_str().into(),
+                state: Arc::clone(&written.state),
                 tensors: tensors.into(),
             }
         };

@@ -76,7 +76,7 @@ struct Tensor {
 pub(crate) struct Generation {
     pub number: u64,
     pub time: u64,
-    pub state: Arc<str>,
+    pub state: Arc<String>,
     pub tensors: Arc<[(Arc<str>, u64)]>,
 }
 
@@ -246,7 +246,7 @@ impl Table {
     }
 
     /// The current values of all tensors, as a generation.
-    pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<str>) -> Generation {
+    pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<String>) -> Generation {
         let mut tensors: Vec<_> =
             self.tensors.values().map(|tensor| (Arc::clone(&tensor.name), tensor.current)).collect();
         tensors.sort_unstable();

@@ -68,7 +68,7 @@ impl fmt::Display for UnknownData {
 /// Looks at the beginning of a device, its end, and places in between. `None` if all of them are blank. Data that
 /// lies in one run is found if the run is longer than a 2,048th of the device.
 pub(crate) fn unknown_data(file: &File, device_bytes: u64) -> io::Result<Option<UnknownData>> {
-    let mut buffer = Blocks::zeroed(READ_BYTES as usize);
+    let mut buffer = Blocks::zeroed(READ_BYTES as usize)?;
     let mut found = UnknownData { looked_at_blocks: 0, written_blocks: 0, examples: Vec::new() };
     for (begin, end) in places(device_bytes) {
         let mut offset = begin;

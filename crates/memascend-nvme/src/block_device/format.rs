@@ -137,7 +137,7 @@ fn store_content(file: &File, path: &Path, device_bytes: u64) -> BlockDeviceResu
 
 /// Zeroes what can hold a signature: the first MiB, the headers of the notes, and the last MiB.
 fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
-    let zeros = Blocks::zeroed(MIB as usize);
+    let zeros = Blocks::zeroed(MIB as usize)?;
     let end = superblock.device_bytes - MIB;
     file.write_all_at(zeros.bytes(), 0)?;
     for slot in Notes::of(superblock).slot_offsets() {

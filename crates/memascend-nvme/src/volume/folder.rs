@@ -8,6 +8,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::memory::with_room;
+
 /// What notes and volumes do with the names of a directory. A simulated one loses power in tests.
 pub(crate) trait Names {
     /// A file that was opened by its name.
@@ -177,7 +179,8 @@ impl NamedFile for File {
     fn read(&self) -> io::Result<Vec<u8>> {
         use std::os::unix::fs::FileExt;
         let length = usize::try_from(self.length()?).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length];
+        let mut bytes = with_room(length)?;
+        bytes.resize(length, 0);
         self.read_exact_at(&mut bytes, 0)?;
         Ok(bytes)
     }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::error::{file_error, flush_error};
+use crate::memory::with_room;
 use crate::volume::folder::{NamedFile, Names};
 use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
 
@@ -165,8 +166,10 @@ impl<N: Names> DirectoryNotes<'_, N> {
         // A longer file could not be read.
         let wanted = wanted.min(NOTE_BYTES_MAX);
         let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
-        let mut padded = bytes.to_vec();
-        padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
+        let length = usize::try_from(length).map_err(io::Error::other)?;
+        let mut padded = with_room(length)?;
+        padded.extend_from_slice(bytes);
+        padded.resize(length, 0);
         file.write(&padded)?;
         Ok(file)
     }

@@ -53,7 +53,7 @@ fn the_manifest_of_a_large_model_is_little_more_than_its_checksums() {
         store.commit("{}").unwrap();
         let generation = store.table().durable.clone().unwrap();
         let snapshots = store.table().snapshots.clone();
-        let note = Common::of(&store.body(Some(&generation), &snapshots)).note(0);
+        let note = Common::of(&store.body(Some(&generation), &snapshots)).unwrap().note(0).unwrap();
         let manifest = Manifest::parse(&note).unwrap();
         assert_eq!(manifest.body.versions.len() as u64, copies * TENSORS);
         let checksums = manifest.body.versions.len() * BYTES.div_ceil(1 << 20) as usize;
@@ -65,7 +65,7 @@ fn the_manifest_of_a_large_model_is_little_more_than_its_checksums() {
             "{} bytes",
             note.len()
         );
-        assert_eq!(Common::of(&manifest.body).note(0), note);
+        assert_eq!(Common::of(&manifest.body).unwrap().note(0).unwrap(), note);
         sizes.push(note.len());
         if copies == 1 {
             store.snapshot("kept").unwrap();
