@@ -1,4 +1,8 @@
 //! Quantised weights in files outside the store, which are dequantised as they are read.
+//!
+//! A thread reads packed numbers to the end of their place in the unit and dequantises from the beginning.
+//! The 16-bit results never reach packed numbers that are not taken yet, so no other buffer is needed. Scales
+//! are read for each piece: those of a whole model are hundreds of megabytes.
 
 use std::sync::Arc;
 

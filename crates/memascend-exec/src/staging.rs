@@ -1,4 +1,8 @@
 //! Chunks of staging memory, through which ordinary memory moves to and from the store.
+//!
+//! Update slots are lent to spills (`Staging::lending`): a layer's gradients come faster than a drive writes,
+//! few updates run in a backward pass, and the drive would idle while the next layer computes. A lent slot
+//! holds several chunks and waits only for their writes.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak, mpsc};

@@ -1,4 +1,10 @@
 //! Host allocators: page-locked, registered with CUDA, locked, or ordinary memory.
+//!
+//! A block of 2 MiB or more begins at a huge page, in a mapping whose ends are trimmed, so huge pages take no
+//! byte more. Where free memory lies scattered, small pages make 256 segments of each MiB of a request, and
+//! the drive of a virtual machine moved less than half as many bytes per second (docs/measurements.md, *Huge
+//! pages*). Of an arena that grows and shrinks, only classes of fixed number ask for them: a huge page of
+//! which a part was given back stays memory until the system is pressed.
 
 mod huge_pages;
 mod parts;

@@ -1,5 +1,8 @@
 //! Allocation: extents for tensors, spare extents for their next values, and the space that each
 //! volume lacks.
+//!
+//! A tensor may lie in several ranges of the address space, so an allocation fails only if the free bytes
+//! together are too few, however they are scattered.
 
 use std::sync::Arc;
 

@@ -3,6 +3,10 @@
 //! Transfers may begin and end at any block. A written part has a checksum of its own until parts
 //! cover a whole MiB: then their checksums are combined. Parts that are read are collected in the
 //! same way until they cover what was written.
+//!
+//! One checksum for each tensor would not say where damage is. One for each block would take a thousandth of
+//! the store in memory. The checksums of parts are combined because a resumed run with another budget may cut
+//! transfers differently.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,4 +1,7 @@
 //! Generations: commits, snapshots, and the return to a snapshot.
+//!
+//! Resuming takes a snapshot up first and confirms it last: the manifest names the newest generation until
+//! then, so whatever `resume` refuses in between loses no step.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;

@@ -1,5 +1,9 @@
 //! Parts of an extent's value that are in host memory: reads are served from there, and the drives
 //! may not have them yet.
+//!
+//! A part ends where the same bytes are written, and all parts of an extent end when the tensor moves to
+//! another extent. A commit writes those that were not written. Parts belong to extents, not to tensors: a
+//! value that is rolled back, or that a snapshot replaces, takes its parts with it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,7 @@
 //! A volume of a store with its engine.
+//!
+//! A failed flush is final. Linux drops the pages that it could not write and reports that once; the next
+//! flush succeeds. So a volume remembers its first failure, and no manifest is written any more.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,4 +1,9 @@
 //! Opens a committed store: finds its volumes, and takes the newest whole manifest on any of them.
+//!
+//! The manifest names the store's volumes, and each volume has to be the one that is named. A volume that was
+//! not given is found by the manifest of one that was. If that one lies elsewhere than its manifest says, or
+//! a clone of the device is attached, it may be a copy, and the volumes found through it would be its
+//! original's: that is refused unless all volumes are given.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

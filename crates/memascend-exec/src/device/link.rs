@@ -1,4 +1,10 @@
 //! The link to one CUDA device: its streams, and the threads that wait for them.
+//!
+//! Streams, events and copies are made here and not by PyTorch, which computes on its current stream, whose
+//! handle is passed in. So a small set of functions of libcudart carries all the ordering, and
+//! `crates/memascend-mem/tests/fake_cudart.c` can stand in for it: its streams run as late as CUDA would
+//! allow, in seeded orders, and vector clocks report accesses that nothing orders. `tests/rehearsal/` puts
+//! the same runtime under PyTorch.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;

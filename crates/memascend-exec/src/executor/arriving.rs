@@ -1,4 +1,8 @@
 //! Updates of tensors whose gradients arrive chunk by chunk.
+//!
+//! Each chunk is a job of its own, so fetches of other units go between the chunks. The first chunk asks the
+//! store for the tensor's next extent. A gradient of which a part does not arrive fails the unit, since a
+//! part of the tensor may have been updated.
 
 use std::sync::{Arc, OnceLock};
 

@@ -1,4 +1,10 @@
 //! Memory in which states stay from one step to the next.
+//!
+//! All planes of a piece lie in one buffer, so that a buffer is free again when few pieces are evicted; with
+//! each plane where there was room, every buffer would hold a bit of something that stays. Eviction is a job
+//! like a fetch: it waits for the unit's `Pending` and later jobs of the unit wait for it. If the caller did
+//! it, it could come between the count that an update has waited for and the states that the update then
+//! reads.
 
 use std::sync::{Arc, Mutex, Weak};
 

@@ -1,4 +1,9 @@
 //! Gradients on their way from a device: several at once, each of which ends as a whole.
+//!
+//! The copies of the next gradient are enqueued before those of the one before have arrived. Nothing waits
+//! for a chunk, a lock or a write while it holds chunks, since two threads that hold chunks and wait could
+//! deadlock. So a capture does not hold its gradient's lock between pieces; other users of the gradient look
+//! again, under the lock, whether a capture has begun.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};

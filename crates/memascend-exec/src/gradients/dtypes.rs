@@ -1,4 +1,8 @@
 //! Dtypes of a gradient, and how one joins what is kept of it.
+//!
+//! A gradient may be stored in fewer bits than it is made in. It is rounded to bf16 in the pass that checks
+//! and sums it, so both are of the stored values. Each piece is widened in the update slot before the kernel
+//! runs: kernels know one dtype for weight and gradient.
 
 use memascend_kernels::{
     Dtype, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32, round_gradient,

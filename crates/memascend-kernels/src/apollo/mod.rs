@@ -14,6 +14,12 @@
 //! A channel is a row or a column of the gradient, whichever there are more of; the *depth* is the
 //! number of its elements. What is projected lies channel by channel, in whichever direction the
 //! matrix lies.
+//!
+//! The factors need the projected gradient and the channels' sums of squares, since the limiter looks at the
+//! norm of factors times channels. Each number of the projected gradient is one chain of fused products in
+//! the order of its channel, and each sum of squares has an order that depends only on an element's place in
+//! its channel: neither pieces nor threads change a bit. Clipping and unscaling multiply the projected
+//! gradient, so they may be decided later.
 
 mod factors;
 mod matrix;

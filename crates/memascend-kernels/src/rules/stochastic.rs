@@ -1,4 +1,7 @@
 //! Stochastic rounding to bf16, by random numbers that are a function of what is rounded and when.
+//!
+//! The index is that of the whole parameter, also where a rank's store has a share of it: an element gets
+//! the same number on whichever rank it lies.
 
 use super::super::bf16::canonical_nan;
 

@@ -1,4 +1,8 @@
 //! Work with another device current than the calling thread's, without a context where none is used.
+//!
+//! Since CUDA 12, setting a device makes a context there, which takes hundreds of MB. A thread whose own
+//! device has none keeps its device, and another thread does the work. Host memory is pinned in any context,
+//! because it is portable.
 
 use std::ffi::{CStr, OsStr, c_int, c_uint};
 use std::{panic, thread};

@@ -1,4 +1,11 @@
 //! The block behind pools that were carved together, and which of its buffers are free.
+//!
+//! The hot path of a pool makes no system call: one lock serves all pools of an arena, and a handler counts
+//! forks (`fork.rs`), because asking for the process's number took most of the time of a lease.
+//!
+//! A device does not call when it is done with a buffer, so requests poll the fences of returned buffers. A
+//! buffer whose fence cannot tell is never used again, and an arena is not freed while a fence holds a part
+//! of it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

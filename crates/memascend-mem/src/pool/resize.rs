@@ -1,4 +1,11 @@
 //! Size classes that grow and shrink: memory comes behind their reserved addresses, and is given back.
+//!
+//! Memory is given back buffer by buffer, since a lease, a registration with CUDA and an entry in a ring's
+//! table are of one buffer: it is unlocked, unregistered, returned with `MADV_DONTNEED` and closed with
+//! `PROT_NONE`, so that a stray access is a fault. Free buffers go at once. Buffers in use go when they
+//! return; a thread gives them back, because a lease may be dropped by a thread that must not wait for a
+//! ring. Growing succeeds for all new buffers or changes nothing. An arena without a maximum is allocated at
+//! once, as `cudaHostAlloc` requires.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};

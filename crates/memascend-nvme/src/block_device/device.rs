@@ -1,4 +1,6 @@
 //! Opens a formatted device, by its path or by its UUID, for one owner at a time.
+//!
+//! `O_EXCL` keeps mounts out, and a lock keeps udev out.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,8 @@
 //! Formats a block device for memascend, and refuses a device whose content could be missed.
+//!
+//! A device is presumed to hold data until shown otherwise. Whatever libblkid knows, partitions, mounts,
+//! swap, holders and other stores are refused before a byte is written; data without a signature is looked
+//! for at both ends and in between (`blank.rs`).
 
 use std::fs::File;
 use std::io;

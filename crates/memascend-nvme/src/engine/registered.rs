@@ -1,5 +1,14 @@
 //! An arena as the registered buffers of a ring: the kernel pins their pages once, instead of at every
 //! transfer.
+//!
+//! The ring's thread holds the registered arena: the kernel knows it by its pages, and transfers would go to
+//! the old pages if it were freed and other memory mapped at its addresses.
+//!
+//! An elastic arena is a sparse table with an entry for each buffer, or for each piece of a larger one, so
+//! that returned memory can be unregistered by itself; the kernel would otherwise keep its pages. The pool
+//! tells the ring's thread, and waits for it, before memory goes and after it came. Memory without an entry,
+//! because the kernel refused it or the table is full, moves by ordinary reads and writes. Kernels without
+//! sparse tables (before 5.19) register no elastic arena, and the engine's features say so.
 
 use std::io;
 use std::ops::Range;

@@ -1,5 +1,8 @@
 //! Which part of which request comes next, and how the result of a part is handled: the same for
 //! every engine.
+//!
+//! The simulated engine runs on the same schedule, so the faults that its seeds find are faults of the code
+//! that runs on drives.
 
 use std::collections::VecDeque;
 use std::io;
