@@ -12,6 +12,9 @@ The keys of what `endurance` returns (bytes unless they say otherwise):
 - `savings`: a list of `change`, the options that would write less, each beside the others as they are;
   `budget_bytes`, the host memory that they take, or null where it stays; `step_bytes`, written in a step with them;
   `saved`, the part of the step's bytes that is not written.
+
+Drives count bytes and not kinds, so kinds are forecast by the replay and the report puts their sum beside the counted
+one. What would write less is the same replay with one option changed.
 """
 
 from __future__ import annotations

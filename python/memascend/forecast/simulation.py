@@ -6,6 +6,8 @@ are recomputed from inputs that wait in the plan's staging. Of layers that are a
 blocks three: no more of them live at once. What an operation takes inside a kernel is not seen (see `LIBRARIES_BYTES`).
 
 Where the run depends on values, it is told: all tokens have labels, all conditions hold, and experts get equal shares.
+
+A formula for each architecture was up to 48% low, and knew two kinds of layers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 How well the resources overlap is not modelled. The slowest resource gives the least time of a step, and the sum of all
 gives the time without any overlap. Only necessary work is counted, not what an implementation adds to it.
+
+Rates are measured or asked for, never assumed. The floor is what `benches` hold a run against.
 """
 
 from __future__ import annotations

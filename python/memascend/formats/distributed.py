@@ -1,4 +1,9 @@
-"""Training states to and from other trainers: PyTorch Distributed Checkpoints, streamed, never whole in memory."""
+"""Training states to and from other trainers: PyTorch Distributed Checkpoints, streamed, never whole in memory.
+
+Over ranks a checkpoint is written in the order of PyTorch's writer, so rank 0 tells the others what it is about to
+read. When it is read, each rank leaves out of PyTorch's plan the pieces that its share does not touch. A rank whose
+files are damaged commits what the others commit, so that all can load another checkpoint.
+"""
 
 from __future__ import annotations
 

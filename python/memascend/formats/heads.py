@@ -1,4 +1,8 @@
-"""A model directory opened as a model of another task: its class, and the weights that the directory does not hold."""
+"""A model directory opened as a model of another task: its class, and the weights that the directory does not hold.
+
+The modules of a new head alone are made real, one after the other, and `_init_weights` draws from PyTorch's generator
+what `from_pretrained` of transformers would draw.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Models out: the present parameters of a model, or of a part of one, as a Hugging Face directory, streamed."""
+"""Models out: the present parameters of a model, or of a part of one, as a Hugging Face directory, streamed.
+
+The present parameters are walked by name; each is read from the store where it has a place there, and from memory where
+it was put there after offload. So a replaced head is saved, and what can no longer be reached is not. Over ranks all
+walk through the same groups of parameters, and rank 0 writes; after an error there it reads the others all the same, so
+that no rank is left waiting in a gather.
+"""
 
 from __future__ import annotations
 

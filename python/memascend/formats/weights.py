@@ -1,4 +1,10 @@
-"""The parameters of a model that the tensors of a Hugging Face directory make."""
+"""The parameters of a model that the tensors of a Hugging Face directory make.
+
+Where transformers stacks experts, their tensors lie one behind the other in the parameter, so each is read to where it
+belongs; what is transposed or interleaved is made by transformers' own conversion, from all of its tensors at once. A
+rank reads only its elements, so all ranks together read a model once; as they cannot compare what each alone has read,
+the beginnings of all tensors stand for the checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""CUDA kernels of overflow checks and projections: compiled by CuPy, launched on torch's current stream."""
+"""CUDA kernels of overflow checks and projections: compiled by CuPy, launched on torch's current stream.
+
+The kernels are source (`formats.cu`, `overflow.cu` and `projection.cu`, compiled as one), so the wheel holds nothing
+per architecture. They include no header, so that `tests/kernels/cuda_on_host.cpp` can run the very source on the CPU.
+The overflow check's sums have an order of their own (256 threads to a chunk), independent of grid and alignment, which
+is not the CPU's; block sums and projections have the CPU's bits. CuPy has NVRTC flush denormals to zero, so sums and
+products in float32 are PTX instructions that do not.
+"""
 
 from __future__ import annotations
 

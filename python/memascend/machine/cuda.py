@@ -2,6 +2,11 @@
 
 The native side (`DeviceLink`) owns every stream, event and copy; PyTorch only computes, on a stream of its own. No copy
 depends on an order that is not stated, and tests run all of this on a simulated device (`tests/simulated_device.py`).
+
+While models are open, PyTorch's allocator may hold what it held before and their budgets (`ComputeDevice.hold`). The
+ceiling is in force before device buffers are reserved, is that of all open models together, and falls with a model
+whatever else of its closing fails. Device buffers are one tensor that fills its segment of the allocator, so that no
+other tensor keeps the segment when they go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which dtypes the processor computes in: the rate of its matrix products in each, measured."""
+"""Which dtypes the processor computes in: the rate of its matrix products in each, measured.
+
+A processor is measured, not named: without instructions for bfloat16, PyTorch multiplies it 2.6 (AVX-512) to 31 (AVX2)
+times slower than float32. `--dtype auto` goes by the measurement; a resumed run keeps its dtype.
+"""
 
 from __future__ import annotations
 

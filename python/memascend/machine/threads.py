@@ -1,6 +1,9 @@
 """How many threads work at once, chosen together from the processors that this process really has.
 
 `MEMASCEND_THREADS` sets any of them in one place, as "torch=8,update=4,waits=yield".
+
+Where a device computes, three quarters of the processors update, since nothing else computes there for long. Where the
+CPU computes, an update takes time from the threads that a loop's end waits for, so a quarter of the cores update.
 """
 
 from __future__ import annotations

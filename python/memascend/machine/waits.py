@@ -5,6 +5,13 @@ Beside other programs a thread that waits spins away the time that the one it wa
 OMP_WAIT_POLICY and GOMP_SPINCOUNT when it is loaded, so that a library imported beside PyTorch comes too late to set
 them; but it spins for 100 rounds only while the process has more OpenMP threads than processors (libgomp's manual,
 GOMP_SPINCOUNT). `Crowd` makes it so, with threads that sleep, and ends it.
+
+The number of PyTorch's threads never changes while a program runs, since it changes bits: with 3 threads a float32
+product of 1,000 rows differs from that of one. How long a thread spins changes none. When to change is decided by the
+time that others take of the processors (/proc/stat, steal included, less this process's own), since the kernel's
+pressure figures (PSI) count this process's own threads that wait for each other. LLVM's and Intel's OpenMP do not count
+threads so; their `kmp_set_blocktime` is of the calling thread alone, so there a variable is left to the user, as
+`memascend doctor` says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """A host memory budget that follows what the machine leaves: what it begins with, when it changes, and to what.
 
 Nothing here reads the machine, except for the budget that a run begins with: see `memascend.machine.limits`.
+
+A decision is a function of what was seen. The process may hold what the bounds leave, less a reserve, less 1.25 times
+the most that one of the last 64 passes took beside the plan; half of all before a pass with gradients was seen. Nothing
+is given back within a pass. The memory of an elastic arena is resident as soon as it is committed, so the next process
+that looks sees it, and a lock has processes look and grow one at a time.
 """
 
 from __future__ import annotations

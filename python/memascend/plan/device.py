@@ -4,6 +4,11 @@ What memascend reserves itself (buffers of weights, gradients on their way to th
 estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains, and in the least plan
 what a short batch takes. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
 the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
+
+The least plan has PyTorch's share for a short batch, because a plan that leaves PyTorch nothing runs out of memory in
+its first pass. Where the tokens of a batch are not known, buffers that hide copies leave a quarter of the budget alone
+and buffers that only cache leave half: a copy too many costs time, an allocation that fails costs the run. Logits and
+gradients of weights are not summed, since the loss comes before the first gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,25 @@
-"""The host memory plan: every consumer on a line, summed and checked before anything starts."""
+"""The host memory plan: every consumer on a line, summed and checked before anything starts.
+
+The plan is all that memascend holds: the arena's classes, and bookkeeping of Python, autograd and Rust, as constants
+per parameter and unit that were fitted to `benches/plan_accuracy.py`. PyTorch's own temporaries are not in it;
+`forecast/` estimates them.
+
+There are two sets of size classes. Either one class per size, with two buffers for repeated layers, so that the next
+layer is read while one computes; or, when the budget does not hold that, one buffer for all units by turns, the least
+memory that works. Units that one module needs together, or that are in use around others, keep buffers of their own in
+either. A module that reads another layer's weights in mid-pass cannot be foreseen: by turns it finds no buffer, and the
+error names the budget with which it does.
+
+Chunks shrink with the budget, so that pipeline and staging take 1/6 of it at most; results do not depend on the chunk
+size. The least plan has eight slots with any number of threads, so that it does not depend on the machine. A slot is as
+large as AdamW with fp32 moments needs, since a plan is made before the optimizer is known: rules that keep more per
+element (AMSGrad) move in halves of a chunk.
+
+Tables come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget
+has room for it after everything else. The remainder keeps optimizer states, after everything that saves more per byte:
+a byte of a gradient saves its write and its read, one of a weight two reads, one of a state a read, and a write where
+not every step is durable.
+"""
 
 from __future__ import annotations
 

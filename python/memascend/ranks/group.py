@@ -1,6 +1,15 @@
 """The ranks of a group: what they do together, in one order that they compare before they do it.
 
 Everything here moves bytes. Nothing is reduced inside a collective, so that no result depends on how a backend sums.
+
+Before each collective all ranks exchange the number and a hash of what they are about to do: 16 bytes beside megabytes.
+A hash of the order once a step would be cheaper, but would find a difference only after bytes of one unit have gone
+into another.
+
+A lost rank is named. A waiting rank looks every half second in the group's key-value store whether another has given
+up. When a collective fails, a rank writes that it has given up, and waits for the others to write the same: the one
+that does not is the cause. Where the key-value store itself does not answer, the collective goes on: the rank that
+holds the store may have ended after what others still wait for, and if it is lost, its connections close.
 """
 
 from __future__ import annotations

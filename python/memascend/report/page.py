@@ -1,4 +1,10 @@
-"""The page of a report: one file of HTML that asks for nothing else, and runs no script but its own."""
+"""The page of a report: one file of HTML that asks for nothing else, and runs no script but its own.
+
+The page is drawn before it is opened: the script (`report.js`) only shows the values of a step, which are in the page
+as text. So the page is complete on paper and without scripts, and thousands of steps stay below a megabyte. Every text
+is escaped (`memascend.common.html`), values that are not finite numbers count as missing, and the page's own policy
+lets no script run but its own, which is named by its hash.
+"""
 
 from __future__ import annotations
 

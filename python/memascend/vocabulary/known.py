@@ -1,4 +1,8 @@
-"""Token ids of a device whose values the host knows, so that a lookup does not wait for the device to tell them."""
+"""Token ids of a device whose values the host knows, so that a lookup does not wait for the device to tell them.
+
+Ids that a program passed on the CPU are remembered beside their copies. Ids that only the device has cost one wait for
+what was launched before them, at the beginning of a pass.
+"""
 
 from __future__ import annotations
 

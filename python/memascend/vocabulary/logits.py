@@ -9,6 +9,9 @@ PyTorch's autograd records every function on them, as it does for any tensor: op
 (`__torch_dispatch__`). So gradients of whatever a program does are right by construction. One thing differs: the loss
 in pieces makes no gradient of the logits, so a program that wants it (`retain_grad`, `register_hook`) asks before the
 loss, which then runs on computed logits.
+
+What a deferred tensor remembers refers to no tensor: a tanh saves its result, and would hold its own node, with the
+graph behind it, for ever.
 """
 
 from __future__ import annotations

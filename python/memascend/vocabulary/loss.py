@@ -9,6 +9,9 @@ How far results are from those of PyTorch's cross entropy on whole logits:
 - bfloat16: the logits are rounded alike. Partial sums of gradients are rounded, as autograd rounds the gradients of
   the logits: within 2**-6 of the largest element.
 `tests/vocabulary/test_loss.py` holds them to that.
+
+On a device, pieces have as many logits as the hidden states have elements, because starting kernels takes as long as
+much arithmetic.
 """
 
 from __future__ import annotations

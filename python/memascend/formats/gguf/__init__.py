@@ -4,6 +4,10 @@ Names of tensors and keys are those of the package `gguf`, which llama.cpp publi
 has to say is in `architectures`, the tokenizer in `tokenizer`, the file itself in `file`. An architecture, a
 configuration or a tokenizer that is not known to give the same tokens there is refused, since a file that opens and
 answers nonsense is worse than none; llama.cpp's own converter knows more of them.
+
+A file is written from a model directory, also where the model comes from a store: the directory is written first, so
+that names and shapes are checked once. The rules of a tokenizer are compared, not a digest of what it makes of one
+text, as in llama.cpp's converter, which knows only the vocabularies that it was told of.
 """
 
 from __future__ import annotations
