@@ -41,7 +41,7 @@ impl Cudart {
     /// the thread keeps that device, and another thread does the work.
     ///
     /// # Errors
-    /// Those of `work`, those of setting the device, or [`CudaError::NoThread`].
+    /// Errors of `work` and of setting the device, or [`CudaError::NoThread`].
     pub fn on_device<T: Send>(&self, index: c_int, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let before = self.current_device()?;
         if before == index {

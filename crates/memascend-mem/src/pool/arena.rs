@@ -60,7 +60,7 @@ pub(super) struct State {
     pub(super) live_bytes_max: usize,
     /// Requests waiting for a return. While there are none, a return notifies no thread.
     pub(super) waiting: usize,
-    /// Whether a thread gives back what returns.
+    /// Whether a thread is giving returned buffers back to the system.
     pub(super) draining: bool,
 }
 
