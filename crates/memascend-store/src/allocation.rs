@@ -18,7 +18,7 @@ impl Store {
     /// allocation may consist of several ranges.
     ///
     /// # Errors
-    /// If the free space and what the volumes can grow by are less than `bytes` together.
+    /// If free space and the room to grow are less than `bytes` together.
     pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
         let mut table = self.table();
         let ranges = self.find_room(&table, bytes)?;
@@ -146,7 +146,7 @@ impl Store {
             };
             table.set_current(id, key);
             let target = table.current(id);
-            // Its checksums are those of an older value, and so is what is kept of it in memory.
+            // Its checksums and its resident parts belong to an older value.
             target.sums().clear();
             target.kept().clear();
             return Ok(Rewrite { source, target: target.extent() });

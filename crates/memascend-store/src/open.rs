@@ -22,7 +22,7 @@ struct Candidate {
     member: Member,
     /// None if the volume has no note.
     manifest: Option<std::result::Result<Manifest, NotManifest>>,
-    /// What is wrong with the last manifest, if `manifest` is the one before it.
+    /// Fault of the last manifest, if `manifest` is the one before it.
     damaged: Option<String>,
 }
 
@@ -293,8 +293,8 @@ fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
     Ok(newest)
 }
 
-/// Refuses a volume that is not the one its store has: the store's other volumes are found by what
-/// the manifest says, and belong to the original.
+/// Refuses a copy of one of the store's volumes: its manifest leads to the other volumes, which belong to the
+/// original.
 fn refuse_copy(volume: &Candidate, newest: &Manifest) -> Result<()> {
     let Some(index) = place(volume, newest) else { return Ok(()) };
     let volumes = &newest.body.volumes;
