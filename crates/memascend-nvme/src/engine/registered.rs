@@ -30,7 +30,7 @@ pub(super) struct Registered {
     _pool: Pool,
     /// Address of the arena.
     start: usize,
-    /// In the order of the kernel's table, which is that of their places in the arena.
+    /// In the order of the kernel's table, by their places in the arena.
     pieces: Vec<Piece>,
 }
 
@@ -155,9 +155,8 @@ fn pieces(whole: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>
     whole.step_by(most).map(move |start| start..end.min(start + most))
 }
 
-/// The pieces of an arena that grows and shrinks: each is one buffer or a part of one, so that what is
-/// given back is a piece of its own. Only where those would be too many, a piece is of several small
-/// buffers.
+/// The pieces of an arena that grows and shrinks: each is one buffer or a part of one, so that returned
+/// memory is a piece of its own. Where those would be too many, a piece has several small buffers.
 fn sparse_pieces(classes: &[ClassPlace]) -> Vec<Range<usize>> {
     let group =
         |class: &ClassPlace, together: usize| together.min(SPARSE_PIECE_BYTES_MAX / class.bytes).max(1);
@@ -177,7 +176,7 @@ fn sparse_pieces(classes: &[ClassPlace]) -> Vec<Range<usize>> {
         let groups = pieces(class.start..end, group(class, together) * class.bytes);
         groups.flat_map(|group| pieces(group, SPARSE_PIECE_BYTES_MAX))
     };
-    // What lies behind the last piece moves by ordinary transfers.
+    // Bytes behind the last piece move by ordinary transfers.
     classes.iter().flat_map(of_class).take(PIECES_MAX).collect()
 }
 

@@ -131,7 +131,7 @@ impl Wake {
         })
     }
 
-    /// What entering the kernel returned, unless a test has it refuse.
+    /// The kernel's answer, unless a test has it refuse.
     #[cfg(test)]
     fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
         match self.refusal.load(Ordering::SeqCst) {

@@ -1,4 +1,4 @@
-//! A directory by its descriptor: what a volume does with names there, whatever becomes of its path.
+//! A directory by its descriptor: a volume's operations on names there, even if its path changes.
 
 use std::ffi::CString;
 use std::fs::{File, Metadata};
@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// What notes and volumes do with the names of a directory. A simulated one loses power in tests.
+/// Operations on names in a directory. A simulated directory loses power in tests.
 pub(crate) trait Names {
     /// A file that was opened by its name.
     type File: NamedFile;
@@ -55,7 +55,7 @@ pub(crate) struct Folder {
     identity: (u64, u64),
 }
 
-/// What tells a file or directory from every other one: device and inode.
+/// Identity of a file or directory: device and inode.
 pub(crate) fn identity_of(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }

@@ -178,7 +178,7 @@ impl<N: Names> DirectoryNotes<'_, N> {
     }
 }
 
-/// What a flush returned, where a filesystem that cannot be written has nothing to flush.
+/// The result of a flush. A read-only filesystem has nothing to flush.
 fn unless_read_only(flushed: io::Result<()>) -> io::Result<()> {
     match flushed {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EROFS | libc::EINVAL)) => Ok(()),
