@@ -135,7 +135,7 @@ def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int
 
 
 class Checked:
-    """What a check has launched: scalars on a device, there once the stream that the check ran on has come so far."""
+    """Results of a launched check: scalars on a device, valid once its stream has reached that point."""
 
     def __init__(self, flag: torch.Tensor, total: torch.Tensor | None, stream: torch.cuda.Stream) -> None:
         """Take a float32 flag and a float64 sum of squares (None: not summed), which `stream` will have written."""
@@ -203,7 +203,7 @@ def check(
 def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> None:
     """Launch the sums of squares of a gradient's blocks on torch's current stream, without waiting.
 
-    Each sum equals, to the bit, that of the CPU's kernels for the block (`_memascend.gradient_stats`).
+    Each sum has the bits of the CPU's kernels for the block (`_memascend.gradient_stats`).
 
     Args:
         tensor: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of any shape. Nothing is launched for
@@ -233,7 +233,7 @@ def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> 
 def project(gradient: torch.Tensor, projection: Projection, numbers: torch.Tensor) -> None:
     """Launch the projection of a gradient on torch's current stream, without waiting.
 
-    What is written equals, to the bit, what the CPU's kernels make of a gradient (`ForTests.write_projected`).
+    The result has the bits of the CPU's kernels (`ForTests.write_projected`).
 
     Args:
         gradient: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of the projection's elements.

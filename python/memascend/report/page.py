@@ -62,7 +62,7 @@ def plots(run: Run) -> Iterator[Plot]:
 
 
 def _moved(run: Run) -> dict[str, Values]:
-    """Bytes read and written by volume; of older files, of all volumes together."""
+    """Return the bytes read and written by volume; of older files, of all volumes together."""
     read, written = run.moved("bytes_read"), run.moved("bytes_written")
     series = {
         f"{path}: {name}": of[path] for path in run.volumes for name, of in (("read", read), ("written", written))
@@ -90,7 +90,7 @@ def _over(read: Values, written: Values, seconds: Values) -> Values:
     return [None if r is None or w is None or not s else number((r + w) / s) for r, w, s in rows]
 
 
-#: What is missing where a plot has no values, by its name.
+#: Text in place of a plot without values, by its name.
 MISSING = {
     "lr": "learning rate",
     "norm": "gradient norm",
