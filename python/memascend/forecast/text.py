@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write what `forecast` returned as tables."""
+    """Write the result of `forecast` as tables."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.

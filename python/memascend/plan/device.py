@@ -367,7 +367,7 @@ class _Estimate:
         return lines
 
     def _of_batch(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
-        """Return what is there of the whole batch while slices go through a layer, and the sums of its gradients."""
+        """Return the tensors of the whole batch beside slices that go through a layer, and sums of gradients."""
         # The gradients of the layer's outputs, of its inputs by slices, and of its inputs side by side.
         hidden = [(tokens * shape.hidden * itemsize, 3)]
         layers = ([p.nbytes for p in unit.places if p.parameter.requires_grad] for unit in self.units if unit.repeated)

@@ -68,7 +68,7 @@ class Shape:
         ]
 
     def layer_tensors(self, tokens: int, itemsize: int) -> Tensors:
-        """The tensors of one layer in its backward pass: what autograd kept, and the gradients of activations."""
+        """Return the tensors of one layer in its backward pass: kept ones, and the gradients of activations."""
         narrow = tokens * itemsize
         return [*self.kept_tensors(tokens, itemsize), (narrow * self.mlp, 2), (narrow * self.hidden, 1)]
 

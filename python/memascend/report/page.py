@@ -74,7 +74,7 @@ def _moved(run: Run) -> dict[str, Values]:
 
 
 def _rates(run: Run) -> Plot:
-    """Bytes per second of each volume while it was busy; of older files, of all volumes over the whole step."""
+    """Return the bytes per second of each busy volume; of older files, of all volumes over the whole step."""
     counters = [run.moved(name) for name in ("bytes_read", "bytes_written", "busy_seconds")]
     series = {path: _over(*(counter[path] for counter in counters)) for path in run.volumes}
     note = "read and written, while the volume had requests"
