@@ -37,7 +37,7 @@ def test_the_bytes_of_a_step_are_the_same_everywhere() -> None:
     assert len(moved) == 4
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
     for figure in moved.values():
-        assert any(line.rstrip(" |").endswith(f" {figure}**") or line.endswith(f" {figure} |") for line in rows), figure
+        assert any(line.replace("*", "").endswith(f" {figure} |") for line in rows), figure
     small, large, beside = moved["0.51b", "memascend"], moved["1.6b", "memascend"], moved["0.51b", "zero-infinity"]
     assert f"moves {small} bytes per parameter where ZeRO-Infinity moves {beside}" in _text("docs/index.md")
     assert f"moves {small}, the 1.6B model {large}" in _text("docs/how-it-works.md")

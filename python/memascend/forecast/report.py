@@ -1,6 +1,6 @@
 """The parts of a forecast as dictionaries, ready for JSON.
 
-The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a mapping by kind has the keys
+The keys of a forecast (bytes unless they say otherwise; a mapping by kind has the keys
 `weights_bytes`, `master_bytes`, `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`,
 `moments_bytes`, `gradients_bytes`, `projections_bytes`, `activations_bytes`, `second_slot_bytes`, `kept_bytes`,
 `buffers_bytes`):
