@@ -94,7 +94,7 @@ def instruction_sets() -> dict[str, str]:
 
 
 def size(text: str) -> int:
-    """Bytes, as memascend's options take them."""
+    """Return the bytes, as memascend's options take them."""
     from memascend import parse_size
 
     return parse_size(text)

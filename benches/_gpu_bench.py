@@ -159,7 +159,7 @@ class Base:
     # ---- processes --------------------------------------------------------------------------------------
 
     def left(self) -> float:
-        """Seconds of the time budget."""
+        """Return the seconds of the time budget."""
         minutes = self.args.minutes
         return 1e9 if minutes is None else 60 * minutes - (time.monotonic() - self.began)
 
@@ -188,7 +188,7 @@ class Base:
                 shutil.rmtree(f"{place}/gpu-store", ignore_errors=True)
 
     def model(self, name: str) -> str:
-        """The directory of a model, written where it is not there yet."""
+        """Return the directory of a model, written where it is not there yet."""
         path = self.workdir / "models" / name
         if not path.is_dir():
             shape, words, positions = SHAPES[name]
@@ -243,7 +243,7 @@ class Base:
         return found
 
     def batches(self, tokens: int) -> tuple[int, int]:
-        """Sequences at a time, and how often in a step."""
+        """Return the sequences at a time, and how often in a step."""
         sequences = max(1, tokens // self.args.sequence)
         return (1, sequences) if self.args.accumulate else (sequences, 1)
 

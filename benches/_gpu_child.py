@@ -148,7 +148,7 @@ def busy(profiler) -> dict:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The times that any of the intervals covers, in order and apart."""
+    """Return the times that any of the intervals covers, in order and apart."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -163,7 +163,7 @@ def length(intervals: list[Interval]) -> float:
 
 
 def train(job: dict, keep) -> dict:
-    """A warm-up, measured steps, and one that is inspected; the result is kept after each."""
+    """Return a warm-up, measured steps, and one that is inspected; the result is kept after each."""
     where = Where(job["device"])
     with ExitStack() as stack:
         if job["deterministic"]:
@@ -228,7 +228,7 @@ def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
 
 
 def _watch():
-    """A reading of what memascend holds in host memory, as plan_accuracy.py takes it."""
+    """Return a reading of what memascend holds in host memory, as plan_accuracy.py takes it."""
     from plan_accuracy import Watch
 
     watch = Watch()
@@ -238,7 +238,7 @@ def _watch():
 
 
 def pinned_in_rss() -> float:
-    """Which share of memory pinned by CUDA counts as this process's anonymous memory: drivers differ."""
+    """Return which share of memory pinned by CUDA counts as this process's anonymous memory: drivers differ."""
     import memascend
 
     nbytes = 256 << 20
@@ -260,7 +260,7 @@ def write(job: dict, keep) -> dict:
 
 
 def describe(job: dict, keep) -> dict:
-    """The device, as PyTorch and the driver name it."""
+    """Return the device, as PyTorch and the driver name it."""
     if job["device"] == "cpu" or not torch.cuda.is_available():
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(torch.device(job["device"]))

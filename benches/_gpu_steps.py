@@ -51,7 +51,7 @@ def moved_by(told: dict, model: tuple, tokens: int, sequence: int, **passes: boo
 
 
 def step_figures(told: dict, tokens: int, parameters: int) -> dict:
-    """Times, waits and peaks of the measured steps."""
+    """Return the times, waits and peaks of the measured steps."""
     measured = [step for step in told["steps"] if step["kind"] == "measured"]
     seconds = statistics.median(step["seconds"] for step in measured)
     row = {

@@ -9,7 +9,7 @@ SEED = 1
 
 
 def llama_config(shape, vocabulary: int, positions: int = 2048):
-    """A configuration; `shape` is (hidden, intermediate, layers, heads, key/value heads)."""
+    """Return a configuration; `shape` is (hidden, intermediate, layers, heads, key/value heads)."""
     from transformers import LlamaConfig
 
     hidden, intermediate, layers, heads, kv_heads = shape

@@ -54,7 +54,7 @@ SETTLE_SECONDS, ANSWER = 1.0, "busy.py: "
 
 
 def environment(setting: str) -> dict[str, str]:
-    """The environment of a setting, whose parts are joined by "+".
+    """Return the environment of a setting, whose parts are joined by "+".
 
     `auto`, `spin` and `yield` are memascend's waits; `passive` and `spins-N` are OpenMP's own (N rounds before a thread
     sleeps); `bind` ties each thread to a processor; `torch-N` and `update-N` are numbers of threads.
@@ -126,7 +126,7 @@ class Child:
         self._log_path, self._limit_s = log, job["limit_s"]
 
     def answer(self) -> dict:
-        """The child's next answer; ChildFailed where it ends or takes longer than the limit."""
+        """Return the child's next answer; ChildFailed where it ends or takes longer than the limit."""
         stop = threading.Timer(self._limit_s, self.kill)
         stop.start()
         try:
@@ -197,7 +197,7 @@ def conditions(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, budget: int) -> list[dict]:
-    """A row for each condition, of one process."""
+    """Return a row for each condition, of one process."""
     scratch = workdir / "scratch"
     scratch.mkdir()
     python = args.deepspeed_python if system == "zero-infinity" else sys.executable
@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, 
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Medians and worst steps over all rounds, beside the quiet median of the same system and setting."""
+    """Return the medians and worst steps over all rounds, beside the quiet median of the same system and setting."""
     told: dict[tuple, list[float]] = {}
     for row in rows:
         if "seconds" in row:

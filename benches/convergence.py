@@ -50,7 +50,7 @@ def contestants(width: int) -> dict[str, Contestant]:
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes to learn from, and those to be tested on."""
+    """Return the bytes to learn from, and those to be tested on."""
     files = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "python").rglob("*.py"))]
     every = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     pieces = every[: len(every) // 1024 * 1024].view(-1, 1024)

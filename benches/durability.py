@@ -52,7 +52,7 @@ class Variant:
         self.losses: list[float] = []
 
     def step(self) -> float:
-        """One step; how many seconds it took."""
+        """Return one step; how many seconds it took."""
         begun = time.perf_counter()
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()

@@ -88,7 +88,7 @@ class Training:
         return memascend.stats(self.model)
 
     def digest(self) -> str:
-        """A hash of weights and states."""
+        """Return a hash of weights and states."""
         import torch
 
         import memascend
@@ -243,7 +243,7 @@ def group() -> Iterator[Group]:
 
 
 def in_a_group(workdir: Path, durability: str) -> tuple[dict, list[str]]:
-    """A limit that drops by half while a model trains, and comes back."""
+    """Return a limit that drops by half while a model trains, and comes back."""
     with group() as made:
         job = {"group": made.path, "store": workdir / "auto", "durability": durability, "steps": None}
         with Run(**job, host_memory="auto") as auto:

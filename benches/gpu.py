@@ -270,7 +270,7 @@ def names(allowed):
 
 
 def budgets(text: str) -> list[tuple[str, str]]:
-    """Pairs of device and host memory."""
+    """Return the pairs of device and host memory."""
     pairs = [tuple(pair.split("/")) for pair in text.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of DEVICE/HOST, as 6GiB/12GiB,24GiB/least")

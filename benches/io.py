@@ -48,7 +48,7 @@ class Missing(Exception):
 
 @contextlib.contextmanager
 def cpu_time(who: int = resource.RUSAGE_SELF) -> Iterator[list[float]]:
-    """Fills a list with the user and system seconds of this process (every thread) or of its ended children."""
+    """Fill a list with the user and system seconds of this process (every thread) or of its ended children."""
     taken: list[float] = []
     before = resource.getrusage(who)
     yield taken
@@ -57,7 +57,7 @@ def cpu_time(who: int = resource.RUSAGE_SELF) -> Iterator[list[float]]:
 
 
 def alternate(names: Sequence[str], rounds: int, run: Callable[[str], dict]) -> dict[str, list[dict]]:
-    """Runs each name once per round. Every round begins with another one."""
+    """Run each name once per round. Every round begins with another one."""
     results: dict[str, list[dict]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
@@ -163,7 +163,7 @@ class Fio:
 
 
 def rust_bench() -> Path:
-    """Builds the engines' own bench and returns the program."""
+    """Build the engines' own bench and return the program."""
     if shutil.which("cargo") is None:
         raise Missing("cargo is not installed, and --rust-bench names no program")
     command = ["cargo", "bench", "-p", "memascend-nvme", "--bench", "io", "--no-run", "--message-format=json"]
@@ -257,14 +257,14 @@ def run_measure(volume, workload: Workload, size: int, seconds: float) -> dict:
 
 
 def scramble(view) -> None:
-    """Fills memory with noise: a drive may be faster with zeros, and fio writes noise."""
+    """Fill memory with noise: a drive may be faster with zeros, and fio writes noise."""
     noise = os.urandom(MIB)
     for start in range(0, len(view), MIB):
         view[start : start + MIB] = noise[: len(view) - start]
 
 
 def scramble_all(volume, nbytes: int) -> None:
-    """Fills every free buffer of a volume with noise."""
+    """Fill every free buffer of a volume with noise."""
     leases = []
     while (lease := volume.lease(nbytes)) is not None:
         scramble(memoryview(lease))
@@ -272,7 +272,7 @@ def scramble_all(volume, nbytes: int) -> None:
 
 
 def fill(volume, size: int) -> None:
-    """Writes the whole file once: blocks that were never written are not read from the drive."""
+    """Write the whole file once: blocks that were never written are not read from the drive."""
     leases = [volume.lease(BATCH_BYTES) for _ in range(2)]
     flights: list = [None, None]
     for number, start in enumerate(range(0, size, BATCH_BYTES)):
@@ -345,7 +345,7 @@ def beside_fio(args: argparse.Namespace, workdir: Path) -> dict:
 
 
 def against(workload: Workload, runs: dict[str, list[dict]]) -> dict:
-    """The ratios to fio, and which of them miss."""
+    """Return the ratios to fio, and which of them miss."""
     speed, least = ("requests_per_second", IOPS_MIN) if workload.random else ("bytes_per_second", BANDWIDTH_MIN)
     ratios, misses = {}, []
     for name in runs:
@@ -415,7 +415,7 @@ def census(size: int) -> list[int]:
 
 
 def stamp(view, number: int) -> None:
-    """Marks both ends of a tensor, so that reading back the wrong bytes is noticed."""
+    """Mark both ends of a tensor, so that reading back the wrong bytes is noticed."""
     struct.pack_into("<Q", view, 0, number)
     struct.pack_into("<Q", view, len(view) - 8, ~number & (2**64 - 1))
 
@@ -437,7 +437,7 @@ def sync_filesystem(directory: Path) -> None:
 
 
 def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None] = lambda: None) -> dict:
-    """Times each step; a read begins without a page cache."""
+    """Return the times each step; a read begins without a page cache."""
     result = {}
     for name, step in steps.items():
         if name == "read":
@@ -451,7 +451,7 @@ def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None]
 
 
 def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
-    """A store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
+    """Return a store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
     from memascend._memascend import Runtime
 
     baseline = rss()["hwm"]
@@ -559,7 +559,7 @@ def peer_deepspeed(directory: Path, sizes: list[int], setting: list) -> dict:
 
 
 def peer_torch(directory: Path, sizes: list[int], _setting: list) -> dict:
-    """A file for each tensor by torch.save and torch.load, through the page cache."""
+    """Return a file for each tensor by torch.save and torch.load, through the page cache."""
     import torch
 
     baseline = rss()["hwm"]
@@ -594,7 +594,7 @@ PEERS = {"memascend": peer_memascend, "deepspeed": peer_deepspeed, "torch": peer
 
 
 def child(function: str, job: dict, python: Path, cgroup: Path | None = None) -> dict:
-    """Runs a function of this file in a process of its own, in `cgroup` from the beginning."""
+    """Run a function of this file in a process of its own, in `cgroup` from the beginning."""
 
     def enter() -> None:
         if cgroup:
@@ -715,7 +715,7 @@ def loop_devices(directory: Path, count: int) -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def throttled(devices: Sequence[Path], rates: Sequence[int]) -> Iterator[Path]:
-    """A cgroup in which each device gives and takes so many bytes per second."""
+    """Yield a cgroup in which each device gives and takes so many bytes per second."""
     group = throttles_directory() / f"memascend-bench-{os.getpid()}"
     group.mkdir()
     try:
@@ -740,7 +740,7 @@ def throttled(devices: Sequence[Path], rates: Sequence[int]) -> Iterator[Path]:
 
 
 def volume_rate(device: Path, seconds: float) -> float:
-    """Bytes per second of one volume alone."""
+    """Return the bytes per second of one volume alone."""
     from memascend._memascend import Volume
 
     volume = Volume(device, buffer_bytes=MIB, buffer_count=MIX["depth"])

@@ -67,7 +67,7 @@ def child(job: dict) -> dict:
 
 
 def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) -> dict[str, int]:
-    """The bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
+    """Return the bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
     from memascend.forecast.forecast import forecast
 
     work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}

@@ -132,7 +132,7 @@ def bitsandbytes_adamw() -> Contestant:
 
 
 def probe(found: Callable[[], Contestant]) -> Contestant | str:
-    """A peer that has taken a step, or the reason why there is none."""
+    """Return a peer that has taken a step, or the reason why there is none."""
     try:
         contestant = found()
         parameter = torch.nn.Parameter(torch.ones(1 << 16))
@@ -162,7 +162,7 @@ def same_threads(count: int) -> list[str]:
 
 
 def by_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, by rounds of all. Two rounds before make the states and warm up."""
+    """Return the seconds of each, by rounds of all. Two rounds before make the states and warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-2, repeats):
         for name, call in calls.items():
@@ -176,7 +176,7 @@ def by_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def need(contestants: dict[str, Contestant]) -> float:
-    """Bytes per element that a group has in memory at once."""
+    """Return the bytes per element that a group has in memory at once."""
     arrays = sum(2 * dtype.itemsize for dtype in {each.dtype for each in contestants.values()})
     states = sum(each.states for each in contestants.values())
     return torch.float32.itemsize + arrays + states + max(each.temporaries for each in contestants.values())
@@ -216,7 +216,7 @@ def measure(group: str, contestants: dict[str, Contestant], numel: int, repeats:
 
 
 def of_group(rows: list[dict]) -> list[dict[str, dict]]:
-    """Rows by name, for each group and size."""
+    """Return the rows by name, for each group and size."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault((row["elements"], row["group"]), {})[row["name"]] = row

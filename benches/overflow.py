@@ -39,7 +39,7 @@ READS = ("numpy", "torch", "numpy_or")
 
 
 def by_turns(calls: dict[str, Callable[[], object]], repeats: int, clock: Callable[..., float]) -> dict[str, float]:
-    """The fastest of each, in seconds, after one round that warms up."""
+    """Return the fastest of each, in seconds, after one round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():

@@ -43,7 +43,7 @@ def pinned(nbytes: int, huge_pages: bool) -> torch.Tensor:
 
 
 def rate(engine: FileEngine, file: Path, buffer: torch.Tensor, mix: str, nbytes: int) -> float:
-    """Bytes per second: each MiB of the buffer moves a MiB of the file, and then the next that is due."""
+    """Return the bytes per second: each MiB of the buffer moves a MiB of the file, and then the next that is due."""
     pieces = [(FileTransfers(engine), buffer[start : start + MIB]) for start in range(0, buffer.numel(), MIB)]
     half = nbytes // 2
     began = time.perf_counter()

@@ -125,7 +125,7 @@ def copies(nbytes: int, rounds: int) -> list[dict]:
 
 
 def measure(sizes: list[int], repeats: int) -> tuple[list[dict], dict[str, str]]:
-    """Every allocator that works here, and why the others do not. torch's comes last: it keeps what it had."""
+    """Return every allocator that works here, and why the others do not. torch's comes last: it keeps what it had."""
     rows, missing = [], {}
     for name, huge_pages in BACKENDS:
         make = memory_of(name, huge_pages)

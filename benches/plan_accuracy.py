@@ -107,7 +107,7 @@ class Watch:
         return info.uordblks + info.hblkhd
 
     def read(self) -> int | None:
-        """Anonymous resident bytes less malloc's bytes in use; None if those changed meanwhile.
+        """Return the anonymous resident bytes less malloc's bytes in use; None if those changed meanwhile.
 
         The least of three readings a millisecond apart: glibc counts a large block as freed before it unmaps it.
         """
@@ -129,7 +129,7 @@ class Watch:
         return (int(fields[1]) - int(fields[2])) * self._page - after
 
     def steady(self) -> int:
-        """A reading with nothing going on."""
+        """Return a reading with nothing going on."""
         while (value := self.read()) is None:
             pass
         return value
@@ -293,7 +293,7 @@ def plan_of(model_dir: Path, seq_len: int) -> dict:
 
 
 def under_limits(model_dir: Path, options: dict) -> list[dict]:
-    """The same run in a memory cgroup: at the baseline plus the plan plus 5%, and below the plan."""
+    """Return the same run in a memory cgroup: at the baseline plus the plan plus 5%, and below the plan."""
     root = Path("/sys/fs/cgroup/memory")
     if not (root / "memory.limit_in_bytes").exists():
         raise SystemExit("--cgroup needs cgroup v1's memory controller")

@@ -242,7 +242,7 @@ def optimizer_step(optimizer) -> None:
 
 
 def stand_in(config: dict):
-    """The model with parameters of the right shapes that hold one element each."""
+    """Return the model with parameters of the right shapes that hold one element each."""
     model = build(config, "meta")
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -474,7 +474,7 @@ def gib(nbytes: float) -> str:
 
 
 def idle(row: dict) -> str:
-    """Bytes reserved but not asked for at the peak, by consumer; the JSON has those below 0.1 MiB too."""
+    """Return the bytes reserved but not asked for at the peak, by consumer; the JSON has those below 0.1 MiB too."""
     spare = {line["consumer"]: line["reserved"] - line["live"] for line in row["consumers"]}
     largest = sorted(spare.items(), key=lambda item: -item[1])
     return "; ".join(f"{who}: {nbytes / MIB:.1f} MiB" for who, nbytes in largest if nbytes >= MIB / 10) or "nothing"

@@ -56,7 +56,7 @@ NETWORK_LIMIT = 1.03
 
 
 def sent(collective: str, ranks: int, nbytes: int, root: bool) -> float:
-    """Bytes that a rank sends in a collective over `nbytes` of the whole."""
+    """Return the bytes that a rank sends in a collective over `nbytes` of the whole."""
     if collective == "broadcast":
         return (ranks - 1) * nbytes * root
     return nbytes * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
@@ -111,7 +111,7 @@ class Counter:
 
 
 def loopback() -> int:
-    """Bytes that the loopback device has sent."""
+    """Return the bytes that the loopback device has sent."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -320,7 +320,7 @@ def measure(workdir: Path, args: argparse.Namespace, model: str, system: str, ho
 
 
 def summary(rounds: list[dict]) -> dict:
-    """The medians of several rounds; the first failure if there was one."""
+    """Return the medians of several rounds; the first failure if there was one."""
     if failed := [got for got in rounds if "failed" in got]:
         return failed[0]
     keys = [key for key, value in rounds[0].items() if isinstance(value, int | float)]

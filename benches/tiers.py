@@ -130,7 +130,7 @@ class Bench:
         return row
 
     def budgets(self, update: str = "forward") -> dict[str, int]:
-        """The bytes of the budgets that have a name, with updates in that pass."""
+        """Return the bytes of the budgets that have a name, with updates in that pass."""
         found = start(
             sys.executable,
             {
@@ -181,7 +181,7 @@ class Bench:
 
 
 def table(rows: list[dict]) -> str:
-    """All configurations, each beside the one in memory."""
+    """Return all configurations, each beside the one in memory."""
     memory = next((row["step_s"] for row in rows if row["system"] == "in-memory-exact" and "step_s" in row), None)
     lines = []
     for row in rows:
@@ -219,7 +219,7 @@ def _named(row: dict) -> str:
 
 
 def faults(rows: list[dict]) -> list[str]:
-    """The limits that were missed, as far as this run has figures for them."""
+    """Return the limits that were missed, as far as this run has figures for them."""
     found = [f"{row['system']} {row['budget']}: skipped" for row in rows if "skipped" in row and row["budget"]]
     done = [row for row in rows if "step_s" in row]
     ours = [row for row in done if row["system"] == "memascend" and row.get("clips", True)]

@@ -305,7 +305,7 @@ def _panel(row: dict, top: int) -> list[str]:
 
 
 def _strip(y: int, cells: list[tuple[str, float]]) -> list[str]:
-    """A row of coloured cells; neighbours that are alike are one."""
+    """Return a row of coloured cells; neighbours that are alike are one."""
     width, lines, first = WIDTH - LEFT - RIGHT, [], 0
     for index in range(1, len(cells) + 1):
         if index < len(cells) and cells[index] == cells[first]:

@@ -174,7 +174,7 @@ def child(job: dict) -> None:
 
 
 def overflow(engine) -> dict[str, float]:
-    """Seconds of the overflow check of a whole model's fp16 gradients, and what it allocates at most."""
+    """Return the seconds of the overflow check of a whole model's fp16 gradients, and what it allocates at most."""
     import torch
 
     optimizer = engine.optimizer
@@ -251,7 +251,7 @@ def measure(
 
 
 def whole(runs: list[dict]) -> dict:
-    """The medians of several rounds of one variant; the first failure if there was one."""
+    """Return the medians of several rounds of one variant; the first failure if there was one."""
     if failed := [run for run in runs if "failed" in run]:
         return failed[0]
     keys = ("hwm_bytes", "system_peak_bytes", "tokens_per_second", "ssd_bytes_read", "ssd_bytes_written")

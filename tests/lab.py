@@ -65,7 +65,7 @@ class LoopDevice:
 
 @contextlib.contextmanager
 def loop_device(size: int, sector: int = 512, backing: str | Path = "shm") -> Iterator[LoopDevice]:
-    """A device of `size` bytes on memory ("shm") or on a file in the directory `backing`."""
+    """Yield a device of `size` bytes on memory ("shm") or on a file in the directory `backing`."""
     with contextlib.ExitStack() as cleanup:
         if backing == "shm":
             file = os.memfd_create(f"device-{uuid.uuid4().hex}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -169,7 +169,7 @@ def mounted(kind: str, size: int, where: Path, sector: int = 512, features: str 
 
 @contextlib.contextmanager
 def overlaid(below: Path, where: Path) -> Iterator[Path]:
-    """An overlay on the new directory `where`, whose files come to lie in the directory `below`."""
+    """Yield an overlay on the new directory `where`, whose files come to lie in the directory `below`."""
     with contextlib.ExitStack() as cleanup:
         for name in ("lower", "upper", "work"):
             (below / name).mkdir()
@@ -287,7 +287,7 @@ class Child:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether it has not ended yet."""
         return self._process.is_alive()
 
     def told(self) -> str:
@@ -303,7 +303,7 @@ class Child:
             raise AssertionError(f"it ended too early: {self.told()}") from None
 
     def wait(self, seconds: float = 60) -> Ended:
-        """How it ends by itself, in this time."""
+        """Return how it ends by itself, in this time."""
         self._process.join(seconds)
         assert self._process.exitcode is not None, f"it hangs: {self.told()}"
         return Ended(self._process.exitcode, *(file.read_text() for file in self._files))

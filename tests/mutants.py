@@ -110,7 +110,7 @@ MUTANTS = (
 
 
 def lives(mutant: Mutant) -> bool:
-    """Whether the tests pass with a mutation."""
+    """Return whether the tests pass with a mutation."""
     file = COPY / mutant.file
     original = file.read_text()
     if original.count(mutant.text) != 1:

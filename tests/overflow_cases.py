@@ -28,12 +28,12 @@ def numbers(numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> t
 
 
 def squares(*tensors: torch.Tensor) -> float:
-    """The reference: every square exact, added without rounding."""
+    """Return the reference: every square exact, added without rounding."""
     return math.fsum(square for tensor in tensors for square in (tensor.double() ** 2).flatten().tolist())
 
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 16-bit type; of fp32 every exponent with awkward mantissas, and both signs."""
+    """Return every bit pattern of a 16-bit type; of fp32 every exponent with awkward mantissas, and both signs."""
     if dtype != torch.float32:
         return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
     mantissas = [0, 1, 0x400000, 0x3FFFFF, 0x7FFFFF, 0x7FE000, 0x001000, 0x555555]

@@ -35,7 +35,7 @@ def native_threads() -> list[str]:
 
 
 def native_threads_end() -> bool:
-    """Whether no native thread is left. The kernel lists one that was joined for a moment more."""
+    """Return whether no native thread is left. The kernel lists one that was joined for a moment more."""
     deadline = time.monotonic() + 10
     while native_threads() and time.monotonic() < deadline:
         time.sleep(0.01)

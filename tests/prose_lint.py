@@ -111,12 +111,12 @@ def docstrings(text: str) -> Iterator[tuple[ast.AST, str]]:
 def without_imperative(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the functions whose docstring begins without an imperative: the line's number, and the first line.
 
-    Properties, and functions that a decorator makes one, are named like values.
+    Properties and fixtures are named like values, and tests by sentences.
     """
     if path.suffix != ".py":
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
             continue
         docstring = ast.get_docstring(node)
         decorators = " ".join(map(ast.unparse, node.decorator_list))

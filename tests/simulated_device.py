@@ -196,7 +196,7 @@ def _arguments(schema: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tup
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first element to its last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

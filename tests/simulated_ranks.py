@@ -270,7 +270,7 @@ class Work:
             raise RuntimeError("[simulated.cc:1] Connection closed by peer. Or no answer in time")
 
     def is_completed(self) -> bool:
-        """Whether it has ended or failed."""
+        """Return whether it has ended or failed."""
         return self._over
 
 
@@ -286,7 +286,7 @@ class Group:
         self.begun = 0
 
     def get_group_store(self) -> Group:
-        """The group is its own store of keys."""
+        """Return the group is its own store of keys."""
         return self
 
     def set(self, key: str, value: str) -> None:
@@ -306,7 +306,7 @@ class Group:
         return int(self.simulation.keys[key])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
+        """Return whether all keys have values."""
         self._ask()
         return all(key in self.simulation.keys for key in keys)
 
@@ -397,7 +397,7 @@ class Uncounted(dict):
     """How many `Ranks` a group has had: all are made in this process, and each is the first of its rank."""
 
     def __missing__(self, _: str) -> int:
-        """None yet."""
+        """Return none yet."""
         return 0
 
     def __setitem__(self, *_: Any) -> None:

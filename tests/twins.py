@@ -224,11 +224,11 @@ class Side:
         return None
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of all parameters, read as a program reads them."""
+        """Return the copies of all parameters, read as a program reads them."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor | str | None]:
-        """Copies of all gradients, but of those that a step has consumed."""
+        """Return the copies of all gradients, but of those that a step has consumed."""
         return {name: _gradient(parameter) for name, parameter in self.model.named_parameters()}
 
     def cheap(self) -> dict[str, Any]:
@@ -459,7 +459,7 @@ class Twins:
     # ---- text -------------------------------------------------------------------------------------------
 
     def changed_options(self) -> dict[str, Any]:
-        """The options that are not as usual."""
+        """Return the options that are not as usual."""
         return {name: value for name, value in asdict(self).items() if value != getattr(type(self), name)}
 
 

@@ -57,7 +57,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def learns_the_next_token(model: Any) -> bool:
-    """Whether logits depend on what came before alone, and the loss is that of the next token's."""
+    """Return whether logits depend on what came before alone, and the loss is that of the next token's."""
     ids = torch.randint(4, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
     other[0, 8:] = torch.randint(4, VOCABULARY, (4,), generator=torch.Generator().manual_seed(2))

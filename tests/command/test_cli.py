@@ -38,7 +38,7 @@ def room(tmp_path, model_dir):
 
 
 def command(room, *more, **changed):
-    """Arguments of a small run; `changed` replaces a flag's value, or drops it with None."""
+    """Return the arguments of a small run; `changed` replaces a flag's value, or drops it with None."""
     flags = {
         "data": room / "text.txt",
         "store": room / "store",
@@ -57,7 +57,7 @@ def command(room, *more, **changed):
 
 
 def listing(room):
-    """Every path under `room` with what it holds."""
+    """Return every path under `room` with what it holds."""
     return {str(p.relative_to(room)): p.read_bytes() if p.is_file() else None for p in room.rglob("*")}
 
 
@@ -364,7 +364,7 @@ def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
 
 
 def start_process(room, **changed):
-    """A long run of the command in its own process."""
+    """Return a long run of the command in its own process."""
     words = command(room, **{"metrics": room / "metrics.jsonl", "steps": 100_000} | changed)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return forked.Program(["-P", "-m", "memascend", *words], cwd=room, **pipes)

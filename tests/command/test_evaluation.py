@@ -57,7 +57,7 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def loss_of(model_dir: Path, weights: Path) -> float:
-    """The loss of written weights on what is held out, without anything of the Trainer's."""
+    """Return the loss of written weights on what is held out, without anything of the Trainer's."""
     room = model_dir.parent
     scratch = room / f"scratch-{weights.name}"
     scratch.mkdir()

@@ -32,7 +32,7 @@ def words(tmp_path: Path) -> dict[str, str]:
 
 
 def error_of(capfd: pytest.CaptureFixture[str], words: dict[str, str]) -> str:
-    """The one line that a run with these words ends with."""
+    """Return the one line that a run with these words ends with."""
     flags = [word for flag, value in words.items() if flag != "model" for word in (flag, value)]
     assert main(["finetune", words["model"], *flags]) == BAD_INPUT
     told = capfd.readouterr().err

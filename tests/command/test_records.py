@@ -83,7 +83,7 @@ def blocks_of(room: Path, data: Path, *, seq_len: int = 16, template: str | None
 
 
 def shown(room: Path, batch: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """The text of each row, and what of it is trained on."""
+    """Return the text of each row, and what of it is trained on."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(room / "tokenizer")
     rows = []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
@@ -157,7 +157,7 @@ def test_packed_documents_keep_their_labels(room: Path) -> None:
 
 
 def stored(blocks: Blocks) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every sequence in stored order."""
+    """Return every sequence in stored order."""
     count = len(blocks)
     found = {}
     for position in range(count):

@@ -51,7 +51,7 @@ def go(model: nn.Module, optimizer: Any, steps: range) -> dict[str, torch.Tensor
 
 
 def in_memory(steps: int) -> dict[str, torch.Tensor]:
-    """The weights after `steps` steps in memory."""
+    """Return the weights after `steps` steps in memory."""
     model = small()
     return go(model, memascend.AdamW(model.parameters(), lr=1e-2), range(steps))
 

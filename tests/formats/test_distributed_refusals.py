@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 def small(seed: int = 0) -> nn.Module:
-    """A model whose layers are packed."""
+    """Return a model whose layers are packed."""
     torch.manual_seed(seed)
     return tiny.Plain(width=64, vocabulary=2048)
 

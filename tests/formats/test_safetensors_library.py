@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def build() -> LlamaForCausalLM:
-    """A model whose head is tied to its embedding."""
+    """Return a model whose head is tied to its embedding."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**tiny.SMALLEST_DECODER, tie_word_embeddings=True))
 

@@ -179,7 +179,7 @@ class Host:
         return bool(flag[0]), float(total[0]) if norm else None
 
     def block_sums(self, tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-        """The bits of the blocks' sums of squares, and the flag."""
+        """Return the bits of the blocks' sums of squares, and the flag."""
         blocks = -(-tensor.numel() // BLOCK)
         sums, flag = np.full(blocks + 1, 1e300), np.zeros(1, np.int32)
         self._library.block_sums(
@@ -216,7 +216,7 @@ class Host:
         return numbers[:-1]
 
     def convert(self, dtype: torch.dtype, bits: np.ndarray, rounding: bool) -> np.ndarray:
-        """The fp32 bits of values, or fp32 bits rounded to a dtype's."""
+        """Return the fp32 bits of values, or fp32 bits rounded to a dtype's."""
         source, target = np.ascontiguousarray(bits, np.uint32), np.empty(bits.size, np.uint32)
         self._library.convert(
             ctypes.c_ulonglong(launcher.DTYPES[dtype]),
@@ -345,7 +345,7 @@ def test_a_found_flag_stops_the_chunks_after_it(host: Host) -> None:
 
 
 def stats_of_blocks(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The bits of each block's sum of squares by the CPU's kernels, and 1 if any element is not finite."""
+    """Return the bits of each block's sum of squares by the CPU's kernels, and 1 if any element is not finite."""
     found = [
         _memascend.gradient_stats(str(part.dtype).removeprefix("torch."), part.numel(), part.data_ptr())
         for part in tensor.flatten().split(BLOCK)

@@ -49,7 +49,7 @@ def told(capfd: pytest.CaptureFixture[str], words: list[Any]) -> tuple[int, str,
 
 
 def refusal(capfd: pytest.CaptureFixture[str], words: list[Any]) -> str:
-    """The line in which a command refuses."""
+    """Return the line in which a command refuses."""
     code, out, err = told(capfd, words)
     assert code == 2, err
     assert out == ""
@@ -58,7 +58,7 @@ def refusal(capfd: pytest.CaptureFixture[str], words: list[Any]) -> str:
 
 
 def measured(place: Any, mix: float, **worth: bool) -> dict[str, Any]:
-    """A measurement as `memascend bench` remembers it."""
+    """Return a measurement as `memascend bench` remembers it."""
     return {
         "place": str(place),
         "identity": drives.identity(place),
@@ -220,7 +220,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finetune(model_dir: Path, out: Path, *places: Any, **flags: Any) -> list[Any]:
-    """Arguments of a small run."""
+    """Return the arguments of a small run."""
     words = ["finetune", model_dir, "--data", model_dir.parent / "text.txt", "--out", out]
     words += ["--steps", 2, "--seq-len", 32, "--grad-accum", 2, "--dtype", "bfloat16"]
     for place in places:
@@ -355,7 +355,7 @@ def test_a_device_without_room_is_named(device: lab.LoopDevice, offloaded: Calla
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, faults: str) -> dict[str, Any]:
-    """Options for a drive in memory with these faults."""
+    """Return the options for a drive in memory with these faults."""
     monkeypatch.setenv("MEMASCEND_SIM_FAULTS", faults)
     return {"engine": "sim"}
 

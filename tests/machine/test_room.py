@@ -50,7 +50,7 @@ def write(root: Path, files: dict[str, Any]) -> None:
 
 
 def room(part: str) -> tuple[int, int]:
-    """Bytes left, and of these the reserve, of the bound whose description has `part`."""
+    """Return the bytes left, and of these the reserve, of the bound whose description has `part`."""
     (bound,) = [bound for bound in limits.memory_bounds() if part in bound.description]
     return bound.left, bound.reserve
 

@@ -71,7 +71,7 @@ SECONDS = 600
 
 
 def architectures() -> list[str]:
-    """The classes that the auto classes with a task list."""
+    """Return the classes that the auto classes with a task list."""
     found = set()
     for name, mapping in vars(modeling_auto).items():
         if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES"):
@@ -84,12 +84,12 @@ ARCHITECTURES = architectures()
 
 
 def is_listed_version() -> bool:
-    """Whether these are the transformers whose architectures are listed."""
+    """Return whether these are the transformers whose architectures are listed."""
     return transformers.__version__.startswith(f"{LISTED['transformers']}.")
 
 
 def is_trained(name: str) -> bool:
-    """Whether a small model of an architecture was built and trained in memory."""
+    """Return whether a small model of an architecture was built and trained in memory."""
     return not any(name in LISTED[kind] for kind in ("not built", "not trained", "not run"))
 
 

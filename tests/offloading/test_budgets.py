@@ -134,7 +134,7 @@ def test_an_undeterministic_forward_is_told(offloaded: Callable[..., nn.Module])
 
 
 def wide(tie: bool = False) -> nn.Module:
-    """A Llama whose embedding, head and layers are each too large to share a unit."""
+    """Return a Llama whose embedding, head and layers are each too large to share a unit."""
     torch.manual_seed(3)
     config = LlamaConfig(
         **tiny.SMALL_DECODER

@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def config(**options: Any) -> Any:
-    """Adapters with dropout, so that what is recomputed must draw the same random numbers."""
+    """Return the adapters with dropout, so that what is recomputed must draw the same random numbers."""
     defaults = {"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**defaults | options)
 
@@ -87,7 +87,7 @@ def gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 @cache
 def reference(dtype: torch.dtype | None = None, checkpointing: bool = False, **options: Any) -> Run:
-    """The same in memory."""
+    """Return the same in memory."""
     model = tiny.build("llama")
     if checkpointing:
         tiny.enable_checkpointing(model)

@@ -136,7 +136,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """A sum to which every value of every output contributes with a weight of its own."""
+    """Return a sum to which every value of every output contributes with a weight of its own."""
     trained = [output.flatten() for output in outputs if output.requires_grad]
     return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype)).sum().float() for o in trained)
 
@@ -147,7 +147,7 @@ def _reason(error: Exception) -> str:
 
 @cache
 def cases(name: str, dtype: str) -> list[Case]:
-    """All inputs of a module: for training and for evaluation mode, alone and as recomputed layers."""
+    """Return all inputs of a module: for training and for evaluation mode, alone and as recomputed layers."""
     info, made = modules()[name], []
     for training in (True, False):
         torch.manual_seed(0)
@@ -210,5 +210,5 @@ def test_the_docs_say_how_many() -> None:
 
 
 def is_listed_version() -> bool:
-    """Whether this PyTorch has the inputs that are listed; another may have more or less of them."""
+    """Return whether this PyTorch has the inputs that are listed; another may have more or less of them."""
     return torch.__version__.startswith(f"{LISTED['torch']}.")

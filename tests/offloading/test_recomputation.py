@@ -168,7 +168,7 @@ def inputs(number: int) -> torch.Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every buffer, tensor attribute and count of a model, and every gradient."""
+    """Return every buffer, tensor attribute and count of a model, and every gradient."""
     state = {f"gradient of {name}": gradient for name, gradient in tiny.gradients_of(model)}
     for name, module in model.named_modules():
         attributes = {key: value for key, value in module.__dict__.items() if type(value) is torch.Tensor}

@@ -39,7 +39,7 @@ def round_gradients(model: nn.Module) -> nn.Module:
 
 
 def least(architecture: str) -> int:
-    """The least host memory with rounded gradients: most of them are spilled."""
+    """Return the least host memory with rounded gradients: most of them are spilled."""
     return smallest_plan(partition(tiny.build(architecture, torch.float32), gradients="bfloat16")).total
 
 

@@ -44,7 +44,7 @@ def build(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def padded(architecture: str, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """A batch whose rows have fewer and fewer tokens."""
+    """Return a batch whose rows have fewer and fewer tokens."""
     inputs = tiny.batch(architecture, number, rows=rows)
     inputs["attention_mask"] = (torch.arange(16) < torch.arange(16, 16 - rows, -1)[:, None]).long()
     return inputs
@@ -471,7 +471,7 @@ def test_a_step_moves_no_more_for_more_micro_batches(offloaded: Offload) -> None
     least = tiny.smallest_budget(build("llama"))
 
     def moved(count: int) -> list[int]:
-        """Bytes that the second step reads and writes, its update included."""
+        """Return the bytes that the second step reads and writes, its update included."""
         model = offloaded(
             build("llama"), host_memory=least, micro_batch_size=1, activations="recompute", keep_store="replace"
         )

@@ -302,7 +302,7 @@ REFUSED_OPTIONS = ("capturable", "differentiable")
 
 
 def common() -> Any:
-    """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
+    """Return the module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
     needs.package("expecttest")
     with warnings.catch_warnings():
         # Ignore its warnings about other packages that PyTorch's tests use.
@@ -423,7 +423,7 @@ def rounded(values: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(values: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (blocks, 256) and scales (blocks, 1)."""
+    """Return the codes (blocks, 256) and scales (blocks, 1)."""
     blocks = nn.functional.pad(values, (0, -values.numel() % 256)).view(-1, 256)
     scales = blocks.abs().amax(dim=1, keepdim=True)
     boundaries = (map_[1:] + map_[:-1]) / 2

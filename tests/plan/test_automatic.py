@@ -21,7 +21,7 @@ STEP = 40 * MIB
 
 
 def plan_of(total: int) -> Plan:
-    """A plan of `total` bytes between the least and the most."""
+    """Return a plan of `total` bytes between the least and the most."""
     plan = Plan(total, bookkeeping=Line("all", total, 1), smallest_bytes=LEAST)
     plan.most = Plan(MOST, bookkeeping=Line("all", MOST, 1), smallest_bytes=LEAST)
     return plan
@@ -45,7 +45,7 @@ class Machine:
         return self.budget.decide(self.plan, self.bounds(), grad=grad, **situation)
 
     def go(self, passes: int, taken: int = STEP, **situation: Any) -> list[int]:
-        """The changes of the budget in so many passes."""
+        """Return the changes of the budget in so many passes."""
         changes = []
         for _ in range(passes):
             change = self.look(**situation)

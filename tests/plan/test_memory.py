@@ -39,7 +39,7 @@ def status_bytes(field: str) -> int:
 
 
 def huge_bytes() -> int:
-    """Bytes of the mappings for which this process has asked for huge pages."""
+    """Return the bytes of the mappings for which this process has asked for huge pages."""
     found = size = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Size:"):

@@ -139,7 +139,7 @@ class Drive:
         self.newest = 0
 
     def whole(self) -> set[int]:
-        """The generations of which all manifests and tensors are there."""
+        """Return the generations of which all manifests and tensors are there."""
         found = set()
         for name in (common_step.MANIFEST, common_step.BEFORE, common_step._ASIDE):
             try:
@@ -366,7 +366,7 @@ def run(simulation: Simulation, program: Callable[[Ranks], None]) -> list[Any]:
 
 @lru_cache
 def instants() -> float:
-    """How many instants a step of a rank has that is not disturbed."""
+    """Return how many instants a step of a rank has that is not disturbed."""
     with tempfile.TemporaryDirectory() as folder:
         simulation, world = Simulation(0, 8), World(8, Path(folder))
         assert run(simulation, lambda ranks: go(world, ranks, 4, False)) == [None] * 8

@@ -45,7 +45,7 @@ def device() -> SimulatedDevice:
 
 
 def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
-    """All that a budget of device memory decides."""
+    """Return all that a budget of device memory decides."""
     session = memascend.offload_of(model)
     stats = memascend.stats(model)
     return (
@@ -140,7 +140,7 @@ def test_memory_follows_the_budget(
     optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
 
     def copied() -> int:
-        """Bytes that a forward pass copies to the device once all of it could be there."""
+        """Return the bytes that a forward pass copies to the device once all of it could be there."""
         with torch.no_grad():
             model(**tiny.batch("llama", 0))
             before = h2d_bytes(model)

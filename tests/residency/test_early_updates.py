@@ -34,7 +34,7 @@ def reference(name: str) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
 
 
 def budget(keeps: str) -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build("llama")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = smallest_plan(partition(model), update="backward").total
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_training_in_memory(tmp_path: Path, name: str, dur
 
 @contextmanager
 def training(tmp_path: Path, steps: int = 2, **options: Any) -> Iterator[Run]:
-    """A run of so many steps; from the second on its updates are early."""
+    """Yield a run of so many steps; from the second on its updates are early."""
     model = offload(tmp_path, **{"host_memory": budget("nothing"), "durability": "step"} | options)
     try:
         yield Run(model, "llama", plain=True).go(steps)
@@ -83,7 +83,7 @@ def takes_the_step(run: Run) -> None:
 
 
 def large(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are updated early."""
+    """Return the parameters that are updated early."""
     return [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
 
 

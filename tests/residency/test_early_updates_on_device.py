@@ -38,7 +38,7 @@ def reference(name: str, architecture: str = "llama") -> tuple[dict[int, float],
 
 
 def host_budget(keeps: str, architecture: str = "llama") -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build(architecture)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = smallest_plan(partition(model, fused_loss=None), update="backward", on_device=True).total

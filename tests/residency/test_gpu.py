@@ -188,7 +188,7 @@ def test_training_is_the_same_to_the_bit(offloaded: Callable[..., nn.Module], al
 
 
 def stats_of_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The bits of each block's sum of squares by the CPU's kernels, and whether any element is not finite."""
+    """Return the bits of each block's sum of squares by the CPU's kernels, and whether any element is not finite."""
     parts = [part for part in tensor.flatten().split(BLOCK) if part.numel()]
     name = str(tensor.dtype).removeprefix("torch.")
     found = [_memascend.gradient_stats(name, part.numel(), part.data_ptr()) for part in parts]
@@ -355,7 +355,7 @@ def test_training_inside_another_stream_is_the_same(store: Path, activations: st
 
 
 def limit_is_lifted() -> bool:
-    """Whether PyTorch's allocator may have more of the device than any budget of these tests."""
+    """Return whether PyTorch's allocator may have more of the device than any budget of these tests."""
     return torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
@@ -430,7 +430,7 @@ def test_the_least_budget_works(store: Path, case: str, activations: str) -> Non
 
 
 def wide_llama() -> nn.Module:
-    """A Llama whose tensors are of all sizes of segments: a vocabulary of 4 MiB, an MLP of 2.75 MiB each."""
+    """Return a Llama whose tensors are of all sizes of segments: a vocabulary of 4 MiB, an MLP of 2.75 MiB each."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -40,7 +40,7 @@ def offload(tmp_path: Path, **options: Any) -> nn.Module:
 
 
 def budget(keeps: str) -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build("llama")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = tiny.overlapping_budget(model)

@@ -38,7 +38,7 @@ NO_JOURNAL = "^has_journal"
 
 
 def smallest(model_dir: Path) -> int:
-    """The least budget, with which little stays in memory."""
+    """Return the least budget, with which little stays in memory."""
     return tiny.smallest_budget(LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)) + MIB
 
 
