@@ -1,7 +1,7 @@
 """One measurement of gpu.py in a process of its own: `_gpu_child.py JOB`, a JSON object that names its task.
 
 The interpreter with DeepSpeed runs it too, so memascend is imported where it is used. On the CPU (the smoke run) the
-same code runs, and what only CUDA can tell is None.
+same code runs, and figures that only CUDA gives are None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "clip", "update")
 
 
 class Step:
-    """One optimizer step in its phases; what the counters say of each."""
+    """One optimizer step in its phases, with the counters of each."""
 
     def __init__(self, run, job: dict, number: int, where: Where) -> None:
         generator = torch.Generator().manual_seed(SEED + number)
@@ -117,7 +117,7 @@ Interval = tuple[float, float]
 
 
 def busy(profiler) -> dict:
-    """Seconds in which the device ran any kernel, seconds of copies each way, and the share of these beside kernels.
+    """Return the seconds of kernels on the device, of copies each way, and the share of copies beside kernels.
 
     As the profiler saw them; `overlapped_share` is None where nothing was copied.
     """
@@ -178,7 +178,7 @@ def train(job: dict, keep) -> dict:
         # Contexts, handles and the first kernels of libraries.
         settle_s = time.perf_counter() - began
         if job["system"] in ("memascend", "resident"):
-            import memascend  # noqa: F401 (what importing takes is not the run's)
+            import memascend  # noqa: F401 (the time of importing is not the run's)
         return _train(job, where, keep, settle_s)
 
 
@@ -228,7 +228,7 @@ def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
 
 
 def _watch():
-    """Return a reading of what memascend holds in host memory, as plan_accuracy.py takes it."""
+    """Return a reading of memascend's host memory, as plan_accuracy.py takes it."""
     from plan_accuracy import Watch
 
     watch = Watch()

@@ -1,4 +1,4 @@
-"""What gpu.py trains: an offloaded model, the same one resident on the device, DeepSpeed.
+"""Systems that gpu.py trains: an offloaded model, the same one resident on the device, DeepSpeed.
 
 The interpreter with DeepSpeed imports this too, so memascend is imported where it is used.
 """
@@ -59,7 +59,7 @@ class MemascendRun:
         self.timeline = getattr(self.state, "timeline", None)
 
     def counters(self) -> dict:
-        """What has moved so far, and how often this thread has waited for the device."""
+        """Return the bytes moved so far, and how often this thread has waited for the device."""
         stats = self.state.runtime.stats()
         found = {name: stats[name] for name in ("ssd_bytes_read", "ssd_bytes_written")}
         link = self.state.runtime.device.stats() if self.state.device is not None else {}

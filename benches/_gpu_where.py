@@ -34,7 +34,7 @@ class Where:
         return statistics.median(taken[1:])
 
     def settle(self) -> None:
-        """Take a step of a toy: contexts, handles and what libraries allocate once are not counted."""
+        """Take a step of a toy: contexts, handles and one-time allocations of libraries are not counted."""
         from transformers import LlamaForCausalLM
 
         config = llama_config((64, 128, 2, 4, 2), 256)

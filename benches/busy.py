@@ -39,7 +39,7 @@ from peak_memory import RUNS, VOCABULARY, budgets
 SHAPES = {"tiny": (256, 704, 4, 4, 2), "171m": (1024, 2816, 9, 16, 8), "0.51b": (1536, 4096, 16, 24, 12)}
 SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 KINDS = ("loops", "tests")
-#: What is added to the niceness of neighbours.
+#: Added to the niceness of neighbours.
 PRIORITIES = {"equal": 0, "lower": 10}
 LOOP = [sys.executable, "-c", "while True: pass"]
 #: A real test run, again and again.
@@ -49,7 +49,7 @@ TESTS = [
     f"while :; do '{sys.executable}' -P -m pytest -c ../pyproject.toml --rootdir .. -q -p no:cacheprovider "
     "vocabulary optim/test_steps.py; done",
 ]
-#: For how long neighbours settle, and what a child's answers begin with.
+#: For how long neighbours settle, and the prefix of a child's answers.
 SETTLE_SECONDS, ANSWER = 1.0, "busy.py: "
 
 
@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, 
         for kind, count, priority in conditions(args):
             row = {"system": system, "setting": setting, "kind": kind, "neighbours": count, "priority": priority}
             with neighbours(kind, count, priority):
-                # The first step beside new neighbours counts: that is what a run meets.
+                # The first step beside new neighbours counts, as in a real run.
                 rows.append(row | began | {"load": os.getloadavg()[0]} | child.steps(args.steps))
             last = rows[-1]
             print(

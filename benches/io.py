@@ -6,7 +6,7 @@
     python benches/io.py volumes                                # needs root, loop devices and cgroup v1's blkio
     python benches/io.py all --check --output benches/results/io.json
 
-What stands beside one another is measured by turns, the order rotated with every round. A ratio is the median of the
+Compared figures are measured by turns, the order rotated with every round. A ratio is the median of the
 rounds' ratios, so that a drift of the drive hits both sides.
 """
 
@@ -119,7 +119,7 @@ class Fio:
             "--ioengine=io_uring",
             "--direct=1",
             "--output-format=json",
-            # What costs fio processor time and the engines do not do.
+            # Work that costs fio processor time and the engines do not do.
             "--scramble_buffers=0",
             "--norandommap=1",
         ]
@@ -211,7 +211,7 @@ def through_leases(volume, workload: Workload, size: int, seconds: float) -> dic
         at[operation] += count
         return [place % places * nbytes for place in range(first, first + count)]
 
-    # A batch of the mix has a lease for what it reads and one for what it writes.
+    # A batch of the mix has a lease for its reads and one for its writes.
     leases = [{name: volume.lease(batch * nbytes) for name in at} for _ in range(2)]
     assert all(lease is not None for pair in leases for lease in pair.values())
     flights: list[list] = [[], []]
@@ -399,7 +399,7 @@ PEER_PHASES = ["write", "write_again", "read"]
 
 
 def census(size: int) -> list[int]:
-    """Bytes of every tensor of Qwen2.5-7B in bfloat16, the large ones scaled so that all take `size` bytes."""
+    """Return the bytes of every tensor of Qwen2.5-7B in bfloat16, large ones scaled to `size` bytes in all."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -632,7 +632,7 @@ def beside_peers(args: argparse.Namespace, workdir: Path) -> dict:
         with tempfile.TemporaryDirectory(prefix="io-", dir=workdir) as directory:
             job = {"peer": peer, "directory": directory, "sizes": sizes, "setting": setting}
             result = child("child_peer", job, python)
-        # What the others left to write or to discard is not this one's.
+        # Pending writes and discards of the others are not this one's.
         sync_filesystem(workdir)
         total = sum(sizes)
         for phase in PEER_PHASES:
@@ -669,8 +669,8 @@ def report_peers(result: dict) -> str:
 # --- two volumes ---
 
 DEVICE_BYTES = GIB
-#: Bytes per second of a direction, on average of both. Far below what a loop device in memory does, or the throttle is
-#: not the limit.
+#: Bytes per second of a direction, on average of both. Far below the rate of a loop device in memory, or the throttle
+#: is not the limit.
 THROTTLES = {"equal": (400 * 10**6, 400 * 10**6), "3:1": (600 * 10**6, 200 * 10**6)}
 TENSOR_BYTES = [mib * MIB for mib in range(8, 65, 8)]
 TENSOR_COUNT, IN_FLIGHT, WARM_UP_SECONDS = 16, 8, 1.5
@@ -721,8 +721,8 @@ def throttled(devices: Sequence[Path], rates: Sequence[int]) -> Iterator[Path]:
     try:
         for device, rate in zip(devices, rates, strict=True):
             number = device.stat().st_rdev
-            # In the proportion of the mix: else what waits turns into reads alone bit by bit, and until it has, a
-            # volume seems faster than it is.
+            # In the proportion of the mix: otherwise the queue slowly becomes reads alone, and until then a volume
+            # seems faster than it is.
             for direction, percent in (("read", MIX["read_percent"]), ("write", 100 - MIX["read_percent"])):
                 line = f"{os.major(number)}:{os.minor(number)} {2 * rate * percent // 100}"
                 (group / f"blkio.throttle.{direction}_bps_device").write_text(line)
@@ -750,7 +750,7 @@ def volume_rate(device: Path, seconds: float) -> float:
 
 
 def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -> dict:
-    """Bytes per second of tensors read and written 55 to 45, some at a time, while nothing begins or ends."""
+    """Return the bytes per second of tensors read and written 55 to 45, some at a time, in the steady state."""
     from memascend._memascend import Runtime
 
     classes = [("tensors", max(TENSOR_BYTES), IN_FLIGHT)]
@@ -931,7 +931,7 @@ def main() -> int:
         job = json.loads(sys.stdin.read())
         print("\n" + json.dumps(CHILDREN[sys.argv[2]](job)))
         return 0
-    # Killed politely, it still detaches devices and removes what it made.
+    # Killed politely, it still detaches devices and removes its files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     args = arguments()
     chosen = list(PARTS) if args.part == "all" else [args.part]

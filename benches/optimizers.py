@@ -19,7 +19,7 @@ benches/README.md:
 Contestants are measured in groups, each with fp32 AdamW and the plain passes, so that the arrays of all fit: weights
 and gradients are shared within a group, states are not. In a round every contestant takes one step, in the same order,
 with a pause before it, since threads of OpenMP spin for a while. Times are medians of the rounds; ratios are of one
-group. "bytes" is what a step has to read and write per element, "share" the ratio of that to fp32's. Memory is the
+group. "bytes" is the traffic of a step per element, "share" its ratio to fp32's. Memory is the
 limit that the plain passes show: one in place, as steps are, and a copy, which makes most processors read its target.
 """
 
@@ -42,7 +42,7 @@ from _common import GB, finish, instruction_sets, machine, markdown, mem_availab
 import memascend
 
 MI, GIB = 2**20, 2**30
-#: Against the faster peer; a variant's time against its share of the bytes; 8 bits against those of bitsandbytes.
+#: Against the faster peer; a variant's time against its share of the bytes; 8 bits against bitsandbytes.
 PEER_LIMIT, SHARE_LIMIT, EIGHT_LIMIT = 1.0, 1.1, 1.5
 #: Seconds in which spinning threads go to sleep.
 PAUSE = 0.02
@@ -70,7 +70,7 @@ class Contestant:
 
     @property
     def bytes(self) -> float:
-        """What a step moves per element: gradient in, states and weight in and out."""
+        """Return the traffic of a step per element: gradient in, states and weight in and out."""
         weight = self.dtype.itemsize
         # An fp16 weight comes from its master, so it is only written.
         return weight + 2 * self.states + (weight if self.dtype == torch.float16 else 2 * weight)
@@ -251,7 +251,7 @@ def report(rows: list[dict]) -> str:
 
 
 def faults(rows: list[dict]) -> list[str]:
-    """What misses a limit."""
+    """Return the results that miss a limit."""
     found = []
     for group in of_group(rows):
         reference = group[FP32]

@@ -631,7 +631,7 @@ def benchmark(args, workdir: Path) -> int:
             try:
                 if reason := refusal(system, model, args, workdir):
                     raise ChildFailed(reason)
-                if python not in warmed:  # compiles the bytecode: baselines are those of a warm start
+                if python not in warmed:  # compiles the bytecode: baselines are of a warm start
                     start(python, {"task": "import"}, workdir, args.timeout)
                     warmed.add(python)
                 row = measure(system, model, args, workdir)

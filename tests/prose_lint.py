@@ -28,6 +28,7 @@ TICS = {"what": r"\bwhat\b", "those/that of, of which": r"\b(?:those|that) of\b|
 ALWAYS_ALLOWED = 1
 #: Folders that hold the limits.
 HOLDING = (
+    "benches",
     "crates/memascend-mem",
     "crates/memascend-nvme",
     "crates/memascend-store",
