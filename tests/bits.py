@@ -1,4 +1,4 @@
-"""Comparing what two runs have computed, bit for bit."""
+"""Comparing the results of two runs, bit for bit."""
 
 from __future__ import annotations
 

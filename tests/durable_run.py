@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEAST: dict[str, Any] = {"allocator": "pageable"}
 STEPS = 4
-#: Optimizers' options, by what they are called in a test's name.
+#: Optimizers' options, by their labels in a test's name.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "8 bits": {"states": "8bit"},
@@ -26,9 +26,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
 }
 DURABILITIES = ("step", "every:2", "none")
-#: What of the states a budget keeps in memory.
+#: Share of the states that a budget keeps in memory.
 KEEPS = ("nothing", "some", "all")
-#: Optimizer, durability and what stays. All of them for AdamW; `make soak` runs the other optimizers with all too.
+#: Optimizer, durability and resident share. All of them for AdamW; `make soak` runs the other optimizers with all too.
 COMBINATIONS = [
     pytest.param(
         *(name, durability, keeps), marks=() if name == "adamw" or (of + at + kept) % 3 == 0 else pytest.mark.soak

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 #: The file of a store in each of its directories.
 VOLUME = "memascend.volume"
-#: The least that mkfs takes, and a little more. Backing files are sparse: only what is written takes memory.
+#: The least that mkfs takes, and a little more. Backing files are sparse: only written blocks take memory.
 LEAST_BYTES = {"ext4": 32 * MIB, "xfs": 304 * MIB, "btrfs": 128 * MIB}
 
 
@@ -127,7 +127,7 @@ class Mounted:
 
     @property
     def free_bytes(self) -> int:
-        """What an ordinary user could still write."""
+        """Bytes that an ordinary user could still write."""
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
@@ -291,11 +291,11 @@ class Child:
         return self._process.is_alive()
 
     def told(self) -> str:
-        """What it has printed so far."""
+        """Return its output so far."""
         return "".join(file.read_text() for file in self._files)
 
     def receive(self, seconds: float = 60) -> Any:
-        """What the child sends next."""
+        """Return the child's next message."""
         assert self.pipe.poll(seconds), f"nothing came in {seconds} s: {self.told()}"
         try:
             return self.pipe.recv()
@@ -321,7 +321,7 @@ def _begin(files: list[Path], pipe: Any, target: Callable[..., Any], arguments: 
 
 
 def run_script(source: str, words: list[str], environment: dict[str, str | None], seconds: float = 300) -> str:
-    """Run a script in a process of its own, which has PyTorch at once; return what it printed.
+    """Run a script in a process of its own, which has PyTorch at once; return its output.
 
     `words` are its arguments. `environment` sets variables, or removes those whose value is None.
     """

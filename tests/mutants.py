@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
 VOLUME = "crates/memascend-nvme/src/volume"
-#: What of the repository cargo needs.
+#: Parts of the repository that cargo needs.
 SOURCES = ("Cargo.toml", "Cargo.lock", "crates", "rustfmt.toml", "README.md", "LICENSE")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A text of a file that is replaced, and what is then missing."""
+    """A text of a file that is replaced, and the step that is then missing."""
 
     missing: str
     file: str

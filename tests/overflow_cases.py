@@ -1,4 +1,4 @@
-"""Numbers that the overflow check is tried with, and what PyTorch says of them."""
+"""Inputs of the overflow check, and PyTorch's verdicts on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 65_536
 SIZES = (0, 1, 2, 3, 7, 31, 33, 1023, 2048, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 129)
 
 
-#: Factors of which every product is exact, or rounded, or underflows.
+#: Factors whose products are exact, or rounded, or underflow.
 FACTORS = (1.0, 2.0**-16, 1 / 3, 3.5)
 
 
@@ -52,7 +52,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def unscaled_by_torch(tensors: list[torch.Tensor], factor: float) -> float:
-    """Unscale in place as torch's gradient scaler does; return what it found."""
+    """Unscale in place as torch's gradient scaler does; return its verdict."""
     # PyTorch 2.11 has no kernel for bfloat16 on a device.
     where = torch.device("cpu") if tensors[0].dtype == torch.bfloat16 else tensors[0].device
     found = torch.zeros(1, device=where)

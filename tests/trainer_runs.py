@@ -81,7 +81,7 @@ def interrupted(trainer: Any) -> None:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged, without times and figures, and without the mean loss of what one process has trained."""
+    """Return the log, without times and figures, and without the mean loss of one process."""
     return [
         {name: value for name, value in entry.items() if not re.search("runtime|per_second|memascend/", name)}
         for entry in trainer.state.log_history
