@@ -39,6 +39,12 @@ HOLDING = (
     "python/memascend/plan",
     "python/memascend/report",
     "tests",
+    "tests/docs",
+    "tests/forecast",
+    "tests/formats",
+    "tests/kernels",
+    "tests/plan",
+    "tests/report",
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _CODE = re.compile(r"`[^`]*`")

@@ -57,7 +57,7 @@ def command(room, *more, **changed):
 
 
 def listing(room):
-    """Return every path under `room` with what it holds."""
+    """Return every path under `room` with its contents."""
     return {str(p.relative_to(room)): p.read_bytes() if p.is_file() else None for p in room.rglob("*")}
 
 
@@ -104,7 +104,7 @@ def save_config(config):
 MEMORY = {"store": None, "host_memory": None}
 NOTHING = dict  # prepares nothing
 BAD_INPUT = {
-    # what is wrong: (preparation, changed flags, further words, what the line must say)
+    # fault -> (preparation, changed flags, further words, the text in the line)
     "model missing": (NOTHING, {"model_dir": "/nonexistent"}, (), "/nonexistent is not a directory"),
     "model is a file": (NOTHING, {"model_dir": __file__}, (), "is not a directory"),
     "no config": (remove("model/config.json"), {}, (), "no config.json"),

@@ -1,4 +1,4 @@
-"""What the command says of a mistake before anything is made: the option or the path by its name, and what would do."""
+"""Messages of the command about mistakes, before anything is made: the option or path, and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents name what exists: every room, files that are there, and names that can be imported."""
+"""The documents name every room, existing files, and names that can be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot and the figures of the README are those of the committed results."""
+"""The plot and the figures of the README match the committed results."""
 
 from __future__ import annotations
 

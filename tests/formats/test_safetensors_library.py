@@ -137,7 +137,7 @@ PROGRAMS = (
 
 
 def content(file: Path) -> Any:
-    """Header and data of a file, of which the library writes several entries of metadata in any order."""
+    """Header and data of a file, whose metadata the library writes in any order."""
     text = file.read_bytes()
     if file.suffix != ".safetensors":
         return text

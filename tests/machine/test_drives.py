@@ -100,7 +100,7 @@ def test_polling_is_tried_where_processors_can_be_spared(tmp_path: Path, monkeyp
     found = drives.measure(tmp_path, size=4 * MIB, seconds=0.05, engine="ring", progress=said.append)
     assert "with io_poll" in said
     assert "with sq_poll" in said
-    # What the kernel grants is measured, what it refuses is left out.
+    # Granted features are measured, refused ones are left out.
     assert set(found["polling"]) <= {"io_poll", "sq_poll"}
     assert said.count("without, once more") == len(found["polling"])
     for gain in found["polling"].values():
@@ -125,7 +125,7 @@ def test_memory_that_makes_no_sense_is_forgotten(tmp_path: Path) -> None:
     for text in ("", "[]", "{", '{"x": 1}', json.dumps({drives.identity(tmp_path): {"workloads": {}}})):
         drives.remembered_in().write_text(text)
         assert drives.store_options([tmp_path]) == ({}, None)
-    # Written anew, not added to what cannot be read.
+    # Written anew, not added to an unreadable file.
     drives.remember([measured(tmp_path, 1e9, io_poll=True)])
     assert drives.store_options([tmp_path]) == ({"io_poll": True}, None)
 
@@ -186,7 +186,7 @@ def test_transfers_through_leases(tmp_path: Path, engine: str) -> None:
     volume.close()
     with pytest.raises(RuntimeError, match="closed"):
         volume.stats()
-    # What the buffers hold stays theirs.
+    # The contents of the buffers stay theirs.
     assert bytes(source)[:7] == bytes(7)
     assert list(tmp_path.iterdir()) == []
 
@@ -406,7 +406,7 @@ def test_the_simulated_drive_is_not_among_the_choices(store: Path, monkeypatch: 
         memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", engine="sim")
 
 
-# ---- what must not happen -----------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------
 
 
 def test_a_store_is_cleaned_up_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which dtype the processor computes in, and what is chosen and said by it: with and without its bfloat16."""
+"""Which dtype the processor computes in, and the choice and message by it: with and without its bfloat16."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import memascend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-#: What becomes of all inputs, with the version of PyTorch that they are of.
+#: The outcome of all inputs, with their version of PyTorch.
 LISTED = json.loads(Path(__file__).with_name("module_inputs.json").read_text())
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The inputs of each module that `make test` runs, chosen by a fixed seed; `make soak` runs them all.
@@ -36,7 +36,7 @@ HOST_MEMORY = "20MiB"
 
 @cache
 def modules() -> dict[str, Any]:
-    """PyTorch's modules by name: internal, and the import needs expecttest, which PyTorch does not install."""
+    """Return PyTorch's modules by name: internal, and the import needs expecttest."""
     needs.package("expecttest")
     with warnings.catch_warnings():
         # Ignore its warnings about other packages that PyTorch's tests use.
@@ -111,7 +111,7 @@ class Case:
         return seen
 
     def outcome(self, store: Path) -> tuple[str, str]:
-        """Return what becomes of it: "same", "refused", "wrong" or "no parameters"; and why."""
+        """Return the outcome: "same", "refused", "wrong" or "no parameters"; and why."""
         model, beside = self.build(), self.build()
         if not list(model.parameters()):
             return "no parameters", ""

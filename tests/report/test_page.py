@@ -190,7 +190,7 @@ def test_text_of_the_file_is_no_markup(tmp_path: Path) -> None:
     assert values["series"][0][0] == f"{evil}: read"
 
 
-# ---- what is drawn of many steps --------------------------------------------------------------------------------
+# ---- many steps -------------------------------------------------------------------------------------------------
 
 
 def test_few_steps_are_all_drawn() -> None:
