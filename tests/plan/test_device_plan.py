@@ -264,7 +264,7 @@ def test_the_table_says_what_is_an_estimate():
         if any(row.strip().startswith(what) for what in ("inputs of layers", "logits", "one layer")):
             assert "estimate: " in row
     assert "estimate" not in unknown
-    assert "what remains" in unknown
+    assert "the remainder" in unknown
     for table in (known, unknown):
         assert "of a budget of 64.0 GiB" in table
         assert all(len(line) <= 132 for line in table.splitlines())

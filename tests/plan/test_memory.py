@@ -124,9 +124,9 @@ def test_a_budget_that_changes_keeps_its_slots() -> None:
 
 
 def test_a_refusal_names_the_knobs() -> None:
-    with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
+    with pytest.raises(memascend.BudgetError, match=r"To lower it: .*bfloat16"):
         host.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
-    with pytest.raises(memascend.BudgetError, match=r"What would lower it: a model whose .* is smaller") as caught:
+    with pytest.raises(memascend.BudgetError, match=r"To lower it: a smaller model") as caught:
         host.make_plan(partition(tiny.build("llama")), MIB)
     assert "bfloat16" not in str(caught.value)
 

@@ -219,7 +219,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
 def _shape(config: Any) -> Shape:
     shape = Shape.of(config)
     if shape is None:
-        raise CheckpointError(f"a {config.model_type} configuration does not say what its layers are like")
+        raise CheckpointError(f"a {config.model_type} configuration does not describe its layers")
     return shape
 
 

@@ -133,7 +133,7 @@ def _ours(optimizer: Any) -> OffloadedOptimizer:
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not an optimizer of memascend: torch.distributed.checkpoint saves and "
-            "loads those of PyTorch itself"
+            "loads PyTorch's own"
         )
     return optimizer
 
@@ -336,7 +336,7 @@ def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: 
     elif shown.shape != wanted.shape:
         problem = f"{key} has shape {tuple(shown.shape)} instead of {tuple(wanted.shape)}"
     elif wanted.is_floating_point() and not shown.is_floating_point():
-        problem = f"{key} is of dtype {str(shown.dtype).removeprefix('torch.')}, which is not what is trained"
+        problem = f"{key} is of dtype {str(shown.dtype).removeprefix('torch.')}, which is not a dtype of training"
     if problem is not None:
         problems.append(problem)
 

@@ -57,7 +57,7 @@ _INSTEAD = {
     "state_dict": "the present weights are streamed from the store; change them in the model, or leave it out",
     "push_to_hub": "save to a directory, and upload that",
     "variant": "the file is called model.safetensors; rename it",
-    "save_original_format": "the names are those of the original checkpoint",
+    "save_original_format": "the names are always the original checkpoint's",
     "distributed_checkpoint": "use memascend.save_distributed(model, None, directory)",
     "safe_serialization": "weights are written as safetensors",
 }

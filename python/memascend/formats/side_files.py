@@ -57,7 +57,7 @@ def add_tokenizer(source: dict[str, Any], given: Path | None, out: Path, tell: C
     elif not _is_of(source, Path(recorded)):
         reason = f"{recorded}, which the run was made from, is gone or holds another model"
     else:
-        tell(f"the tokenizer is that of {recorded}, which the run was made from")
+        tell(f"the tokenizer comes from {recorded}, which the run was made from")
         copy_side_files(Path(recorded), out, tell)
         return
     tell(f"the tokenizer is missing: {reason}; give --tokenizer DIR, or copy its files")

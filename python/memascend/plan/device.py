@@ -153,7 +153,7 @@ def make_device_plan(
     """
     if budget is None:
         if free is None:
-            raise ValueError("without a budget for device memory it takes `free`, what the device has free")
+            raise ValueError("without a budget for device memory it takes `free`, the free memory of the device")
         budget = int(free * (1 - MARGIN_SHARE))
     tables = [unit for unit in units if unit.is_table]
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
@@ -188,7 +188,7 @@ def make_device_plan(
     _keep_sums(plan, classes, sum(map(sum, gradients)), cache_leaves)
     if unknown is not None:
         unknown.nbytes = round_up(unknown.nbytes, PAGE_BYTES) + (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
-        unknown.note = "what remains, for PyTorch"
+        unknown.note = "the remainder, for PyTorch"
     return plan
 
 
@@ -242,7 +242,7 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
     return (
         Line("gradients on their way", largest, 1, "to host memory"),
         Line("gradient being made", largest, 1, "whole, by autograd"),
-        Line("absent parameters", BLOCK_BYTES * parameters, 1, "what stands for them and their gradients"),
+        Line("absent parameters", BLOCK_BYTES * parameters, 1, "stand-ins for them and their gradients"),
     )
 
 
@@ -439,7 +439,7 @@ def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_los
     knobs = []
     consumers = {line.consumer for line in plan.rest if line.count}
     if "activations" in consumers:
-        knobs.append("batch_tokens, if a batch has few tokens: what it takes is estimated then")
+        knobs.append("batch_tokens, if a batch has few tokens: its memory is estimated then")
     if consumers & {"inputs of layers", "one layer, recomputed", "logits", "activations of layers"}:
         knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences)")
     if activations == "keep":
@@ -450,10 +450,10 @@ def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_los
         knobs.append("a loss that makes the logits in pieces (Liger-Kernel's fused linear cross entropy)")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a model whose {largest} is smaller: the largest piece is there whole")
+        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit there whole")
     return BudgetError(
         f"a device memory budget (device_memory) of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} on, "
-        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nWhat would lower it: {'; '.join(knobs)}",
+        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
         plan.smallest_bytes,
     )

@@ -576,8 +576,8 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a model whose {largest} is smaller: the largest piece is in memory whole")
-    lowered = f"\nWhat would lower it: {'; '.join(knobs)}" if knobs else ""
+        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit in memory whole")
+    lowered = f"\nTo lower it: {'; '.join(knobs)}" if knobs else ""
     return BudgetError(
         f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(smallest)} ({smallest} bytes){overlap}, asked for by\n{plan.table()}"

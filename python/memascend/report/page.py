@@ -39,7 +39,7 @@ def plots(run: Run) -> Iterator[Plot]:
     yield Plot("norm", "Gradient norm", "before clipping", "", steps, gradient, logarithmic=True)
     speed = {"tokens/s": column("tokens_per_s")}
     yield Plot("speed", "Speed", "tokens of a step over its seconds", "tokens per second", steps, speed)
-    waits = "what the program was blocked on; compute is the remainder"
+    waits = "kinds of wait; compute is the remainder"
     yield Plot("time", "Where each step's seconds went", waits, "seconds", steps, run.waited(), stacked=True)
     yield Plot("bytes", "SSD bytes of a step", "by volume", "bytes", steps, _moved(run))
     yield _rates(run)
@@ -125,7 +125,7 @@ def page_of(run: Run, tbw: float | None = None) -> str:
         f'<ul class="notes">{told}</ul>' if told else "",
         sections.tiles(run),
         f'<section class="plots">{"".join(figure(plot) for plot in shown if plot.present)}</section>',
-        f"<section><h2>The plan beside what was measured</h2>{plan}</section>" if plan else "",
+        f"<section><h2>The plan beside the measurements</h2>{plan}</section>" if plan else "",
         f"<section><h2>Ranks</h2>{ranks}</section>" if (ranks := sections.ranks_table(run)) else "",
         f"<section><h2>Drive wear</h2>{wear}{endurance}{kinds}</section>" if wear else "",
         f"<section><h2>Machine and settings</h2>{machine}</section>" if machine else "",

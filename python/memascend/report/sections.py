@@ -140,7 +140,7 @@ def plan_tables(run: Run) -> Iterator[Markup]:
         lines = section(run.opening, "plan", name).get("lines")
         if isinstance(lines, list) and lines:
             measured = _measured_by_size(run) if name == "host" else {}
-            header = ("consumer", "buffers", "planned", "in use at the peak", "what for")
+            header = ("consumer", "buffers", "planned", "in use at the peak", "purpose")
             yield _scrolled(table(heading, header, _consumers(lines, measured)))
 
 
@@ -277,7 +277,7 @@ def savings_table(run: Run) -> Markup | None:
         step_bytes, saved = (number(section(saving).get(name)) for name in ("step_bytes", "saved"))
         if step_bytes is not None and saved is not None:
             rows.append((str(saving.get("change"))[:200], format_decimal(step_bytes), f"{saved:.0%}"))
-    caption = "What would write less, each by itself; other optimizers and states change results too"
+    caption = "Options that would write less, each by itself; other optimizers and states change results too"
     return _scrolled(table(caption, ("option", "forecast, a step", "saved"), rows)) if rows else None
 
 

@@ -160,7 +160,7 @@ class _Reader:
         }
         kept = [name for name, used in theirs.items() if used]
         if kept:
-            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step stays, of which memascend has no plan")
+            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step stays, and memascend has no plan for it")
         return devices[0] == "nvme", devices[1] == "nvme"
 
     def dtype(self, given: str | None) -> str:

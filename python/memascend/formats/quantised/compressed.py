@@ -92,7 +92,7 @@ class PackedIntegers(_Scaled):
         if len(fitting) != 1 or fitting[0] not in _BITS:
             raise CheckpointError(
                 f"{self._weight} has shape {self._weight.shape} for {shape} numbers of {sorted(bits)} bits: memascend "
-                f"reads those of {', '.join(map(str, _BITS))} bits, of matrices"
+                f"reads matrices with {', '.join(map(str, _BITS))} bits"
             )
         self._bits, self._half = fitting[0], 1 << (fitting[0] - 1)
         zeros = stored.get(f"{module}.weight_zero_point")
