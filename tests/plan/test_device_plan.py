@@ -297,7 +297,7 @@ def test_frozen_parameters_have_no_gradients():
         ({"tokens": 65_536}, ["fewer than 65536 tokens", "activations='host' or 'ssd'", "fused linear cross entropy"]),
         ({"tokens": 65_536, "activations": "ssd", "fused_loss": True}, ["fewer than 65536 tokens"]),
         ({"tokens": 65_536, "activations": "keep"}, ["recompute=True"]),
-        ({}, ["a model whose", "batch_tokens, if a batch has few tokens"]),
+        ({}, ["a smaller model", "batch_tokens, if a batch has few tokens"]),
     ],
 )
 def test_too_little_names_the_option_the_least_and_what_helps(known, helps):
