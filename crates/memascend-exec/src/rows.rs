@@ -1,4 +1,7 @@
 //! Single rows of a tensor, read into memory side by side.
+//!
+//! Rows of a table that an optimizer updates are read without a comparison: the update reads the whole table,
+//! and compares it, before the step is committed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
