@@ -138,8 +138,7 @@ impl Tensor {
     }
 }
 
-// ---- what does not matter
-// --------------------------------------------------------------------------------
+// ---- invariance -----------------------------------------------------------------------------------------
 
 /// One tensor in one step, against pieces of it on every instruction set, and on two threads.
 #[test]
