@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(pipe: Any, name: str, room: Path) -> None:
-    """Send the outcome of the architecture `name` with micro-batches of one row, and the reason."""
+    """Send what becomes of the architecture `name` with micro-batches of one row, and why."""
     architecture_runs._keep_quiet()
     pipe.send(outcome(name, room))
 
@@ -51,7 +51,7 @@ def outcome(name: str, room: Path) -> tuple[str, str]:
 
 
 def _evaluated(pristine: nn.Module, inputs: dict[str, Any], sliced: bool) -> list[torch.Tensor]:
-    """Return the results of a model without dropout and without a cache, on slices or not."""
+    """Return what a model computes without dropout and without a cache, on slices or not."""
     model = copy.deepcopy(pristine).eval()
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""Forecast of a run from a model's configuration alone: its memory, its traffic, and the time of a step."""
+"""What a run would take, from a model's configuration alone: its memory, its traffic, and the time of a step."""
 
 from memascend.forecast.forecast import as_text, forecast
 

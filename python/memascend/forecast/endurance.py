@@ -1,5 +1,8 @@
 """Writes of a run to its drives, their share of the rated endurance, and options that would write less.
 
+Drives count bytes and not kinds, so kinds are forecast by the replay and the report puts their sum beside the counted
+one. A saving is the same replay with one option changed.
+
 The keys of the result of `endurance` (bytes unless they say otherwise):
 
 - `steps`, the steps counted, and `steps_given`: false where the number is `STEPS`, for want of another.
@@ -12,9 +15,6 @@ The keys of the result of `endurance` (bytes unless they say otherwise):
 - `savings`: a list of `change`, the options that would write less, each beside the others as they are;
   `budget_bytes`, the host memory that they take, or null where it stays; `step_bytes`, written in a step with them;
   `saved`, the part of the step's bytes that is not written.
-
-Drives count bytes and not kinds, so kinds are forecast by the replay and the report puts their sum beside the counted
-one. A saving is the same replay with one option changed.
 """
 
 from __future__ import annotations

@@ -92,11 +92,12 @@ def forecast(
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
-    `kept` is how many generations the store keeps beside the last steps, such as the best model. `dtype_reason` says
-    why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds the savings of other
-    budgets, and the time of the drives where the rate of `ssd`, or the `gpu`, is given. Over several `ranks` the
-    forecast is of the first, and `network` is the rate between them, in bytes per second in each direction. `steps`,
-    `tbw` (terabytes) and `busiest_share` are as in `memascend.forecast.endurance`.
+    `kept` is how many generations the store keeps beside those of the last steps, such as the best model.
+    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
+    other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
+    Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
+    bytes per second in each direction. `steps`, `tbw` (terabytes) and `busiest_share` are of
+    `memascend.forecast.endurance`, what a run writes in all.
 
     Raises:
         CheckpointError: the configuration cannot be used.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write the result of `forecast` as tables."""
+    """Write what `forecast` returned as tables."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.
@@ -30,7 +30,7 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     if "network" in prediction:
         tables.append(_network_table(prediction["network"]))
     if "step" in prediction:
-        tables.append(_step_table(prediction["step"], "Time of an optimizer step, without computing"))
+        tables.append(_step_table(prediction["step"], "Time of an optimizer step, without that of computing"))
     if "gpu" in prediction:
         gpu = prediction["gpu"]
         title = f"Device memory, of {format_size(gpu['memory_bytes'])}: the rest is for CUDA's own context and holes"
@@ -141,7 +141,7 @@ def _rating(endurance: Mapping[str, Any]) -> str:
 def _savings_table(endurance: Mapping[str, Any]) -> str:
     steps, begin = endurance["steps"], endurance["begin_bytes"]
     return _table(
-        "Options that would write less, each by itself; other optimizers and states change results too",
+        "What would write less, each by itself; other optimizers and states change results too",
         ["option", "a step", f"{steps:,} steps", "saved"],
         [
             [

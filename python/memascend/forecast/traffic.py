@@ -71,7 +71,7 @@ class Work:
     recompute: bool = True
     #: Sequences of a batch that a repeated layer computes at once; None is all of them.
     micro_batch_size: int | None = None
-    #: Generations that the store keeps beside the last steps, such as the best model.
+    #: Generations that the store keeps beside those of the last steps, such as the best model.
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1

@@ -137,7 +137,7 @@ def make_device_plan(
         units: all units of the model.
         budget: bytes that may be taken; None takes `free` less a margin of 1/16.
         tokens: tokens of one forward pass (sequences x length), if known.
-        layer_tokens: tokens that a repeated layer computes at once, in slices of the batch; None is all.
+        layer_tokens: those that a repeated layer computes at once, of slices of the batch; None is all.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
             estimated, and buffers beyond the least leave room for activations: the least plan has room for
             `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
@@ -295,7 +295,7 @@ def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int,
 
 
 def _unknown_line(computing: _Estimate) -> Line:
-    """Return the line of PyTorch's memory for a batch of unknown size, with its least size."""
+    """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
     least = computing.lines(LEAST_TOKENS)
     if least is None:
         note = f"allowance: {format_size(LEAST_ACTIVATIONS_BYTES)}, as batch_tokens or the layers' widths are not known"
@@ -319,7 +319,7 @@ def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """Inputs of the estimate of PyTorch's memory, beside the tokens of a batch."""
+    """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
 
     units: Sequence[Unit]
     config: Any

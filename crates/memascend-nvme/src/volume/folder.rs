@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Operations on names in a directory. A simulated directory loses power in tests.
+/// What notes and volumes do with the names of a directory. A simulated one loses power in tests.
 pub(crate) trait Names {
     /// A file that was opened by its name.
     type File: NamedFile;
