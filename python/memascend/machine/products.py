@@ -58,7 +58,7 @@ def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def is_slow(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies float32 faster than `dtype`, as without instructions for it."""
+    """Return whether the processor multiplies float32 faster than `dtype`, as without instructions for it."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     half, single = product_rates(dtype)

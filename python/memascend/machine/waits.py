@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 #: How often the machine is looked at, and for how long it has to be quiet before threads spin again.
 LOOK_SECONDS, QUIET_SECONDS = 0.5, 3.0
-#: What others may take of the processors before their time counts: the kernel's own threads, and errors of the clocks.
+#: Share of the processors that others may take before their time counts: the kernel's own threads, and errors of the
+#: clocks.
 LITTLE = 0.25
 #: With these set, the user has decided.
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-#: Elements of a sum of which PyTorch gives each thread a part.
+#: Elements of a sum that PyTorch divides among its threads.
 _ELEMENTS = 1 << 17
 
 
@@ -59,7 +60,7 @@ def library() -> Path | None:
 
 
 def is_gnu(file: Path | None) -> bool:
-    """Whether an OpenMP is GNU's."""
+    """Return whether an OpenMP is GNU's."""
     return file is not None and file.name.startswith("libgomp")
 
 
@@ -99,7 +100,7 @@ class Crowd:
 
     def _hold(self) -> None:
         openmp = ctypes.CDLL(None)
-        # Any function does for what the team is to call: the team is what stays.
+        # The team may call any function: only the team has to stay.
         function = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p)
         parallel = openmp.GOMP_parallel
         parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -109,7 +110,7 @@ class Crowd:
 
 
 class Waits:
-    """Chooses how PyTorch's threads wait, from what others use of the processors, while anything is open."""
+    """Chooses how PyTorch's threads wait, by the use of the processors by others, while anything is open."""
 
     def __init__(self, mode: str, neighbours: Neighbours | None = None) -> None:
         """Choose by `mode`, one of `threads.WAITS`."""
@@ -176,7 +177,7 @@ def _choose(waits: Waits, wanted: Callable[[], bool]) -> None:
 
 
 def set_by_user() -> list[str]:
-    """Return what the user has set of `VARIABLES`, as "NAME=value"."""
+    """Return the `VARIABLES` that the user has set, as "NAME=value"."""
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 
