@@ -29,6 +29,7 @@ ALWAYS_ALLOWED = 1
 #: Folders that hold the limits.
 HOLDING = (
     "benches",
+    "crates/memascend-exec",
     "crates/memascend-kernels",
     "crates/memascend-mem",
     "crates/memascend-nvme",

@@ -55,8 +55,8 @@ impl Pending {
         Reading { pending: Arc::clone(self), started: false }
     }
 
-    /// Waits until nothing is under way but reads. A failure stays: what the failed operation left
-    /// on the SSD cannot be trusted.
+    /// Waits until nothing is under way but reads. A failure stays: the bytes of the failed operation on the
+    /// SSD cannot be trusted.
     pub fn wait(&self) -> Result<()> {
         self.wait_while(|_| false)
     }

@@ -95,8 +95,8 @@ impl Staging {
         Self { store, pool, chunk_bytes, lent: None }
     }
 
-    /// Lends the update slots, of `slot_bytes` bytes each, to what is only written: gradients are
-    /// captured in a backward pass, in which few updates run.
+    /// Lends the update slots, of `slot_bytes` bytes each, to spills: gradients are captured in a backward
+    /// pass, in which few updates run.
     #[must_use]
     pub fn lending(self, slots: Pool, slot_bytes: usize) -> Self {
         Self { lent: Some(Arc::new(Lent { slots, slot_bytes, open: Mutex::default() })), ..self }

@@ -12,7 +12,7 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, Pool};
 
 use crate::Result;
 
-/// How many buffers are filled at once. What does not fit in one may fit in another.
+/// How many buffers are filled at once. A piece that does not fit in one may fit in another.
 const OPEN_MAX: usize = 4;
 
 /// Buffers for planes that stay in memory. Each is filled with one piece after another, and returns
@@ -54,7 +54,7 @@ impl KeptStates {
             return Ok(None);
         }
         let mut open = self.open.locked();
-        // A buffer of which nothing is used any more has returned.
+        // An unused buffer has returned.
         open.retain(|(lease, _)| lease.strong_count() > 0);
         for (lease, filled) in &mut *open {
             if *filled + bytes <= self.bytes
