@@ -44,8 +44,8 @@ def run(
 
     Args:
         settings: of the runtime: see `Fake.set`.
-        computing: options of `memascend.offload` and `resume`; `device_memory="least"` is the need of a model. without:
-        the name of an omission in `OMISSIONS`.
+        computing: options of `memascend.offload` and `resume`; `device_memory="least"` is the need of a model.
+        without: the name of an omission in `OMISSIONS`.
 
     Of a dictionary, the result also has what is "left": races that the runtime reports, the collectives' among them,
     and memory that was not given back.

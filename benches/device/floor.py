@@ -116,8 +116,9 @@ def report(step_s: float, moved: Moved, rates: Rates, timeline: Mapping[str, flo
         timeline: seconds of the step by kind of wait, `compute` for the remainder; None if not
             counted.
 
-    Returns: `floors_s`: seconds by part; `floor_s`, `bound_by`: the largest and its part; `of_floor`: step / floor;
-        `gap_s`: step - floor; `not_measured`: parts without a rate; `where_s`: the timeline, the largest first; and
+    Returns:
+        `floors_s`: seconds by part; `floor_s`, `bound_by`: the largest and its part; `of_floor`: step / floor; `gap_s`:
+        step - floor; `not_measured`: parts without a rate; `where_s`: the timeline, the largest first; and
         `waits_beyond_s`: the waits beyond the floor of the part that the step waited for. These six are None where no
         rate is known.
     """

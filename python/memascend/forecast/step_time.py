@@ -76,9 +76,10 @@ def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int
         rates: of the same keys; a resource without one is left out.
         tokens: of all passes of the step.
 
-    Returns: `resources`, a list of `resource`, `name`, `amount`, `per_second`, `seconds`, `source`; `bound_by` and
-        `next`, the names of the slowest and the second, and `times_the_next`, the ratio of their seconds (null where
-        there is no second); `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does;
+    Returns:
+        `resources`, a list of `resource`, `name`, `amount`, `per_second`, `seconds`, `source`; `bound_by` and `next`,
+        the names of the slowest and the second, and `times_the_next`, the ratio of their seconds (null where there is
+        no second); `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does;
         `tokens_per_second_at_most`.
     """
     seconds = {key: amounts[key] / rates[key].per_second for key in RESOURCES if key in rates and key in amounts}

@@ -162,9 +162,9 @@ impl DeviceLink {
     /// Captures a gradient in device memory, as [`Gradients::capture`] does from host memory. Later
     /// uses of the gradient wait for the capture.
     ///
-    /// # Safety The addresses in `source` are of device memory with `numel` elements of the gradient's dtype,
-    /// and of the sums with their flag. Both live and are not written from `ready` until the capture has
-    /// ended.
+    /// # Safety
+    /// The addresses in `source` are of device memory with `numel` elements of the gradient's dtype, and of
+    /// the sums with their flag. Both live and are not written from `ready` until the capture has ended.
     ///
     /// # Panics
     /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a
@@ -185,9 +185,9 @@ impl DeviceLink {
     /// Hands a gradient in device memory to its update, chunk by chunk as it arrives in `staging`, in the
     /// order of the captures. `update` is of the executor that shares the chunks of `staging`.
     ///
-    /// # Safety The addresses in `source` are of device memory of as many bytes: the gradient of `update` and
-    /// the numbers. Both live and are not written from [`AppliedGradient::ready`] until
-    /// [`Applying::is_done`].
+    /// # Safety
+    /// The addresses in `source` are of device memory of as many bytes: the gradient of `update` and the
+    /// numbers. Both live and are not written from [`AppliedGradient::ready`] until [`Applying::is_done`].
     pub unsafe fn apply(
         &self,
         staging: &Arc<Staging>,

@@ -53,9 +53,9 @@ impl Pool {
     ///
     /// Blocks on the engines' threads: never call it from a completion callback.
     ///
-    /// # Errors [`MemError::NotReserved`] if there is no such class, its number is fixed, or fewer were
-    /// reserved. An error of the system: then the number stays, or is lower by the buffers that were
-    /// returned.
+    /// # Errors
+    /// [`MemError::NotReserved`] if there is no such class, its number is fixed, or fewer were reserved. An
+    /// error of the system: then the number stays, or is lower by the buffers that were returned.
     pub fn resize(&self, bytes: usize, count: usize) -> Result<()> {
         let watchers = self.arena.resizing.locked();
         let state = self.arena.lock();
