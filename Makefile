@@ -156,12 +156,13 @@ drive: ## install dist/release's wheel as nobody, without compiler or writable H
 qemu: ## run dist/release's wheel for arm64 under qemu: digests of its kernels, then pytest (ARGS: pytest's; ARM64: its root)
 	sh tests/arm64.sh $(or $(ARM64),build/arm64) $(ARGS)
 
-lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, types and stubs
+lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, prose, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
 	$(BIN)/python tests/crate_licenses.py
+	$(BIN)/python tests/prose_lint.py
 	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/mypy
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest --mypy-config-file stubtest.ini memascend._memascend

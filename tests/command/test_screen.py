@@ -1,4 +1,4 @@
-"""What the command lets others show on the screen."""
+"""Output of other libraries that the command lets through."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def alone(script: str, cudart: str | Path | None, *words: object) -> str:
-    """Run a script in a process of its own, which searches for its CUDA runtime anew; return what it printed."""
+    """Run a script in a process of its own, which searches for its CUDA runtime anew; return its output."""
     environment = {fake_cuda.VARIABLE: None if cudart is None else str(cudart)}
     return lab.run_script(PREAMBLE + script, list(map(str, words)), environment)
 
@@ -203,7 +203,7 @@ assert Fake().get("all_calls") == 0
 
 # ---- no CUDA to be had --------------------------------------------------------------------------------------
 
-#: what is wrong: (definitions of the fake runtime, or none of it; what the error must say)
+#: fault -> (definitions of the fake runtime, or none of it; the error's text)
 UNUSABLE: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...]]] = {
     "no device": (("FAKE_DEVICES=0",), ("no CUDA device", "CUDA_VISIBLE_DEVICES", "libcudart")),
     "devices hidden": (("FAKE_COUNT_ERROR=100",), ("no CUDA device", "CUDA_VISIBLE_DEVICES", "libcudart")),

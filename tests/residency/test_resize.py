@@ -23,7 +23,7 @@ STATES = 10 * GRADIENT_BLOCK
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Callable[..., Runtime]]:
-    """Open a runtime of which units, staging and states grow and shrink."""
+    """Open a runtime whose units, staging and states grow and shrink."""
     opened: list[Runtime] = []
 
     def open_runtime(units: list[Any], engine: str = "auto", **most: int) -> Runtime:

@@ -43,7 +43,7 @@ pub(crate) fn encode_words(mut words: impl ExactSizeIterator<Item = u32>) -> Str
     String::from_utf8(digits).expect("digits are ASCII")
 }
 
-/// As many words as that, if the text is exactly what they are in base 64.
+/// So many words, if the text is exactly their base 64.
 pub(crate) fn decode_words(text: &str, words: usize) -> Option<Vec<u32>> {
     const VALUES: [u8; 256] = {
         let mut values = [0xff; 256];

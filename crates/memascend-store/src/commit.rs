@@ -1,4 +1,7 @@
 //! Generations: commits, snapshots, and the return to a snapshot.
+//!
+//! Resuming takes a snapshot up first and confirms it last: the manifest names the newest generation until
+//! then, so whatever `resume` refuses in between loses no step.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -34,7 +37,7 @@ pub struct TensorReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// Number of its extents, spares and those of snapshots included.
+    /// Number of its extents, spares and snapshots included.
     pub extents: usize,
     /// Total length of those extents.
     pub extent_bytes: u64,
@@ -47,9 +50,9 @@ struct NotWritten {
 }
 
 impl Store {
-    /// Makes the current values of all tensors the durable generation, and returns its number: 1
-    /// for the first. What is kept in memory alone is written before. `state` is the caller's, and
-    /// [`Store::state`] returns it. Every write that belongs to the generation must have ended.
+    /// Makes the current values of all tensors the durable generation, and returns its number: 1 for the
+    /// first. Bytes that only memory has are written first. `state` is the caller's, and [`Store::state`]
+    /// returns it. Every write that belongs to the generation must have ended.
     ///
     /// When this returns, the generation is on all volumes. A commit that fails leaves the
     /// generation before it durable; nothing of either generation is overwritten, and the commit
@@ -307,16 +310,16 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot
-    /// stays. Tensors that are not in the snapshot are removed, those that only the snapshot has
-    /// are created, and what was not committed is lost. No transfer may be under way.
+    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot stays.
+    /// Tensors that are not in the snapshot are removed, tensors that only the snapshot has are created, and
+    /// uncommitted values are lost. No transfer may be under way.
     pub fn restore_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let generation = self.renewed(tag)?;
         self.make_durable(generation, Table::restore)
     }
 
-    /// Makes the current values those of a snapshot, and leaves what is durable as it is, until
+    /// Restores a snapshot as the current values. The manifest is unchanged until
     /// [`Store::confirm_snapshot`]. No transfer may be under way.
     pub fn take_up_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();

@@ -1,4 +1,4 @@
-//! Errors of the store: what happened, to which tensor or path, and what to do.
+//! Errors of the store: the failure, its tensor or path, and the remedy.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

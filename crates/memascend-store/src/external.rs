@@ -173,7 +173,7 @@ mod tests {
         (found.len(), i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec()))
     }
 
-    /// In the directory of the test binary: what is under /tmp may refuse direct reads.
+    /// In the directory of the test binary: /tmp may refuse direct reads.
     fn file_of(contents: &[u8]) -> tempfile::NamedTempFile {
         let here = std::env::current_exe().unwrap();
         let file = tempfile::NamedTempFile::new_in(here.parent().unwrap()).unwrap();

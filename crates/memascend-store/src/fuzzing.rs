@@ -5,8 +5,8 @@ use crate::checksums::checksum;
 use crate::manifest::{Common, FORMAT, Manifest};
 use crate::table::Table;
 
-/// A note as a manifest: what is accepted gives a table in which every extent has its owners, and
-/// is written as it was read.
+/// A note as a manifest: an accepted one gives a table in which every extent has its owners, and is written
+/// as it was read.
 pub fn manifest(data: &[u8]) {
     let Some((mode, data)) = data.split_first() else { return };
     let mut note = Vec::new();

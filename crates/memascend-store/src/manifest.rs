@@ -72,7 +72,7 @@ pub(crate) struct Written {
 /// Why bytes are not a manifest of this format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum NotManifest {
-    /// It differs from what was written.
+    /// It differs from the written text.
     Damaged(String),
     /// Another version of memascend wrote it.
     Format(u32),
@@ -174,7 +174,7 @@ impl Manifest {
         Ok(Self { volume, id, layout, body, sums })
     }
 
-    /// Whether all bytes that it describes have checksums, which tell what was written since.
+    /// Whether all bytes that it describes have checksums, which reveal later writes.
     pub(crate) fn is_checked(&self) -> bool {
         self.sums.iter().all(Checksums::is_complete)
     }
@@ -241,7 +241,7 @@ fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
         _ => return Err(NotManifest::damaged("its manifest is damaged: its first line has no format")),
     }
     let json = &note[end.map_or(0, |end| end + 1)..];
-    // What lies behind the JSON is room for a longer one.
+    // The bytes behind the JSON are room for a longer one.
     let bytes = words.get(2).and_then(|bytes| bytes.parse().ok()).unwrap_or(json.len());
     let note = &note[..note.len() - json.len() + json.len().min(bytes)];
     let json = &json[..json.len().min(bytes)];

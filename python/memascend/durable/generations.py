@@ -8,6 +8,15 @@ record (`memascend.durable.record`).
 Between the beginning of a pass and the step that ends it, weights and states are those of the step before, while
 buffers, random numbers and tracked objects are on their way to the next. What is committed then has those of the step
 before too (`memascend.durable.moment`).
+
+Updates of a step that is to be durable write resident data at once (`writes_through`), beside the forward pass, if all
+states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
+the backward pass. Other steps leave it to the next commit.
+
+Over ranks each rank commits to its own store; then the ranks meet (`Generations.settle`), and only after that do
+updates write over the generation before, whose manifest lies beside the new one until the next commit. A rank that was
+quicker goes back to it (`runs.common_step`). A manifest for another reason (a checkpoint that is kept, deleted or
+restored) is only written while all ranks have the same generation, since it takes the place of the one before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank."""
+"""Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank.
+
+A list has one meaning: with a list within it, it has an entry for each rank; without one, it is the volumes of each
+rank, of which one has "{rank}". Guessing by the number of entries would make the meaning depend on how many processes
+start.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,11 @@ to the last, as a program does that accumulates micro-batches. It adds them befo
 over, which thus is put aside once.
 
 Nothing here knows of stores: a model in memory runs with the same slices (`run_in_slices`), and gives the same bits.
+
+Slices run from the last to the first because autograd runs the latest calls first. A tensor that several layers get
+(encoder states) is put aside once, by the tensor and the number of the slice. Whether a layer may be cut is not read
+from its code but tried on two rows (`trial`). A cache that was not asked for is copied for each slice, as each
+micro-batch would begin with an empty one.
 """
 
 from __future__ import annotations

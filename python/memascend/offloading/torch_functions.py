@@ -1,4 +1,9 @@
-"""Functions of PyTorch that are called with stand-ins: run on the values, answered without them, or refused."""
+"""Functions of PyTorch that are called with stand-ins: run on the values, answered without them, or refused.
+
+Answered without values: shapes, `requires_grad`, hooks. Run for one parameter at a time: `torch._foreach_*`. Refused:
+foreign optimizers and torch.func's transforms. A function that is not listed runs on the values: it is slow, and not
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Rewriting the stores of a run for another number of ranks, piece by piece, without a process group."""
+"""Rewriting the stores of a run for another number of ranks, piece by piece, without a process group.
+
+Shares begin at gradient blocks, and so do the pieces that are copied, for which every state has whole pages: no byte is
+looked into. The old stores are opened at the last common step, and not changed. Each new store is committed when it is
+complete, under the name of a new run; as long as one is missing, none is resumed.
+"""
 
 from __future__ import annotations
 

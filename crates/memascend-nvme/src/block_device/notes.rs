@@ -68,7 +68,7 @@ pub(crate) struct Notes {
     slot_bytes: u64,
 }
 
-/// What a slot holds.
+/// Content of a slot.
 enum Content {
     /// The slot was never written.
     Empty,
@@ -361,7 +361,7 @@ mod tests {
             let end = BLOCK_BYTES + last.len();
             let expected = if torn[..end] == new[..end] { Some(last) } else { before };
             prop_assert_eq!(notes.read(&file).unwrap(), expected);
-            // The next write succeeds, regardless of what the crash left.
+            // The next write succeeds, whatever state the crash left.
             notes.write(&file, b"after").unwrap();
             prop_assert_eq!(notes.read(&file).unwrap(), Some(b"after".to_vec()));
         }

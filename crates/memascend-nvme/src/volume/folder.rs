@@ -1,4 +1,4 @@
-//! A directory by its descriptor: what a volume does with names there, whatever becomes of its path.
+//! A directory by its descriptor: a volume's operations on names there, even if its path changes.
 
 use std::ffi::CString;
 use std::fs::{File, Metadata};
@@ -57,7 +57,7 @@ pub(crate) struct Folder {
     identity: (u64, u64),
 }
 
-/// What tells a file or directory from every other one: device and inode.
+/// Identity of a file or directory: device and inode.
 pub(crate) fn identity_of(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }

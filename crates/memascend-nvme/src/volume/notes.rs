@@ -1,5 +1,11 @@
 //! The note of a volume. In a directory, the note is a file that appears whole and durably, or not
 //! at all.
+//!
+//! Two files take turns. One is written while the other stays, then they exchange names (`RENAME_EXCHANGE`).
+//! A manifest of about the same length needs no new block, so steps continue on a drive that other files have
+//! filled. If the newer file is damaged, the store asks for the other (`find_note_before`) and puts it in the
+//! newer one's place before it writes anything: else the next write would destroy the only whole manifest.
+//! Only damage counts: an older step never stands in for a file that cannot be read.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -175,7 +181,7 @@ impl<N: Names> DirectoryNotes<'_, N> {
     }
 }
 
-/// What a flush returned, where a filesystem that cannot be written has nothing to flush.
+/// The result of a flush. A read-only filesystem has nothing to flush.
 fn unless_read_only(flushed: io::Result<()>) -> io::Result<()> {
     match flushed {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EROFS | libc::EINVAL)) => Ok(()),

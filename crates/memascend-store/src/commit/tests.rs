@@ -149,7 +149,7 @@ fn action() -> impl Strategy<Value = Action> {
 /// A tensor's value and where it lies.
 type Values = BTreeMap<String, (u8, Extent)>;
 
-/// What the store is to be.
+/// The expected store.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct World {
     durable: Option<Values>,
@@ -222,7 +222,7 @@ impl Trial<'_> {
         (count > 0).then(|| self.present.keys().nth(pick.index(count)).unwrap().clone())
     }
 
-    /// Runs what changes the medium, failing on the way or not.
+    /// Runs the operations that change the medium, whether they fail or not.
     fn change(
         &mut self,
         fails_at: Option<u64>,
@@ -359,7 +359,7 @@ impl Trial<'_> {
 
     fn reopen(&mut self, crash: bool) {
         if self.world.durable.is_none() {
-            // What failed before the first success leaves nothing that has to be found.
+            // A failure before the first success leaves nothing that has to be found.
             return;
         }
         self.store = None;

@@ -93,7 +93,7 @@ impl SimDisk {
     }
 }
 
-/// A note on a simulated disk: in two slots, as that of a device, or in a file that is replaced.
+/// A note on a simulated disk: in two slots, as on a device, or in a file that is replaced.
 pub(super) struct SimNotes {
     disk: Arc<SimDisk>,
     slots: Option<Notes>,
