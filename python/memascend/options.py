@@ -23,7 +23,7 @@ RankLocations = StorePaths | Sequence[StorePaths]
 #: Where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory, and on the SSD once that
 #: is full. "ssd": on the SSD.
 Activations = Literal["recompute", "host", "ssd"]
-#: The dtype that gradients are put aside in: that of the weight, or bfloat16.
+#: The dtype in which gradients are stored until the update: the dtype of the weight, or bfloat16.
 Gradients = Literal["auto", "bfloat16"]
 #: When tensors that move alone are updated: on the way into the next forward pass, or in the backward pass as soon as
 #: their gradient is made.
@@ -31,16 +31,16 @@ Update = Literal["forward", "backward"]
 POLICIES: tuple[Activations, ...] = get_args(Activations)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 UPDATES: tuple[Update, ...] = get_args(Update)
-#: What `keep_store` says to have the store of an earlier run deleted.
+#: The value of `keep_store` that deletes the store of an earlier run.
 REPLACE: Literal["replace"] = "replace"
-#: The options that change bits: a resumed run goes on with those of its record.
+#: The options that change bits: a resumed run goes on with the values in its record.
 RECORDED = ("recompute", "fused_loss", "gradients", "micro_batch_size")
 
 
 class Tuning(TypedDict, total=False):
     """How bytes move between the drives and memory. No bit of a result depends on it.
 
-    What is left out follows from the machine and from what `memascend bench` has measured there.
+    The others follow from the machine and from the measurements of `memascend bench`.
     """
 
     engine: Literal["auto", "ring", "threads"]
@@ -73,7 +73,7 @@ class Tuning(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """Where a model goes, in which memory, and how it computes: what `memascend.offload` takes beside the model."""
+    """Where a model goes, in which memory, and how it computes: the arguments of `offload` beside the model."""
 
     store: RankLocations
     """A directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on different
@@ -83,30 +83,29 @@ class OffloadOptions:
     rank."""
     host_memory: str | int | None
     """Ceiling of the host memory that memascend holds, in bytes or as "8GiB". None is the least that works. "auto"
-    follows what the machine and its memory cgroups leave, from pass to pass: it leaves room for what a step takes
-    beside it, and for other programs, gives back when memory gets short, and takes more when there is more. No bit
-    changes. What is beyond the least holds weights and states between steps, which then do not move."""
+    follows the memory that the machine and its cgroups leave, from pass to pass: it leaves room for the rest of a step
+    and for other programs, gives back when memory gets short, and takes more when there is more. No bit changes. Memory
+    beyond the least holds weights and states between steps, which then do not move."""
     host_memory_max: str | int | None = None
     """The most that `memascend.set_host_memory` may make of `host_memory` later, or that "auto" takes. None keeps a
-    size as it is; with "auto" it is what the model can use, or the machine has. Addresses are reserved for it, no
-    memory."""
+    size as it is; with "auto" it is the most that the model can use, or that the machine has. Addresses are reserved
+    for it, no memory."""
     device: str | torch.device | None = None
     """Where the model computes: "cuda", "cuda:1", or the CPU (None). Weights are copied to the device as they are
     needed. The model's buffers stay on the device, and inputs on the CPU are copied there."""
     device_memory: str | int | None = field(default=None, metadata={"help": "ceiling of device memory"})
-    """Ceiling of device memory, in bytes or as "10GiB". It counts what memascend and PyTorch allocate there, not CUDA's
-    own context (0.3 to 0.6 GiB). None is what is free. `memascend.set_device_memory` changes it."""
+    """Ceiling of device memory, in bytes or as "10GiB". It counts the allocations of memascend and PyTorch there, not
+    CUDA's own context (0.3 to 0.6 GiB). None is all that is free. `memascend.set_device_memory` changes it."""
     recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
     """Recompute the activations of the repeated layers in the backward pass: it computes their forward passes a second
     time, and memory holds the activations of one layer at a time."""
     activations: Activations | None = field(default=None, metadata={"help": "where inputs of layers wait"})
-    """Where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far as
-    `host_memory` has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and "recompute" on a
-    device."""
+    """Where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far as `host_memory`
+    has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and "recompute" on a device."""
     batch_tokens: int | tuple[int, int] | None = None
     """Tokens of a batch (sequences x length), from which the plan estimates activations. A device that is too small for
     them is refused before anything starts. With `micro_batch_size` both as a pair, (sequences, length): from one number
-    the plan cannot tell what a micro-batch has."""
+    the plan cannot tell the size of a micro-batch."""
     micro_batch_size: int | None = field(
         default=None,
         metadata={"help": "sequences of a batch that a layer computes at once; default all"},
@@ -120,26 +119,26 @@ class OffloadOptions:
     batch everywhere."""
     fused_loss: bool | Literal["auto"] = "auto"
     """Compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
-    (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for a head of
-    16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to an embedding. True
-    takes large linear layers of other models for heads, too. False computes as PyTorch does, bit for bit, with the head
-    whole in memory. Over ranks "auto" means False."""
+    (`memascend.linear_cross_entropy`, which says how results differ: roundings of float32). "auto" does so for a head
+    of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to an embedding.
+    True takes large linear layers of other models for heads, too. False computes as PyTorch does, bit for bit, with the
+    head whole in memory. Over ranks "auto" means False."""
     gradients: Gradients = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
-    """The dtype that gradients are put aside in until the update. "auto" is that of the weight. "bfloat16" halves the
-    memory and the SSD traffic of float32 weights' gradients, on the CPU, and changes bits: what is put aside is rounded
-    to the nearest, ties to even. Each further backward pass adds in float32 to what was put aside, and rounds the sum.
-    The update computes in float32 from the rounded values. `parameter.grad` shows them, and clipping and the overflow
-    check see them: what rounds to infinity (from 3.396e38 on) is not finite. Gradients of bfloat16 weights are so
+    """The dtype in which gradients are stored until the update. "auto" is the dtype of the weight. "bfloat16" halves
+    the memory and the SSD traffic of float32 weights' gradients, on the CPU, and changes bits: the stored gradient is
+    rounded to the nearest, ties to even. Each further backward pass adds to it in float32, and rounds the sum. The
+    update computes in float32 from the rounded values. `parameter.grad` shows them, and clipping and the overflow check
+    see them: a value that rounds to infinity (from 3.396e38 on) is not finite. Gradients of bfloat16 weights are so
     anyway; float16 weights are refused."""
     update: Update = "forward"
-    """When weights are updated, of which the bits are the same either way. "forward": on the way into the next forward
-    pass. "backward": in the backward pass, as soon as a gradient is made, which spares the SSD the gradients (4 of 30
-    bytes a parameter) and holds two of them in memory instead; those of a device are applied piece by piece as they
-    arrive in host memory. It is for programs in which `optimizer.step()` follows each backward pass and nothing asks
-    for gradients in between: from the second step on, no clipping, scaler, accumulation or other use of a gradient may
-    begin, nor may options of the optimizer change between `backward()` and `step()`; what does is refused with an error
-    that says so. A gradient that the program has clipped, read or added to in the first step waits for `step()` as with
-    "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate"."""
+    """When weights are updated; the bits are the same either way. "forward": on the way into the next forward pass.
+    "backward": in the backward pass, as soon as a gradient is made, which spares the SSD the gradients (4 of 30 bytes a
+    parameter) and holds two of them in memory instead; gradients of a device are applied piece by piece as they arrive
+    in host memory. It is for programs in which `optimizer.step()` follows each backward pass and nothing asks for
+    gradients in between: from the second step on, no clipping, scaler, accumulation or other use of a gradient may
+    begin, nor may options of the optimizer change between `backward()` and `step()`; each of these is refused with an
+    error that says so. A gradient that the program has clipped, read or added to in the first step waits for `step()`
+    as with "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate"."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th
@@ -164,7 +163,7 @@ class OffloadOptions:
     """How bytes move; the functions take its entries as keywords."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the model and the machine.
+        """Check the values as far as they can be checked without the model and the machine.
 
         Raises ValueError for a value that an option does not have, or values that contradict each other.
         """

@@ -1,4 +1,4 @@
-"""Opening a session: what `memascend.offload`, `from_pretrained` and `resume` have in common, in its order."""
+"""Opening a session: the steps that `memascend.offload`, `from_pretrained` and `resume` share, in their order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opening(
 ) -> Iterator[tuple[OffloadOptions, Ranks | None]]:
     """Enclose a public function that opens a store, and give its options and the ranks that the store is divided over.
 
-    The other ranks are told of an error, here and in what is enclosed.
+    The other ranks are told of an error, here and in the enclosed block.
 
     Args:
         function: the public function.
@@ -60,11 +60,11 @@ def open_session(
     """Open the device, divide the model into units, plan the memory, and open the store of a session.
 
     Args:
-        model: what is offloaded, with parameters of the shapes and dtypes that the store has.
-        options: of which `store` has the locations of this rank.
+        model: the model to offload, with parameters of the shapes and dtypes that the store has.
+        options: the options, with the locations of this rank as `store`.
         ranks: over which the store is divided, if it is.
         units_of: called once the device is open; returns the model's units, or this rank's shares of them.
-        source: called once the model has its units; returns what makes it again.
+        source: called once the model has its units; returns the description that makes it again.
         tag: the checkpoint in a store to resume.
         resumes: the record of the run to go on with; None begins one.
 

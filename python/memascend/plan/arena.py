@@ -1,4 +1,4 @@
-"""What the native side is told of a host memory plan: the buffers of its arena."""
+"""The buffers of an arena, as the native side takes them from a host memory plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Arena:
 
     @classmethod
     def of(cls, plan: Plan) -> Arena:
-        """Return the arena of a plan, with room for what it may become."""
+        """Return the arena of a plan, with room for its growth."""
         most = plan.most
         return cls(
             _lines_of(plan),
