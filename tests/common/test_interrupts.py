@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
+from typing import Any
 
 import pytest
 
+from memascend.common import interrupts
 from memascend.common.interrupts import SIGNALS, Interrupts, uninterrupted
 from memascend.errors import Abandoned
 
@@ -38,3 +42,71 @@ def test_nohup_is_respected() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class Alarm(Exception):
+    """What a handler raises."""
+
+
+def test_handlers_of_other_signals_wait_too() -> None:
+    def handle(number: int, _: object) -> None:
+        calls.append(number)
+        raise Alarm(number)
+
+    calls: list[int] = []
+    numbers = (signal.SIGALRM, signal.SIGUSR1, signal.SIGRTMIN)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        with pytest.raises(Alarm), uninterrupted():
+            with uninterrupted():
+                for number in numbers:
+                    signal.raise_signal(number)
+            assert not calls, "the outer block has not ended"
+        assert calls == list(numbers), "each is called, though those before it raised"
+        assert all(signal.getsignal(number) is handle for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_while_handlers_change_is_not_lost() -> None:
+    """Before each line that `uninterrupted` runs: the handler is called once, and later signals wait or raise again."""
+
+    def handle(number: int, _: object) -> None:
+        calls.append(number)
+        raise Alarm
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in (interrupts.__file__, contextlib.__file__):
+            return None
+        lines += event == "line"
+        if event == "line" and lines == at:
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    calls: list[int] = []
+    lines = at = 0
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        while lines >= at:
+            calls.clear()
+            lines, at = 0, at + 1
+            sys.settrace(trace)
+            try:
+                with uninterrupted():
+                    pass
+            except Alarm:
+                pass
+            finally:
+                sys.settrace(None)
+            struck = lines >= at
+            assert len(calls) == struck, at
+            with pytest.raises(Alarm), uninterrupted():
+                signal.raise_signal(signal.SIGUSR1)
+                assert len(calls) == struck, at
+            with pytest.raises(Alarm):
+                signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert at > 50, "it was tried"

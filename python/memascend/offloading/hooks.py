@@ -296,7 +296,8 @@ class Hooks:
                 name, original = "_compiled_call_impl", compiled or module._call_impl
             else:
                 name, original = "forward", module.forward
-            self._replace(module, name, torch.compiler.disable(around(original)))
+            in_turn = self.session.streamer.turns.around(around(original), "a forward pass")
+            self._replace(module, name, torch.compiler.disable(in_turn))
             if whole and compiled is not None:
                 self._say_uncompiled(module)
 
@@ -422,7 +423,7 @@ class Hooks:
                 if checkpointing:
                     module.gradient_checkpointing = checkpointing
 
-        return run
+        return streamer.turns.around(run, "a backward pass")  # a forward pass has its turn
 
     def _whole(self, model: nn.Module, original: Callable) -> Callable:
         """Wrap the forward of the whole model: one pass of the stream."""
@@ -489,7 +490,7 @@ class Hooks:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""
         model = self.session.model()
         assert model is not None, "the caller holds the model"
-        return self._whole(model, function)
+        return self.session.streamer.turns.around(self._whole(model, function), "a forward pass")
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""
