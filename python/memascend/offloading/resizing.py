@@ -28,6 +28,5 @@ def resize(
         )
     raise MemascendError(
         f"the table of tokens is on SSD with {rows} rows and cannot have {wanted}: resize the model before "
-        "memascend.offload. For memascend.from_pretrained, resize it with transformers once (from_pretrained, "
-        "resize_token_embeddings, save_pretrained), and open the directory that this writes"
+        f"memascend.offload, or give memascend.from_pretrained(..., resize_token_embeddings={wanted})"
     )
