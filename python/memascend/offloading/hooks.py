@@ -133,9 +133,9 @@ class _WatchedParameters(dict):
         # A copy would share the original's forward, and train no parameters of its own.
         raise MemascendError(
             "a module of an offloaded model cannot be copied: its parameters are on SSD. For an average of the weights "
-            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload, and update the copy "
-            "from memascend.parameters_of(model), which reads one unit at a time, or average what "
-            "memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
+            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload: "
+            "average.update_parameters(model) then reads the weights, and the average is whole in memory. Or average "
+            "what memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
             "modules_to_save) add them before memascend.offload"
         )
 

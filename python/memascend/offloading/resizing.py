@@ -24,7 +24,8 @@ def resize(
     if wanted < rows:
         raise MemascendError(
             f"the table of tokens is on SSD with {rows} rows, which have room for {wanted} tokens: leave "
-            "resize_token_embeddings out"
+            "resize_token_embeddings out. For a table of that many rows give memascend.from_pretrained(..., "
+            f"resize_token_embeddings={wanted})"
         )
     raise MemascendError(
         f"the table of tokens is on SSD with {rows} rows and cannot have {wanted}: resize the model before "
