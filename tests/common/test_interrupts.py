@@ -109,3 +109,31 @@ def test_a_signal_while_handlers_change_is_not_lost() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert at > 50, "it was tried"
+
+
+def test_a_handler_that_was_never_put_back_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where signal after signal comes while handlers are put back."""
+
+    def handle(number: int, _: object) -> None:
+        raise Alarm(number)
+
+    def never_back(number: int, handler: Any) -> Any:
+        if number == signal.SIGUSR1 and handler is handle:
+            raise Alarm
+        return put(number, handler)
+
+    put, before = interrupts._signal.signal, signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(interrupts._signal, "signal", never_back)
+            with pytest.raises(Alarm), uninterrupted():
+                pass
+        assert signal.getsignal(signal.SIGUSR1) is not handle
+        with pytest.raises(Alarm):
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Alarm), uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            waited = True
+        assert waited
+    finally:
+        signal.signal(signal.SIGUSR1, before)
