@@ -151,10 +151,11 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | str | 
 
 def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:
     if frozen == "files" or ranks is not None:
+        where = "over ranks" if ranks is not None else "with frozen='files'"
         raise ValueError(
-            f"resize_token_embeddings cannot be had {'over ranks' if ranks is not None else 'with frozen=' + repr(frozen)}"
-            ", where weights are read as the files have them: resize the model with transformers once (from_pretrained, "
-            "resize_token_embeddings, save_pretrained), and open the directory that this writes"
+            f"resize_token_embeddings cannot be had {where}, where weights are read as the files have them: resize the "
+            "model with transformers once (from_pretrained, resize_token_embeddings, save_pretrained), and open the "
+            "directory that this writes"
         )
 
 
