@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
+from typing import Any
 
 import pytest
 
+from memascend.common import interrupts
 from memascend.common.interrupts import SIGNALS, Interrupts, uninterrupted
 from memascend.errors import Abandoned
 
@@ -38,3 +41,99 @@ def test_nohup_is_respected() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class Alarm(Exception):
+    """What a handler raises."""
+
+
+def test_handlers_of_other_signals_wait_too() -> None:
+    def handle(number: int, _: object) -> None:
+        calls.append(number)
+        raise Alarm(number)
+
+    calls: list[int] = []
+    numbers = (signal.SIGALRM, signal.SIGUSR1, signal.SIGRTMIN)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        with pytest.raises(Alarm), uninterrupted():
+            with uninterrupted():
+                for number in numbers:
+                    signal.raise_signal(number)
+            assert not calls, "the outer block has not ended"
+        assert calls == list(numbers), "each is called, though those before it raised"
+        assert all(signal.getsignal(number) is handle for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_while_handlers_change_is_not_lost() -> None:
+    """Before each line that `uninterrupted` runs: the handler is called once, and later signals wait or raise again."""
+
+    def handle(number: int, _: object) -> None:
+        calls.append(number)
+        raise Alarm
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == at:
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    calls: list[int] = []
+    lines = at = 0
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        while lines >= at:
+            calls.clear()
+            lines, at = 0, at + 1
+            sys.settrace(trace)
+            try:
+                with uninterrupted():
+                    pass
+            except Alarm:
+                pass
+            finally:
+                sys.settrace(None)
+            struck = lines >= at
+            assert len(calls) == struck, at
+            with pytest.raises(Alarm), uninterrupted():
+                signal.raise_signal(signal.SIGUSR1)
+                assert len(calls) == struck, at
+            with pytest.raises(Alarm):
+                signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert at > 50, "it was tried"
+
+
+def test_a_handler_that_was_never_put_back_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where signal after signal comes while handlers are put back."""
+
+    def handle(number: int, _: object) -> None:
+        raise Alarm(number)
+
+    def never_back(number: int, handler: Any) -> Any:
+        if number == signal.SIGUSR1 and handler is handle:
+            raise Alarm
+        return put(number, handler)
+
+    put, before = interrupts._signal.signal, signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(interrupts._signal, "signal", never_back)
+            with pytest.raises(Alarm), uninterrupted():
+                pass
+        assert signal.getsignal(signal.SIGUSR1) is not handle
+        with pytest.raises(Alarm):
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Alarm), uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            waited = True
+        assert waited
+    finally:
+        signal.signal(signal.SIGUSR1, before)

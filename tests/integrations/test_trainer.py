@@ -405,5 +405,7 @@ def test_tokens_are_counted_under_any_name() -> None:
         ({"inputs_embeds": embedded}, 10),
         ({"input_features": embedded, "labels": ids}, 6),
         ({"pixel_values": embedded, "labels": ids[0]}, 0),
+        ({"x": ids, "y": ids[0], "x_mask": torch.ones(4, 9, dtype=torch.long)}, 6),
+        ({"source": ids, "labels": embedded[:, :2, 0]}, 6),
     ):
         assert tokens_in(inputs) == tokens, inputs

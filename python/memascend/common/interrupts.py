@@ -1,7 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: unfinished work is cleaned up; in a run the first signal is only a request to stop."""
+"""Signals: none ends a step in its middle, and in a run the first Ctrl-C, SIGTERM or SIGHUP only asks it to stop."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import signal
@@ -15,26 +16,79 @@ from memascend.errors import Abandoned
 
 #: What ends a run: Ctrl-C, `kill`, and a terminal that was closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ALL = tuple(int(number) for number in signal.valid_signals())
+
+
+class _Deferred:
+    """A handler of every signal that Python handles, which keeps signals for the end of a block.
+
+    Once it does not defer any more, it calls the handler in whose place it stands: an exception that strikes while
+    handlers are put back leaves none that loses a signal.
+    """
+
+    def __init__(self) -> None:
+        self.defers = True
+        self._previous: dict[int, Any] = {}
+        self._signals: list[tuple[int, FrameType | None]] = []
+
+    def replace(self) -> None:
+        """Take the place of the handlers."""
+        # Not `signal.getsignal`, which makes an enum of each answer.
+        for number in _ALL:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                self._previous[number] = handler
+                _signal.signal(number, self)
+
+    def restore(self) -> None:
+        """Put the handlers back."""
+        self.defers = False
+        for number in list(self._previous):
+            if _signal.getsignal(number) is self:
+                _signal.signal(number, self._previous[number])
+
+    def call(self) -> None:
+        """Call the handlers of the signals that came, each even if one before it raises."""
+        while self._signals:
+            number, frame = self._signals.pop(0)
+            try:
+                self._previous[number](number, frame)
+            except BaseException:
+                self.call()
+                raise
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.defers:
+            self._signals.append((number, frame))
+        else:
+            self._previous[number](number, frame)
+
+
+#: What defers signals now, in the main thread.
+_deferring: _Deferred | None = None
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C, and SIGTERM and SIGHUP where they are handled, until the end of the block."""
-    deferred: list[tuple[int, FrameType | None]] = []
-    previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for handled in SIGNALS:
-            handler = signal.getsignal(handled)
-            if callable(handler):
-                previous[handled] = handler
-                signal.signal(handled, lambda number, frame: deferred.append((number, frame)))
+    """Defer the handlers of all signals, Ctrl-C's among them, until the end of the block: any of them may raise."""
+    global _deferring
+    if threading.current_thread() is not threading.main_thread() or _deferring is not None:
+        yield
+        return
+    deferred = _Deferred()
     try:
+        _deferring = deferred
+        deferred.replace()
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        for number, frame in deferred:
-            previous[number](number, frame)
+        _deferring = None
+        try:
+            deferred.restore()
+        except BaseException:  # a signal's that came in between: the handlers that are left are put back all the same
+            deferred.restore()
+            raise
+        finally:
+            deferred.call()
 
 
 class Interrupts:

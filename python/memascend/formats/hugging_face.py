@@ -55,6 +55,7 @@ def from_pretrained(
     frozen: str | None = None,
     dequantize: bool = False,
     model_class: str | type | None = None,
+    resize_token_embeddings: int | None = None,
     recompute: bool = True,
     activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
@@ -87,6 +88,10 @@ def from_pretrained(
         model_class: a class of transformers, or its name, to open the directory as a model of another task, such as
             "AutoModelForSequenceClassification". A head that the directory does not hold begins as in transformers,
             with the same bits after the same seed.
+        resize_token_embeddings: the rows that the tables of tokens are to have, such as `len(tokenizer)` after tokens
+            were added: as `model.resize_token_embeddings` of transformers, with the same bits after the same seed. The
+            tables are whole in host memory, beside the budget, while the model is opened: transformers takes up to six
+            times the bytes of a bfloat16 table.
         host_memory: as in `memascend.offload`; None is the least that works.
         store, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
@@ -108,6 +113,8 @@ def from_pretrained(
     with opening(from_pretrained, locals(), frozen) as (chosen, ranks):
         if frozen == "files":
             chosen = replace(chosen, durability="none")
+        if resize_token_embeddings is not None:
+            _check_resized(frozen, ranks)
         config = load_any_config(directory)
         check_form(form_of(directory), directory, dequantize)
         change_config(config, model_class, changes)
@@ -115,6 +122,8 @@ def from_pretrained(
             model = empty_model(config, directory, _dtype_of(dtype, config, files))
             load_generation_config(model, directory)
             sources = Sources(model, files, begins_heads=model_class is not None and ranks is None)
+            if resize_token_embeddings is not None:
+                sources.resize_tables(resize_token_embeddings)
             units_of = partial(_divide, model, sources, frozen=frozen, ranks=ranks)
             session = open_session(
                 model, chosen, ranks, units_of, lambda: source_of(model, sources.conversions, directory)
@@ -137,6 +146,16 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | str | 
         raise ValueError(
             "with frozen='files' the store holds nothing that could be kept: leave out durability and keep_store, or "
             "use frozen='store'"
+        )
+
+
+def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:
+    if frozen == "files" or ranks is not None:
+        where = "over ranks" if ranks is not None else "with frozen='files'"
+        raise ValueError(
+            f"resize_token_embeddings cannot be had {where}, where weights are read as the files have them: resize the "
+            "model with transformers once (from_pretrained, resize_token_embeddings, save_pretrained), and open the "
+            "directory that this writes"
         )
 
 

@@ -22,6 +22,7 @@ from memascend.errors import CheckpointError
 from memascend.formats.heads import initial_values, is_of_head
 from memascend.formats.quantised.forms import form_of_names
 from memascend.formats.quantised.reading import QuantisedTensors
+from memascend.formats.resized import resize
 from memascend.formats.safetensors import PIECE_BYTES
 from memascend.formats.transformers_models import Conversion, Mapping, empty_model, untie
 from memascend.formats.weight_files import WeightFiles
@@ -75,18 +76,35 @@ class Sources:
         self._gathered: dict[str, list[tuple[str, int]]] = {}
         #: Parameters that a conversion made beyond the one that was read.
         self._made: dict[str, torch.Tensor] = {}
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
         #: A parameter's first name -> all its names: a tied parameter may be stored under any of
         #: them.
-        self._aliases = {aliases[0]: aliases for aliases in names.values()}
-        #: Parameters of a head that no file has, with their first values.
+        self._aliases = _aliases_of(model)
+        #: Parameters of a head that no file has, and tables that were resized, with their first values.
         self._begun: dict[str, torch.Tensor] = {}
         if begins_heads:
             self._begun = initial_values(model, [name for name in self._missing() if is_of_head(model, name)])
         self._check()
         self._find_gathered()
+
+    def resize_tables(self, rows: int) -> None:
+        """Have the model's tables of tokens begin with `rows` rows, as transformers makes them of those in the files.
+
+        Their values are whole in memory until this object is gone. Raises as `memascend.formats.resized.resize`.
+        """
+
+        def read(name: str, target: torch.Tensor) -> None:
+            begun, pieces = self._begun.get(name), self._pieces_of(name)
+            if begun is not None:
+                target.copy_(begun)
+            elif pieces is not None:
+                self._gather(pieces, target.view(-1), 0)
+            else:
+                raise CheckpointError(
+                    f"{name} is made of several tensors in {self.files.directory}, and is not resized while it is read"
+                )
+
+        self._begun |= resize(self.model, rows, read)
+        self._aliases = _aliases_of(self.model)
 
     def _find_gathered(self) -> None:
         """Find the parameters that a conversion makes of tensors one behind the other: those are read one by one."""
@@ -211,7 +229,7 @@ class Sources:
         """
         externals = {reader: reader.external(direct) for reader in self.files.readers}
         for place in (place for unit in units for place in unit.places):
-            pieces = self._pieces_of(place)
+            pieces = self._pieces_of(place.name)
             if pieces is None:
                 raise CheckpointError(
                     f"{place.name} is made of several tensors in {self.files.directory}, which are not one behind the "
@@ -219,9 +237,9 @@ class Sources:
                 )
             place.sources = [self._located(place, key, externals) for key, _ in pieces]
 
-    def _pieces_of(self, place: Place) -> list[tuple[str, int]] | None:
+    def _pieces_of(self, first_name: str) -> list[tuple[str, int]] | None:
         """Return the tensors that a parameter is read from, each with its first element there; None if it is made."""
-        for name in self._aliases[place.name]:
+        for name in self._aliases[first_name]:
             if name in self._plain:
                 return [(self._plain[name], 0)]
             if name in self._gathered:
@@ -263,7 +281,7 @@ class Sources:
         if place.name in self._begun:
             target.copy_(self._begun[place.name].reshape(-1)[first : first + target.numel()].view(target.shape))
             return
-        pieces = self._pieces_of(place)
+        pieces = self._pieces_of(place.name)
         if pieces is not None:
             self._gather(pieces, target.reshape(-1), first)
             return
@@ -328,6 +346,14 @@ class Sources:
                     buffer = torch.empty_like(buffer, device="cpu")
                     module._buffers[name.rpartition(".")[2]] = buffer
                 self.files.where[key].read_into(key, buffer)
+
+
+def _aliases_of(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
 
 
 def _natural_key(name: str) -> list[Any]:

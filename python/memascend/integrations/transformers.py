@@ -37,6 +37,7 @@ from memascend.integrations.trainer_arguments import (
     optimizer_of,
 )
 from memascend.integrations.trainer_checkpoints import CheckpointsMixin
+from memascend.integrations.trainer_lines import PREFIX, figures_not_printed
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
 from memascend.offloading.api import find_offload, offload_of
 from memascend.optim import Apollo, OffloadedOptimizer
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["MemascendArguments", "OffloadArguments", "Trainer", "TrainerMixin"]
 
 _log = logging.getLogger("memascend")
+#: How names of whole numbers end that are no tokens.
+_NO_TOKENS = ("mask", "type_ids", "position_ids", "positions", "labels", "_sizes", "_thw")
 
 
 class TrainerMixin(CheckpointsMixin):
@@ -82,6 +85,7 @@ class TrainerMixin(CheckpointsMixin):
         """Take the arguments of the class that this is mixed into."""
         bound = _signature_of(type(self)).bind(self, *given, **named)
         model, args, own_optimizers = (bound.arguments.get(name) for name in ("model", "args", "optimizers"))
+        _check_given(model, args)
         #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
         self._run_found = False
         #: Whether that run's weights have replaced those of the model that was given.
@@ -105,11 +109,6 @@ class TrainerMixin(CheckpointsMixin):
                 bound.arguments["model"] = model
                 # A run that was taken up stays; a store that was made for this goes.
                 on_failure.callback(offload_of(model).close, failed=bool(optimizers))
-            elif isinstance(model, str | os.PathLike) and args is not None:
-                raise ValueError(
-                    f"the model is given by its directory, {model}, and {type(args).__name__} does not say where it "
-                    "goes: give MemascendArguments(output_dir=..., host_memory='4GiB'), or a model that is opened"
-                )
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is None and self._tells_of_memory:
                 _log.warning(
@@ -315,19 +314,23 @@ class TrainerMixin(CheckpointsMixin):
         return self._losses[-1]
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
-        """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/..."."""
+        """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/...".
+
+        What is printed is as transformers prints it, without these.
+        """
         log = self._position.log if self.is_in_train and self._keeps_log else None
         figures: dict[str, Any] = {}
         if log is not None and "loss" in logs:
             figures = log.figures(self.state.global_step)
             if ranks := figures_of_ranks(self.model, figures):
                 figures["ranks"] = ranks
-            logs |= {f"memascend/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
+            logs |= {f"{PREFIX}{name}": value for name, value in figures.items() if isinstance(value, int | float)}
             waited = figures["waited_seconds"] or {}
-            logs |= {f"memascend/seconds_{kind}": seconds for kind, seconds in waited.items()}
+            logs |= {f"{PREFIX}seconds_{kind}": seconds for kind, seconds in waited.items()}
         elif log is not None and "eval_loss" in logs:
             figures = log.lap()  # The next step's begin after it.
-        super().log(logs, *others, **named)  # type: ignore[misc]
+        with figures_not_printed(self.callback_handler.callbacks):
+            super().log(logs, *others, **named)  # type: ignore[misc]
         if log is not None:
             log.append(self.state.log_history[-1], figures)
 
@@ -357,6 +360,20 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 # ---- what a Trainer is made of ----------------------------------------------------------------------------------
+
+
+def _check_given(model: Any, args: Any) -> None:
+    """Raise TypeError for a class in the place of arguments, ValueError where no arguments say where a model goes."""
+    if isinstance(args, type):
+        raise TypeError(
+            f"args is the class {args.__name__}, and not an object of it: give {args.__name__}(output_dir=...)"
+        )
+    if isinstance(model, str | os.PathLike) and not isinstance(args, OffloadArguments):
+        silent = "nothing says" if args is None else f"{type(args).__name__} does not say"
+        raise ValueError(
+            f"the model is given by its directory, {model}, and {silent} where it goes: give "
+            "MemascendArguments(output_dir=..., host_memory='4GiB'), or a model that is opened"
+        )
 
 
 def _signature_of(trainer_class: type) -> inspect.Signature:
@@ -402,7 +419,7 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
 
 
 def _tokens_in(inputs: Any) -> int:
-    """Return how many tokens a batch has: its ids, under any name; else the positions of its embeddings or labels."""
+    """Return how many tokens a batch has: its ids, under any name, or the positions of its embeddings or labels."""
     tensors = {name: value for name, value in dict(inputs).items() if isinstance(value, torch.Tensor)}
     ids = [value for name, value in tensors.items() if name.endswith("input_ids") and name != "decoder_input_ids"]
     if ids:
@@ -410,4 +427,12 @@ def _tokens_in(inputs: Any) -> int:
     embedded, labels = tensors.get("inputs_embeds"), tensors.get("labels")
     if embedded is not None:
         return embedded.shape[:-1].numel()
+    # Of a model of the program's own: whole numbers, a row for each sequence.
+    others = [
+        value.numel()
+        for name, value in tensors.items()
+        if value.dtype in (torch.int32, torch.int64) and value.dim() > 1 and not name.endswith(_NO_TOKENS)
+    ]
+    if others:
+        return max(others)
     return labels.numel() if labels is not None and labels.dim() > 1 else 0

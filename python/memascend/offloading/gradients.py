@@ -90,11 +90,11 @@ class GradientCapture:
             return
 
         def before(_: Any) -> None:
-            with as_held():
+            with self.streamer.turns.take("a backward pass"), as_held():
                 self._before(place)
 
         def after(_: torch.Tensor) -> None:
-            with as_held():
+            with self.streamer.turns.take("a backward pass"), as_held():
                 self.capture(place, accumulate=place in self._accumulating)
                 self._accumulating.discard(place)
 

@@ -133,9 +133,9 @@ class _WatchedParameters(dict):
         # A copy would share the original's forward, and train no parameters of its own.
         raise MemascendError(
             "a module of an offloaded model cannot be copied: its parameters are on SSD. For an average of the weights "
-            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload, and update the copy "
-            "from memascend.parameters_of(model), which reads one unit at a time, or average what "
-            "memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
+            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload: "
+            "average.update_parameters(model) then reads the weights, and the average is whole in memory. Or average "
+            "what memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
             "modules_to_save) add them before memascend.offload"
         )
 
@@ -296,7 +296,8 @@ class Hooks:
                 name, original = "_compiled_call_impl", compiled or module._call_impl
             else:
                 name, original = "forward", module.forward
-            self._replace(module, name, torch.compiler.disable(around(original)))
+            in_turn = self.session.streamer.turns.around(around(original), "a forward pass")
+            self._replace(module, name, torch.compiler.disable(in_turn))
             if whole and compiled is not None:
                 self._say_uncompiled(module)
 
@@ -422,7 +423,7 @@ class Hooks:
                 if checkpointing:
                     module.gradient_checkpointing = checkpointing
 
-        return run
+        return streamer.turns.around(run, "a backward pass")  # a forward pass has its turn
 
     def _whole(self, model: nn.Module, original: Callable) -> Callable:
         """Wrap the forward of the whole model: one pass of the stream."""
@@ -489,7 +490,7 @@ class Hooks:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""
         model = self.session.model()
         assert model is not None, "the caller holds the model"
-        return self._whole(model, function)
+        return self.session.streamer.turns.around(self._whole(model, function), "a forward pass")
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""

@@ -24,10 +24,10 @@ def resize(
     if wanted < rows:
         raise MemascendError(
             f"the table of tokens is on SSD with {rows} rows, which have room for {wanted} tokens: leave "
-            "resize_token_embeddings out"
+            "resize_token_embeddings out. For a table of that many rows give memascend.from_pretrained(..., "
+            f"resize_token_embeddings={wanted})"
         )
     raise MemascendError(
         f"the table of tokens is on SSD with {rows} rows and cannot have {wanted}: resize the model before "
-        "memascend.offload. For memascend.from_pretrained, resize it with transformers once (from_pretrained, "
-        "resize_token_embeddings, save_pretrained), and open the directory that this writes"
+        f"memascend.offload, or give memascend.from_pretrained(..., resize_token_embeddings={wanted})"
     )

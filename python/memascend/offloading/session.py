@@ -374,8 +374,9 @@ class Session:
 
     def flush(self) -> None:
         """Apply deferred updates, wait for the drives, and commit what is to be durable."""
-        self.streamer.apply_updates()
-        self.generations.commit()
+        with self.streamer.turns.take("flush"):
+            self.streamer.apply_updates()
+            self.generations.commit()
 
     def refuse_ranks(self, what: str, instead: str) -> None:
         """Raise MemascendError for what is not done yet where a store is divided over ranks."""
@@ -410,9 +411,10 @@ class Session:
                 "with durability='none' weights and states are updated in place, so that no checkpoint can be kept "
                 "beside them: use durability='step' or 'every:N', or write them elsewhere (save_pretrained, state_dict)"
             )
-        self.streamer.apply_updates()
-        self.generations.keep()
-        self._keep_under(tag)
+        with self.streamer.turns.take("save_checkpoint"):
+            self.streamer.apply_updates()
+            self.generations.keep()
+            self._keep_under(tag)
         if keep_last is not None:
             self.delete_checkpoints(old_tag for old_tag, _, _ in self.runtime.snapshots()[:-keep_last])
 
@@ -463,7 +465,8 @@ class Session:
         plan = replan(self.plan, self.units, budget)
         if plan.total > self.plan.total:
             check_available(plan, self.plan.total)
-        self._change_plan(plan)
+        with self.streamer.turns.take("set_host_memory"):
+            self._change_plan(plan)
         self._stop_following()
 
     def set_device_memory(self, budget: int) -> None:
@@ -672,9 +675,15 @@ class Session:
         Unless `keep_store` is False they stay after an error (`failed`, or an exception on its way), where the program
         `ended` without closing, and where there are snapshots. The last step is committed to a store that stays, but
         nothing is after an error. With `resumes` the other ranks close too, and need not hear of it.
+
+        Raises MemascendError while another thread uses the model.
         """
         if self.runtime.closed:
             return
+        with self.streamer.turns.take("close"):
+            self._close(failed, ended, resumes)
+
+    def _close(self, failed: bool, ended: bool, resumes: bool) -> None:
         self._stop_following()
         failed = failed or sys.exc_info()[0] is not None
         if self.membership is not None and ended and not failed:

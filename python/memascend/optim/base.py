@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,7 +229,7 @@ class OffloadedOptimizer(Optimizer):
         Returns whether one of them is not finite. `memascend.GradScaler` calls this. `clip_grad_norm_` takes the factor
         into account, `step` and `zero_grad` forget it, and a new gradient does not have it.
         """
-        with as_held():
+        with self._turn("unscaling gradients"), as_held():
             homes = (home for home in self._homes_with_gradient() if home.unscaled_by_update)
             return self._factors.unscale(homes, inv_scale)
 
@@ -239,7 +239,7 @@ class OffloadedOptimizer(Optimizer):
         Returns the norm before (0-dim float32): the square root of a fixed-order sum of squares in fp64, the
         same for offloaded and ordinary parameters. Not finite when a gradient overflowed.
         """
-        with as_held():
+        with self._turn("clip_grad_norm_"), as_held():
             norm = self._factors.clip(self._homes_with_gradient(), max_norm, error_if_nonfinite)
         return torch.tensor(norm, dtype=torch.float32)
 
@@ -248,15 +248,24 @@ class OffloadedOptimizer(Optimizer):
         """Update every parameter that has a gradient. On offloaded parameters the work is deferred.
 
         Returns the loss of `closure`, which is called first if given. Whatever is refused is refused before anything
-        has changed, and Ctrl-C waits until the step is complete.
+        has changed, and signals' handlers, Ctrl-C's among them, wait until the step is complete. Raises MemascendError
+        while another thread uses the model.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with span("optimizer step"), as_held():
+        with self._turn("optimizer.step"), span("optimizer step"), as_held():
             self._step()
         return loss
+
+    def _turn(self, use: str) -> ExitStack:
+        """Begin a use of the offloaded models, by this thread alone, until the end of a `with` block."""
+        turns = ExitStack()
+        for session in self._homes.sessions:
+            if not session.runtime.closed:
+                turns.enter_context(session.streamer.turns.take(use))
+        return turns
 
     def _step(self) -> None:
         if self._closed:
@@ -319,7 +328,7 @@ class OffloadedOptimizer(Optimizer):
         Raises MemascendError, before anything has changed, where the backward pass has applied one already.
         """
         self._early_steps.check_complete([])
-        with as_held():
+        with self._turn("zero_grad"), as_held():
             for home in self._homes_with_gradient():
                 home.clear_gradient(set_to_none)
         self._factors.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from memascend.common.graphs import in_backward
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.common.timeline import span
+from memascend.common.turns import Turns
 from memascend.errors import MemascendError
 from memascend.residency.order import PREFETCH_UNITS, UseOrder, farthest, smallest_holding
 
@@ -93,6 +94,8 @@ class Streamer:
         """
         self.runtime = runtime
         self.timeline = timeline
+        #: The threads that use the model.
+        self.turns = Turns()
         self._forget_recomputed = forget_recomputed
         self._tables = {unit for unit in units if unit.is_table}
         self._block_bytes = plan.blocks.nbytes
@@ -199,8 +202,8 @@ class Streamer:
     def exit(self, unit: Unit) -> None:
         """End a use. Parameters without users are hidden; their bytes live as long as a tensor refers to them."""
         residency = self.residencies[unit]
+        shown = [place for place in unit.places if not unit.is_table]
         try:
-            shown = [place for place in unit.places if not unit.is_table]
             if residency.users == 1 and (written := [place for place in shown if place.written]):
                 self._written_by_module(unit, written)
         finally:
@@ -244,21 +247,22 @@ class Streamer:
 
         Outside of passes this is no use that predicts others. The program says `mark_written` where it has written.
         """
-        residency = self.residencies[unit]
-        self._refuse_early_use(unit)
-        if in_backward():
-            for place in unit.places:
-                place.awaits_step = True
-        self._name_whole(unit)
-        residency.users += 1
-        try:
-            storage = self._bring(unit)
-            # What the program writes must not reach a write under way.
-            self._wait_written(unit)
-            yield storage
-        finally:
-            residency.users -= 1
-            self.free_whole(unit)
+        with self.turns.take("the use of a weight"):
+            residency = self.residencies[unit]
+            self._refuse_early_use(unit)
+            if in_backward():
+                for place in unit.places:
+                    place.awaits_step = True
+            self._name_whole(unit)
+            residency.users += 1
+            try:
+                storage = self._bring(unit)
+                # What the program writes must not reach a write under way.
+                self._wait_written(unit)
+                yield storage
+            finally:
+                residency.users -= 1
+                self.free_whole(unit)
 
     def check_writable(self, places: Sequence[Place]) -> None:
         """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
@@ -302,6 +306,10 @@ class Streamer:
 
     def storage(self, unit: Unit) -> torch.Tensor:
         """Return the unit's bytes (uint8, one-dimensional) where the model computes, and prefetch what comes next."""
+        with self.turns.take("the use of a weight"):
+            return self._bring_and_prefetch(unit)
+
+    def _bring_and_prefetch(self, unit: Unit) -> torch.Tensor:
         self._order.record(unit)
         # What earlier units have left between long-lived blocks would add up over a pass.
         if self._gives_back:
@@ -383,6 +391,10 @@ class Streamer:
 
         Returns the update under way, whose groups are the table's blocks; None if the table is up to date.
         """
+        with self.turns.take("the use of a table"):
+            return self._begin_table(unit)
+
+    def _begin_table(self, unit: Unit) -> Ticket | None:
         self._order.record(unit)
         residency = self.residencies[unit]
         self._write_back(residency)
@@ -443,9 +455,10 @@ class Streamer:
 
     def _fetch(self, unit: Unit, lease: LeaseBuffer | None) -> None:
         residency = self.residencies[unit]
-        # An interrupt between the start of an update and its record would apply the update twice.
         residency.updating = bool(residency.updates)
-        with span(f"fetch {unit.name}"), uninterrupted() if residency.updates else nullcontext():
+        # An exception of a signal's handler between the start of a fetch and its record would have the next use fetch
+        # again, beside an update that is under way or by an update that was applied.
+        with span(f"fetch {unit.name}"), uninterrupted():
             # The update of a table is followed block by block.
             group = next(unit.places).blocks.elements if lease is None and len(residency.updates) == 1 else 0
             write_through = bool(residency.updates) and self.write_through()
@@ -459,12 +472,12 @@ class Streamer:
             for update in residency.updates:
                 update.started()
             residency.updates = ()
-        if lease is None:
-            return
-        # An ordinary tensor in inference mode too: the parameters that show its bytes count writes.
-        with torch.inference_mode(False):
-            residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
-        self.by_address[lease.address] = unit
+            if lease is None:
+                return
+            # An ordinary tensor in inference mode too: the parameters that show its bytes count writes.
+            with torch.inference_mode(False):
+                residency.lease, residency.storage = lease, torch.frombuffer(lease, dtype=torch.uint8)
+            self.by_address[lease.address] = unit
 
     def _lease(self, unit: Unit) -> LeaseBuffer:
         """Return a buffer for a unit that is needed now, if need be by evicting others."""
