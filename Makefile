@@ -53,7 +53,7 @@ faults: $(STAMPS)/wheel $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS,
 		ARGS="-m '' --timeout 7200 -rP durable/test_faulty_calls.py durable/test_killed_loops.py runs/test_kills.py"
 
 coverage: ## print which branches of memascend-nvme and memascend-store their tests take (ARGS=--missed: the lines of others)
-	$(PYTHON) tests/coverage.py $(ARGS)
+	$(PYTHON) tests/branch_coverage.py $(ARGS)
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
