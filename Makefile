@@ -19,7 +19,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check test soak loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants faults coverage wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,11 +38,23 @@ test: test-rust test-python ## run every test but long sweeps: cargo's, then pyt
 # PyTorch and every architecture of transformers. Programs that tests launch are processes of Python's own.
 SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
+SOAK_FAULTS ?= 380
 SOAK_PROGRAMS ?= 10000
-soak: test-rust loom $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
+soak: test-rust loom $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_FAULTS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
 	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
-	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
+	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
+
+# What of the soak breaks stores: failing calls and allocations, tampered manifests, power cuts, kills of whole runs.
+faults: $(STAMPS)/wheel $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS, SOAK_SEEDS; MEMASCEND_SEED)
+	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
+	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
+	MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_KILLS=$(SOAK_KILLS) $(MAKE) test-python \
+		ARGS="-m '' --timeout 7200 -rP durable/test_faulty_calls.py durable/test_killed_loops.py runs/test_kills.py"
+
+coverage: ## print which branches of memascend-nvme and memascend-store their tests take (ARGS=--missed: the lines of others)
+	$(PYTHON) tests/branch_coverage.py $(ARGS)
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)

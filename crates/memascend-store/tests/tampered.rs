@@ -191,3 +191,80 @@ fn more_volumes_than_a_machine_has_are_refused_at_once() {
     assert!(!is_opened(&directories));
     assert!(begun.elapsed().as_secs() < 20);
 }
+
+/// What a manifest says in one place, and in which of its parts it contradicts itself then.
+fn contradictions() -> Vec<(&'static str, Box<dyn Fn(&mut Value)>)> {
+    let set = |place: &'static str, value: Value| -> Box<dyn Fn(&mut Value)> {
+        Box::new(move |manifest| *manifest.pointer_mut(place).expect("it is there") = value.clone())
+    };
+    vec![
+        ("the generations", set("/snapshots/1/tag", json!("tag 1"))),
+        ("the generations", set("/snapshots/1/tag", json!("a/b"))),
+        ("the generations", set("/current/tag", json!("tag"))),
+        ("the generations", set("/current/tensors/1/0", json!("one"))),
+        (
+            "the generations",
+            Box::new(|manifest| {
+                // Bytes of no generation.
+                let mut version = manifest["versions"][0].clone();
+                version["ranges"] = json!([[1_u64 << 40, version["ranges"][0][1].as_u64().unwrap()]]);
+                manifest["versions"].as_array_mut().unwrap().push(version);
+            }),
+        ),
+        (
+            "the ranges",
+            Box::new(|manifest| {
+                manifest["versions"][0]["ranges"] = manifest["versions"][1]["ranges"].clone();
+            }),
+        ),
+        ("the ranges", set("/versions/0/ranges", json!([]))),
+        ("the stripes", set("/stripes", json!([0]))),
+        ("the number of volumes", set("/volumes", json!([]))),
+        ("the number of volumes", set("/life", json!([0, 0]))),
+        ("the number of volumes", set("/stripes", json!([1, 1]))),
+        ("the store's UUID", set("/store", json!("another"))),
+        ("the checksums", set("/versions/0/sums/known", json!("AAAA"))),
+        ("the checksums", set("/versions/0/sums/known", json!("!AAAAAAAAAAAAAAAAAAAAA=="))),
+        ("the checksums", set("/versions/0/sums/unknown", json!([[0, 1], [0, 1]]))),
+        ("the checksums", set("/versions/0/sums/unknown", json!([[3, 0]]))),
+        ("the checksums", set("/versions/0/sums/parts", json!([[3, 1, 1, 7]]))),
+        ("the checksums", set("/versions/0/sums/parts", json!([[0, 0, 1, 7]]))),
+        ("the checksums", set("/versions/0/sums/parts", json!([[3, 1, 2, 7], [3, 0, 1, 7]]))),
+        ("the checksums", set("/versions/0/sums/parts", json!([[3, 0, 2, 7]]))),
+    ]
+}
+
+#[test]
+fn a_manifest_that_contradicts_itself_is_refused() {
+    let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let directories = [root.path().join("volume")];
+    make(&directories);
+    let whole = read(&directories[0]);
+    let refused = || match Store::open(&directories, &options()) {
+        Ok(_) => "it was opened".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    for (index, (part, change)) in contradictions().into_iter().enumerate() {
+        let mut manifest = whole.clone();
+        change(&mut manifest);
+        write(&directories[0], &manifest);
+        let said = refused();
+        assert!(said.contains(&format!("contradicts itself in {part}")), "{index}, {part}: {said}");
+    }
+    let formats = [
+        ("{\"format\": 2}", "its manifest has format 2"),
+        ("{\"format\": 9}", "its manifest is damaged"),
+        ("memascend-store 4 1 00000000\n", "its manifest has format 4"),
+        ("memascend-store 2 1 00000000\n", "has no format"),
+        ("memascend-store\n", "has no format"),
+        ("nothing of the sort", "does not begin with the line of a manifest"),
+    ];
+    for (note, reason) in formats {
+        std::fs::write(directories[0].join(Volume::NOTE_NAME), note).unwrap();
+        std::fs::write(directories[0].join("memascend.json.new"), note).unwrap();
+        let said = refused();
+        assert!(said.contains(reason), "{note}: {said}");
+    }
+    write(&directories[0], &whole);
+    assert!(is_opened(&directories));
+}
