@@ -192,9 +192,11 @@ fn more_volumes_than_a_machine_has_are_refused_at_once() {
     assert!(begun.elapsed().as_secs() < 20);
 }
 
+type Change = Box<dyn Fn(&mut Value)>;
+
 /// What a manifest says in one place, and in which of its parts it contradicts itself then.
-fn contradictions() -> Vec<(&'static str, Box<dyn Fn(&mut Value)>)> {
-    let set = |place: &'static str, value: Value| -> Box<dyn Fn(&mut Value)> {
+fn contradictions() -> Vec<(&'static str, Change)> {
+    let set = |place: &'static str, value: Value| -> Change {
         Box::new(move |manifest| *manifest.pointer_mut(place).expect("it is there") = value.clone())
     };
     vec![

@@ -219,6 +219,42 @@ mod tests {
         bytes
     }
 
+    /// A drive whose superblock gives notes all of it, and whose slots say that they are as long as that.
+    struct Tampered(Notes, u64);
+
+    impl Medium for Tampered {
+        fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
+            assert!(bytes <= BLOCK_BYTES, "{bytes} bytes of a note are read at {offset}");
+            let mut header = Blocks::zeroed(BLOCK_BYTES)?;
+            let block = header.bytes_mut();
+            block[..16].copy_from_slice(MAGIC);
+            block[16..20].copy_from_slice(&KEPT.to_le_bytes());
+            block[24..40].copy_from_slice(self.0.id.as_bytes());
+            block[40..48].copy_from_slice(&1_u64.to_le_bytes());
+            block[48..56].copy_from_slice(&self.1.to_le_bytes());
+            let crc = crc32(&block[..CRC_AT]);
+            block[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
+            Ok(header)
+        }
+
+        fn write(&self, _: u64, _: &Blocks) -> io::Result<()> {
+            unreachable!("nothing is written")
+        }
+    }
+
+    #[test]
+    fn a_note_that_says_it_is_longer_than_any_is_damaged_and_not_read() {
+        let id = random_uuid().unwrap();
+        let notes = Notes::at(id, 1 << 20, 1 << 60);
+        assert_eq!(notes.limit_bytes(), NOTE_BYTES_MAX);
+        for length in [NOTE_BYTES_MAX + 1, 1 << 40, notes.slot_bytes, u64::MAX] {
+            assert_eq!(
+                notes.find(&Tampered(notes, length)).unwrap(),
+                FoundNote { note: None, damaged: true }
+            );
+        }
+    }
+
     #[test]
     fn the_last_note_is_read() {
         let (file, notes) = area();
