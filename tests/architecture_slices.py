@@ -1,8 +1,9 @@
-"""One architecture of transformers whose layers run on slices of its batch, offloaded and in memory."""
+"""One architecture of transformers, its layers on slices of the batch or parts on tiles, offloaded and in memory."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import architecture_runs
@@ -14,54 +15,81 @@ import transformers
 import memascend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
 
 
-def run(pipe: Any, name: str, room: Path) -> None:
-    """Send what becomes of the architecture `name` with micro-batches of one row, and why."""
+@dataclass(frozen=True)
+class Cut:
+    """A way to have less at once."""
+
+    option: str
+    size: int
+    in_memory: Callable[[nn.Module, int], nn.Module]
+    #: What a notice says of layers that are not cut.
+    said: str
+
+
+#: Micro-batches of one row, and tiles of three tokens.
+SLICES = Cut("micro_batch_size", 1, memascend.run_in_slices, "whole batch")
+TILES = Cut("tile_tokens", 3, memascend.run_in_tiles, "whole sequences")
+
+
+def run(pipe: Any, name: str, room: Path, cut: Cut = SLICES) -> None:
+    """Send what becomes of the architecture `name`, and why."""
     architecture_runs._keep_quiet()
-    pipe.send(outcome(name, room))
+    pipe.send(outcome(name, room, cut))
 
 
-def outcome(name: str, room: Path) -> tuple[str, str]:
-    """Return "sliced", "whole" where some layers see the whole batch, "refused", "wrong" or "not trained", and why."""
+def run_in_tiles(pipe: Any, name: str, room: Path) -> None:
+    """Send what becomes of the architecture `name` on tiles, and why."""
+    run(pipe, name, room, TILES)
+
+
+def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
+    """Return "cut", "whole" where some layers are not cut, "refused", "wrong" or "not trained", and why."""
     try:
         pristine, inputs = architecture_runs.find(getattr(transformers, name))
     except (architecture_runs.NotBuiltError, architecture_runs.NotTrainedError) as error:
         return "not trained", str(error)
-    if far := _apart(_evaluated(pristine, inputs, sliced=False), _evaluated(pristine, inputs, sliced=True)):
-        return "wrong", f"slices do not compute what the whole batch does: {far}"
-    in_memory, model = memascend.run_in_slices(copy.deepcopy(pristine), 1), copy.deepcopy(pristine)
+    if far := _apart(*(_evaluated(pristine, inputs, cut, applied) for applied in (False, True))):
+        return "wrong", f"they do not compute what the whole does: {far}"
+    in_memory, model = cut.in_memory(copy.deepcopy(pristine), cut.size), copy.deepcopy(pristine)
     expected = architecture_runs.train(in_memory, inputs)
     try:
-        memascend.offload(model, store=room / "store", micro_batch_size=1, **architecture_runs.WHERE)
+        memascend.offload(model, store=room / "store", **{cut.option: cut.size}, **architecture_runs.WHERE)
         wrong = bits.differing(architecture_runs.train(model, inputs), expected)
-        notices = [notice for notice in memascend.stats(model)["notices"] if "whole batch" in notice]
+        notices = [notice for notice in memascend.stats(model)["notices"] if cut.said in notice]
         memascend.close(model)
     except memascend.MemascendError as error:
         return "refused", architecture_runs.reason_of(error, room)
     if wrong:
-        again = architecture_runs.train(memascend.run_in_slices(copy.deepcopy(pristine), 1), inputs)
+        again = architecture_runs.train(cut.in_memory(copy.deepcopy(pristine), cut.size), inputs)
         if bits.differing(again, expected):
             return "not trained", "in memory, too, two runs differ"
         return "wrong", architecture_runs.told(wrong, expected)
-    return ("whole", notices[0]) if notices else ("sliced", "")
+    return ("whole", notices[0]) if notices else ("cut", "")
 
 
-def _evaluated(pristine: nn.Module, inputs: dict[str, Any], sliced: bool) -> list[torch.Tensor]:
-    """Return what a model computes without dropout and without a cache, on slices or not."""
+def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: bool) -> list[torch.Tensor]:
+    """Return what a model computes without dropout and without a cache, cut or not; for tiles its gradients too."""
     model = copy.deepcopy(pristine).eval()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
-    if sliced:
-        memascend.run_in_slices(model, 1)
+    if applied:
+        cut.in_memory(model, cut.size)
     architecture_runs.seed(20)
-    with torch.no_grad():
-        return list(small_models.tensors_of(model(**architecture_runs.fresh(inputs))))
+    with torch.set_grad_enabled(cut is TILES):
+        outputs = model(**architecture_runs.fresh(inputs))
+    tensors = [tensor.detach() for tensor in small_models.tensors_of(outputs)]
+    if cut is not TILES:
+        return tensors
+    small_models.loss_of(outputs).backward()
+    return tensors + [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor]) -> str:

@@ -30,6 +30,7 @@ from memascend.machine.pinned import empty_pinned, pin_memory
 from memascend.offloading.addresses import meet_libraries_by as _meet_libraries_by
 from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
 from memascend.offloading.slices import run_in_slices
+from memascend.offloading.tiles import run_in_tiles
 from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
 from memascend.runs.reshard import reshard
@@ -97,6 +98,7 @@ __all__ = [
     "restore_checkpoint",
     "resume",
     "run_in_slices",
+    "run_in_tiles",
     "save_checkpoint",
     "save_distributed",
     "save_pretrained",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from memascend.common.sizes import AUTO, parse_size
+from memascend.common.tiles import check_tile_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ UPDATES: tuple[Update, ...] = get_args(Update)
 #: The value of `keep_store` that deletes the store of an earlier run.
 REPLACE: Literal["replace"] = "replace"
 #: The options that change bits: a resumed run goes on with the values in its record.
-RECORDED = ("recompute", "fused_loss", "gradients", "micro_batch_size")
+RECORDED = ("recompute", "fused_loss", "gradients", "micro_batch_size", "tile_tokens")
 
 
 class Tuning(TypedDict, total=False):
@@ -117,6 +118,16 @@ class OffloadOptions:
     embedding, the last norm and the loss take the whole batch. A layer whose rows depend on each other (batch norm),
     and one with a key-value cache that was asked for, runs on the whole batch, and a notice says so. None is the whole
     batch everywhere."""
+    tile_tokens: int | str | None = field(
+        default=None, metadata={"help": "tokens that an MLP or a norm computes at once, or auto; default all"}
+    )
+    """Tokens that an MLP or a norm computes at once, for long sequences: its intermediate tensors are those of a tile,
+    and not of the sequence, in the forward pass and in the backward pass, which computes a tile once more. "auto" is
+    one in 32 of the tokens that a layer computes, rounded up to a power of two, and at least 1,024. The bits are those
+    of `memascend.run_in_tiles` of the model in memory; the gradients of weights are added up over tiles in float32, and
+    differ from those without tiles by roundings. A part that does not work token by token, as its first call shows,
+    runs on the whole sequence; a notice names layers of which nothing runs on tiles. None is the whole sequence
+    everywhere."""
     fused_loss: bool | Literal["auto"] = "auto"
     """Compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
     (`memascend.linear_cross_entropy`, which says how results differ: roundings of float32). "auto" does so for a head
@@ -182,6 +193,7 @@ class OffloadOptions:
         if not (self.keep_store is None or self.keep_store == REPLACE or isinstance(self.keep_store, bool)):
             raise ValueError(f"keep_store={self.keep_store!r} is none of True, False, None and 'replace'")
         check_micro_batch_size(self.micro_batch_size)
+        check_tile_tokens(self.tile_tokens)
         parse_durability(self.durability)
         for size in (self.host_memory_max, self.device_memory, None if self.host_memory == AUTO else self.host_memory):
             if size is not None:

@@ -106,12 +106,14 @@ def test_steps_of_another_size_go_on_where_the_data_was(
 
 def test_micro_batches_may_change(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = {"schedule": "constant", "batch_size": 2}
-    finetune(model_dir, "first", steps=1, micro_batch_size=1, **options)
+    finetune(model_dir, "first", steps=1, micro_batch_size=1, tile_tokens=8, **options)
     finetune(model_dir, "second", "--resume", steps=2, code=main.BAD_INPUT, **options)
     assert "--micro-batch-size is None, but the run in the store has 1" in capfd.readouterr().err
     finetune(model_dir, "second", "--resume", "--change", steps=2, **options)
-    assert "--micro-batch-size 1 -> None: from step 2 on" in capfd.readouterr().err
-    assert read_record([model_dir.parent / "store"])["micro_batch_size"] == 2  # the whole batch
+    told = capfd.readouterr().err
+    assert "--micro-batch-size 1 -> None: from step 2 on" in told and "--tile-tokens 8 -> None: from" in told
+    record = read_record([model_dir.parent / "store"])
+    assert record["micro_batch_size"] == 2 and record["tile_tokens"] >= 2 * 8  # the whole batch
 
 
 def test_what_decides_the_bits_before_cannot_be_changed(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

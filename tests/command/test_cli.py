@@ -272,7 +272,7 @@ def test_a_run_gives_the_very_weights_of_the_run_in_memory(room, capfd, dtype):
         {"optimizer": "lion", "states": "8bit", "no_master": True},
         {"optimizer": "sgd", "lr": 0.1},
         {"gradients": "bfloat16", "dtype": "float32", "grad_accum": 2},
-        {"batch_size": 4, "micro_batch_size": 2},
+        {"batch_size": 4, "micro_batch_size": 2, "tile_tokens": 24},
     ],
     ids=lambda chosen: chosen.get("optimizer", "sliced" if "micro_batch_size" in chosen else "rounded"),
 )

@@ -119,10 +119,10 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
 
 def test_layers_take_micro_batches_of_a_step(model_folder: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    in_memory = memascend.run_in_slices(load(model_folder), 1)
+    in_memory = memascend.run_in_tiles(memascend.run_in_slices(load(model_folder), 1), 12)
     expected = make(in_memory, tmp_path / "in memory", **arguments, per_device_eval_batch_size=2)
     expected.train()
-    arguments |= {"offload": True, "micro_batch_size": 1, "per_device_eval_batch_size": 2}
+    arguments |= {"offload": True, "micro_batch_size": 1, "tile_tokens": "12", "per_device_eval_batch_size": 2}
     interrupted(make(model_folder, tmp_path / "out", callbacks=[InterruptAt(4, "on_step_begin")], **arguments))
     trainer = make(model_folder, tmp_path / "out", **arguments)
     trainer.train(resume_from_checkpoint=True)

@@ -142,6 +142,33 @@ def test_fine_tuning(data: Any, options: dict[str, Any], sizes: dict[str, Any], 
     memascend.close(trainer.model)
 
 
+def test_accumulated_micro_batches_go_through_each_layer(tmp_path: Path) -> None:
+    """Where that is asked for: with the bits of one batch on slices in memory, near accumulation."""
+    from memascend.integrations.trl import SFTConfig, SFTTrainer
+
+    class InMemory(TrainerMixin, trl.SFTTrainer): ...
+
+    def in_memory(slices: bool, **options: Any) -> Any:
+        model = memascend.fuse_loss(LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+        model = memascend.run_in_slices(model, 1) if slices else model
+        return run(InMemory, trl.SFTConfig, model, tmp_path / str(slices), chats(), common | options)
+
+    source = folder_of(tmp_path / "model")
+    common = {"max_steps": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    expected = in_memory(True, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    offload = {"host_memory": "128MiB", "accumulate_in_layers": True}
+    trainer = run(SFTTrainer, SFTConfig, source, tmp_path / "out", chats(), common | offload)
+    assert (trainer.args.micro_batch_size, trainer.args.gradient_accumulation_steps) == (1, 1)
+    assert logged(trainer) == logged(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    accumulated = in_memory(False)
+    losses = [[entry["loss"] for entry in logged(each) if "loss" in entry] for each in (trainer, accumulated)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and len(losses[0]) == 2
+    memascend.close(trainer.model)
+    with pytest.raises(ValueError, match="leave micro_batch_size out"):
+        SFTConfig(str(tmp_path / "none"), **common | offload, micro_batch_size=2)
+
+
 def test_the_dtype_and_attention_of_model_init_kwargs_count_and_the_rest_is_refused(tmp_path: Path) -> None:
     from memascend.integrations.trl import SFTConfig, SFTTrainer
 

@@ -20,6 +20,8 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from architecture_tables import Seen
 
 LISTED = json.loads(Path(__file__).with_name("architectures.json").read_text())
@@ -59,10 +61,16 @@ CORE_TABLES = [
 ]
 #: Cases of `make test` with layers on slices of the batch, and their outcome.
 CORE_SLICES = {
-    "BertForMultipleChoice": "sliced",  # Its layers have a row for each choice.
-    "Qwen3MoeForCausalLM": "sliced",
+    "BertForMultipleChoice": "cut",  # Its layers have a row for each choice.
+    "Qwen3MoeForCausalLM": "cut",
     "ResNetForImageClassification": "whole",  # batch norm
-    "WhisperForConditionalGeneration": "sliced",
+    "WhisperForConditionalGeneration": "cut",
+}
+#: The same with parts on tiles of the sequence.
+CORE_TILES = {
+    "BertForMaskedLM": "cut",
+    "JambaForCausalLM": "cut",
+    "OPTForCausalLM": "whole",  # Its layers call the products themselves.
 }
 #: Tolerance of the loss in pieces beside whole logits, relative to it, and of its gradients, to the largest.
 LOSS_APART_MAX, GRADIENT_APART_MAX = 1e-6, 1e-5
@@ -146,8 +154,8 @@ def test_every_other_with_tables(name: str, room: Path) -> None:
     check_tables(name, room)
 
 
-def check_slices(name: str, room: Path) -> str:
-    with lab.Child(room, architecture_slices.run, name, room) as child:
+def check_slices(name: str, room: Path, run: Callable[..., None] = architecture_slices.run) -> str:
+    with lab.Child(room, run, name, room) as child:
         outcome, why = child.receive(SECONDS)
     print(f"{name}: {outcome} {why}")
     assert outcome not in ("wrong", "refused"), f"{name}: {why}"
@@ -163,6 +171,18 @@ def test_layers_on_slices(name: str, expected: str, room: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if is_trained(name) and name not in CORE_SLICES])
 def test_every_other_on_slices(name: str, room: Path) -> None:
     if check_slices(name, room) == "not trained":
+        pytest.skip("not trained")
+
+
+@pytest.mark.parametrize(("name", "expected"), CORE_TILES.items())
+def test_parts_on_tiles(name: str, expected: str, room: Path) -> None:
+    assert check_slices(name, room, architecture_slices.run_in_tiles) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if is_trained(name) and name not in CORE_TILES])
+def test_every_other_on_tiles(name: str, room: Path) -> None:
+    if check_slices(name, room, architecture_slices.run_in_tiles) == "not trained":
         pytest.skip("not trained")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import weakref
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import memascend
 from memascend.errors import BudgetError
+from memascend.forecast import simulation
 from memascend.layout.units import PAGE_BYTES, Unit, partition, round_up
 from memascend.machine.segments import Segments, taken_bytes
+from memascend.offloading.tiles import Tiling
 from memascend.plan import device as plan_device
 from memascend.plan.device import LEAST_ACTIVATIONS_BYTES, LEAST_TOKENS, MARGIN_SHARE, make_device_plan
 from memascend.plan.estimates import Shape
@@ -240,6 +243,50 @@ def test_estimates_are_what_transformers_allocates(name, tokens):
             loss.backward()
     expected = shape.logits_bytes(tokens) + 2 * tokens * config.vocab_size
     assert held.peak == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b"])
+@pytest.mark.parametrize(("tokens", "tile"), [(8192, 1024), (32_768, 4096)])
+def test_estimates_are_what_tiles_allocate(name, tokens, tile):
+    config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+    config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda taken: setattr(taken, "grad", None))
+    layer = model.model.layers[0]
+    tiling = Tiling(tile, tries=False)
+    for part in tiling.parts(layer, [layer]):
+        part.forward = tiling.around(part, simulation.as_on_meta(part.forward))
+    with simulation.on_meta():
+        hidden = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
+        layer(hidden, position_embeddings=positions)  # with the trials
+        with Held(model) as held:
+            output = layer(hidden, position_embeddings=positions)
+            torch.autograd.backward(output, torch.empty_like(output))
+    estimate = plan_device.Estimate(partition(model), config, "ssd", True, 0, None, tile)
+    estimated = next(line for line in estimate.lines(tokens) if line.consumer == "one layer, recomputed")
+    assert held.peak == pytest.approx(estimated.total, rel=0.03)
+
+
+def test_a_long_sequence_fits_on_tiles():
+    """A refusal names the most tokens that fit: one more do not."""
+    config = AutoConfig.from_pretrained(CONFIGS / "llama-3.1-8b.json")
+    with torch.device("meta"):
+        units = partition(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), uploaded=True)
+
+    def planned(tokens, tile_tokens=None):
+        known = {"config": config, "activations": "ssd", "segments": Segments.of(), "tile_tokens": tile_tokens}
+        return make_device_plan(units, 24 * GIB, tokens=tokens, **known)
+
+    with pytest.raises(BudgetError, match="tile_tokens='auto'") as refused:
+        planned(131_072)
+    assert planned(131_072, "auto").overlap_bytes < 16 * GIB
+    fitting = int(re.search(r"(\d+) fit\)", str(refused.value))[1])
+    assert 65_536 < fitting < 131_072 and planned(fitting).total <= 24 * GIB
+    with pytest.raises(BudgetError):
+        planned(fitting + 1)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

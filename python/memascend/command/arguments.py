@@ -14,6 +14,7 @@ import memascend
 from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
 from memascend.common.sizes import AUTO, parse_size
+from memascend.common.tiles import parse_tile_tokens
 from memascend.doctor.features import features
 from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
 
@@ -36,6 +37,10 @@ REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _MICRO_BATCH = (
     "sequences of a batch that a layer computes at once: all of them go through it while its weights are in memory, so "
     "that a step moves no more bytes for a larger batch (default: the whole batch)"
+)
+_TILE = (
+    "tokens that an MLP or a norm computes at once, for long sequences; auto: one in 32 of a layer's, at least 1,024 "
+    "(default: all)"
 )
 _DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
@@ -177,8 +182,8 @@ def _add_finetune(subcommands: Any) -> None:
     add("--resume", text, action="store_true")
     text = (
         "with --resume: go on with other --steps, --epochs, --lr, --warmup-steps, --schedule, --batch-size, "
-        "--micro-batch-size, --grad-accum, --max-grad-norm or --weight-decay than before; a line for each says what "
-        "that does"
+        "--micro-batch-size, --tile-tokens, --grad-accum, --max-grad-norm or --weight-decay than before; a line for "
+        "each says what that does"
     )
     add("--change", text, action="store_true")
     _add_durability(paths.add_argument)
@@ -218,6 +223,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--epochs", "passes over the data, without --steps", length, type=_positive, default=1, metavar="N")
     add("--batch-size", "sequences per forward pass", type=_positive, default=1, metavar="N")
     add("--micro-batch-size", _MICRO_BATCH, type=_positive, metavar="N")
+    add("--tile-tokens", _TILE, type=_tile, metavar="N")
     add("--seq-len", "tokens per sequence", type=_at_least_two, default=512, metavar="N")
     add("--grad-accum", "forward passes per step", type=_positive, default=1, metavar="N")
     text = (
@@ -305,6 +311,7 @@ def _add_plan(subcommands: Any) -> None:
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)
     add("--micro-batch-size", type=_positive, metavar="N", help=_MICRO_BATCH)
+    add("--tile-tokens", type=_tile, metavar="N", help=_TILE)
     add("--grad-accum", type=_positive, default=1, metavar="N", help="forward passes per step (default: %(default)s)")
     text = f"{_DTYPE} (default: %(default)s)"
     add("--dtype", choices=DTYPES, default="auto", help=text)
@@ -671,6 +678,13 @@ def _durability(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def _tile(text: str) -> int | str:
+    try:
+        return parse_tile_tokens(text) or AUTO
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size_or_auto(text: str) -> int | str:

@@ -22,7 +22,7 @@ Changes = dict[str, tuple[Any, Any]]
 _SIZES = ("batch_size", "grad_accum", "processes")
 #: What decides how long a run is, and the learning rate of each step.
 _RATES = ("steps", "epochs", "lr", "warmup_steps", "schedule")
-CHANGEABLE = (*_SIZES, *_RATES, "micro_batch_size", "max_grad_norm", "weight_decay")
+CHANGEABLE = (*_SIZES, *_RATES, "micro_batch_size", "tile_tokens", "max_grad_norm", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
     Raises DataError, naming the option, for one that may not differ.
     """
     changes: Changes = {}
-    before = {"processes": 1, "micro_batch_size": None} | before  # A run of before there could be others.
+    before = {
+        "processes": 1,
+        "micro_batch_size": None,
+        "tile_tokens": None,
+    } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:
             continue

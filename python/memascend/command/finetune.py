@@ -43,7 +43,7 @@ from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work, divided, projection_bytes
-from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
+from memascend.forecast.whole import Whole, in_memory_bytes, longest_sequence, pytorch_memory
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of
@@ -256,6 +256,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         recompute=recompute,
         ranks=settings.processes,
         micro_batch_size=settings.micro_batch_size,
+        tile_tokens=settings.tile_tokens,
     )
     period = parse_durability(settings.durability)
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
@@ -275,22 +276,28 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
             expected = forecast_traffic(model, units, plan, config, work, here)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0
+
+    def estimated(of: Work) -> int | None:
+        projections = projection_bytes(units, of)
+        found = pytorch_memory(
+            config, settings.model_dir, dtype, of, in_memory=settings.in_memory, projections=projections
+        )
+        return None if found is None else found["estimated_bytes"]
+
     beside: int | None = 0
     if settings.device is None:
-        projections = projection_bytes(units, work)
-        estimates = pytorch_memory(
-            config, settings.model_dir, dtype, work, in_memory=settings.in_memory, projections=projections
-        )
-        beside = None if estimates is None else estimates["estimated_bytes"]
+        beside = estimated(work)
     whole = Whole.of(held + trained, beside, interpreter, name, launched.processes_here())
     note(f"host memory {whole.text()}")
     expected["host_memory"] = whole.as_dict()
     if whole.fits:
         return expected
+    longest = longest_sequence(work, whole, estimated)
+    fitting = f" (about {longest} tokens fit)" if longest else ""
     problem = (
         f"the run takes {format_size(whole.total)} of host memory, but this process can have only "
-        f"{format_size(whole.available)} ({whole.bound}): lower --batch-size, give --micro-batch-size"
-        f"{' or --seq-len' if settings.in_memory else ', --seq-len or --host-memory'}"
+        f"{format_size(whole.available)} ({whole.bound}): give --micro-batch-size or --tile-tokens auto, or lower "
+        f"--batch-size{'' if settings.in_memory else ', --host-memory'} or --seq-len{fitting}"
     )
     if not settings.force:
         raise DataError(f"{problem}, or give --force to begin all the same")
@@ -339,6 +346,7 @@ def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, reco
     computing = settings.computing
     if settings.change:  # None would be as before.
         computing["micro_batch_size"] = settings.micro_batch_size or settings.batch_size
+        computing["tile_tokens"] = settings.tile_tokens or settings.batch_size * settings.seq_len
     resumed = memascend.resume(
         list(settings.store),
         host_memory=settings.host_memory,
@@ -394,6 +402,8 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
             )
     if settings.in_memory and settings.micro_batch_size:
         memascend.run_in_slices(model, settings.micro_batch_size)
+    if settings.in_memory and settings.tile_tokens:
+        memascend.run_in_tiles(model, settings.tile_tokens)
     if settings.in_memory and settings.gradients == "bfloat16":
         round_gradients(model)
     return model

@@ -27,6 +27,7 @@ class Settings:
     epochs: int = 1
     batch_size: int = 1
     micro_batch_size: int | None = None  # sequences of a batch that a layer computes at once; None is all
+    tile_tokens: int | str | None = None  # tokens that an MLP or a norm computes at once, or "auto"; None is all
     seq_len: int = 512
     grad_accum: int = 1
     lr: float = 2e-5
@@ -87,6 +88,7 @@ class Settings:
         return {name: getattr(self, name) for name in names} | {
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,
+            "tile_tokens": self.tile_tokens,
         }
 
     @property
@@ -126,6 +128,7 @@ class Settings:
             *(
                 "batch_size",
                 "micro_batch_size",
+                "tile_tokens",
                 "seq_len",
                 "grad_accum",
                 "lr",

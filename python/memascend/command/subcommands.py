@@ -188,6 +188,7 @@ def _plan(chosen: argparse.Namespace) -> int:
             batch_size=chosen.batch_size,
             grad_accum=chosen.grad_accum,
             micro_batch_size=chosen.micro_batch_size,
+            tile_tokens=chosen.tile_tokens,
             dtype=choice.dtype,
             dtype_reason=choice.reason,
             budget=chosen.host_memory,

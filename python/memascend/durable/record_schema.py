@@ -87,6 +87,8 @@ _RECORD = {
     "recompute": bool,
     "fused_loss": Absent(Either(bool, str)),
     "gradients": Absent(str),
+    "micro_batch_size": Absent(Either(int, None)),
+    "tile_tokens": Absent(Either(int, Either(str, None))),
     "units": [{"name": str, "tensors": [_TENSOR]}],
     "buffers": [(str, _dtype, dimensions)],
     "optimizers": [_OPTIMIZER],

@@ -70,6 +70,7 @@ def forecast(
     batch_size: int,
     grad_accum: int = 1,
     micro_batch_size: int | None = None,
+    tile_tokens: int | str | None = None,
     dtype: str = "bfloat16",
     dtype_reason: str | None = None,
     budget: int | None = None,
@@ -130,6 +131,7 @@ def forecast(
         master,
         1 if period is None else period,
         micro_batch_size=micro_batch_size,
+        tile_tokens=tile_tokens,
         kept=kept,
         ranks=ranks,
     )
@@ -204,6 +206,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
             None,
             tokens=work.tokens,
             layer_tokens=work.layer_tokens,
+            tile_tokens=work.tile_tokens,
             config=config,
             activations=gpu.activations,
             fused_loss=gpu.fused_loss,
@@ -260,7 +263,8 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, mo
     h2d, d2h = moved.uploaded + inputs, gradients + (gradients - moved.sums) * later + inputs
     update = weights + 2 * (weights + states)
     sums = 3 * (weights - moved.sums) * later
-    flops = step_flops(model, units, _shape(config), config, work.seq_len, work.batch_size, work.grad_accum)
+    passes = work.seq_len, work.batch_size, work.grad_accum
+    flops = step_flops(model, units, _shape(config), config, *passes, tiled=work.tiled)
     passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "update": update}
     passed["dram"] = ssd + h2d + d2h + update + sums
     if work.ranks > 1:

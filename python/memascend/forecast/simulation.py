@@ -31,6 +31,7 @@ from memascend.formats.weights import empty_model_of
 from memascend.layout.tables import Blocks
 from memascend.offloading.activations import InputStash, Recomputation, StashedInput
 from memascend.offloading.slices import Slicing
+from memascend.offloading.tiles import Tiling
 from memascend.vocabulary.gradient import TableGradient
 from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
@@ -90,11 +91,16 @@ def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_siz
     staging = _Staging()
     rows = work.micro_batch_size or work.batch_size
     slicing = Slicing(rows, say=lambda _: None, on_cut=staging.note_parts, tries=False)
-    for module in (module for unit in units if unit.repeated for module in unit.modules):
+    layers = [module for unit in units if unit.repeated for module in unit.modules]
+    if work.tile_tokens is not None:
+        tiling = Tiling(work.tile_tokens, tries=False)
+        for part in tiling.parts(model, layers):
+            part.forward = tiling.around(part, as_on_meta(part.forward))
+    for module in layers:
         if work.recompute:
             _recompute(module, staging)
         module.forward = slicing.around(module, module.forward, module.forward)
-    with _on_meta(), held:
+    with on_meta(), held:
         ids = torch.zeros(batch_size, work.seq_len, dtype=torch.int64, device=META)
         with slicing.of_pass((ids,), {}):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -294,7 +300,7 @@ def _attend(
 
 
 @contextmanager
-def _on_meta() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     """Make new tensors on the meta device, and attend as on the CPU."""
     with META, _Attention():
         yield
@@ -321,16 +327,24 @@ class _Waiting(StashedInput):
         return torch.empty(self.shape, dtype=self.dtype, device=META, requires_grad=self.requires_grad)
 
 
-def _recompute(module: nn.Module, staging: InputStash) -> None:
-    """Have a layer computed again in the backward pass."""
-    forward = module.forward
+def as_on_meta(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `forward` as `on_meta` has it, also in a backward pass.
 
-    def on_meta(*args: Any, **kwargs: Any) -> Any:
-        # Autograd asks for the second run, and function modes do not hold within it.
-        with _on_meta():
-            return forward(*args, **kwargs)
+    There autograd asks for the second run, and function modes do not hold within it.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return Recomputation(module, on_meta, args, kwargs, staging).run(args, kwargs)
+        with on_meta():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _recompute(module: nn.Module, staging: InputStash) -> None:
+    """Have a layer computed again in the backward pass."""
+    forward = as_on_meta(module.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return Recomputation(module, forward, args, kwargs, staging).run(args, kwargs)
 
     module.forward = run

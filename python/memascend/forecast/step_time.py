@@ -35,7 +35,14 @@ _EXPERTS = re.compile(r"\.experts\b")
 
 
 def step_flops(
-    model: nn.Module, units: Sequence[Unit], shape: Shape, config: Any, seq_len: int, batch_size: int, passes: int
+    model: nn.Module,
+    units: Sequence[Unit],
+    shape: Shape,
+    config: Any,
+    seq_len: int,
+    batch_size: int,
+    passes: int,
+    tiled: bool = False,
 ) -> int:
     """Floating-point operations of an optimizer step with recomputed layers.
 
@@ -43,6 +50,8 @@ def step_flops(
     recomputation: 8 N T for layers and for a head whose loss is in pieces, 6 N T for another head (Kaplan et al. 2020,
     arXiv 2001.08361, section 2.1). An embedding is looked up, not multiplied, unless it is the head too. Of experts, N
     counts only the ones that a token is sent to.
+
+    Where MLPs are `tiled`, their forward pass is made a third time: 10 N T for them.
 
     To this the attention of each layer: 4 S A operations a token for the products of queries, keys and values with a
     context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because the
@@ -63,9 +72,13 @@ def step_flops(
         for place in unit.places:
             if len(place.shape) > 1 and place.parameter not in looked_up:
                 multiplied[unit.repeated or unit.is_head] += place.numel * (share if _EXPERTS.search(place.name) else 1)
-    tokens = seq_len * batch_size * passes
-    attention = 4 * 2 * seq_len * shape.queries * sum(unit.repeated for unit in units)
-    return int(tokens * (8 * multiplied[True] + 6 * multiplied[False] + attention))
+    tokens, layers = seq_len * batch_size * passes, sum(unit.repeated for unit in units)
+    attention = 4 * 2 * seq_len * shape.queries * layers
+    again = 0.0
+    if tiled:
+        heads = sum(p.numel for unit in units if unit.is_head for p in unit.places)
+        again = 2 * max(0.0, multiplied[True] - heads - layers * shape.attention_weights)
+    return int(tokens * (8 * multiplied[True] + again + 6 * multiplied[False] + attention))
 
 
 def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int) -> dict[str, Any]:

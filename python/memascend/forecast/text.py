@@ -107,6 +107,7 @@ def _traffic_table(moved: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     ]
     per_parameter = [f"{moved[plan][f'{direction}_bytes_per_parameter']:.2f}" for plan, direction in columns]
     sliced = f", {moved['micro_batch_size']} at a time in each layer" if moved["micro_batch_size"] else ""
+    sliced += f", MLPs and norms on tiles ({moved['tile_tokens']})" if moved["tile_tokens"] else ""
     table = _table(
         f"SSD traffic of an optimizer step: {moved['grad_accum']} x {moved['batch_size']} sequences of "
         f"{moved['seq_len']} tokens{sliced}",

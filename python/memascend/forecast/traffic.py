@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
+from memascend.common.tiles import tile_of
 from memascend.layout.division import divide
 from memascend.layout.shards import channels_of
 from memascend.layout.units import partition, round_up
@@ -71,6 +72,8 @@ class Work:
     recompute: bool = True
     #: Sequences of a batch that a repeated layer computes at once; None is all of them.
     micro_batch_size: int | None = None
+    #: Tokens that an MLP or a norm computes at once, or "auto"; None is all of them.
+    tile_tokens: int | str | None = None
     #: Generations that the store keeps beside those of the last steps, such as the best model.
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
@@ -95,6 +98,11 @@ class Work:
     def layer_tokens(self) -> int:
         """Tokens that a repeated layer computes at once."""
         return self.seq_len * min(self.batch_size, self.micro_batch_size or self.batch_size)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether MLPs run on tiles, with fewer tokens than a layer computes at once."""
+        return self.tile_tokens is not None and tile_of(self.tile_tokens, self.layer_tokens) < self.layer_tokens
 
     @property
     def step_tokens(self) -> int:

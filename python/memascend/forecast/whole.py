@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_size
@@ -11,7 +12,7 @@ from memascend.forecast.traffic import state_kinds
 from memascend.machine.limits import available_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -96,6 +97,21 @@ def pytorch_memory(
         "libraries_bytes": LIBRARIES_BYTES,
         "estimated_bytes": max(step.forward, step.backward + projections) + LIBRARIES_BYTES,
     }
+
+
+def longest_sequence(work: Work, whole: Whole, estimate: Callable[[Work], int | None]) -> int | None:
+    """Return about how many tokens a sequence may have for a run to fit, of one that does not as it is.
+
+    PyTorch's share grows with the tokens from what `estimate` returns for half of them. None where that is not known,
+    or where no length fits.
+    """
+    shorter = replace(work, seq_len=work.seq_len // 2)
+    less = estimate(shorter)
+    if not less or not whole.pytorch or whole.pytorch <= less:
+        return None
+    each = (whole.pytorch - less) / (work.seq_len - shorter.seq_len)
+    longest = work.seq_len - math.ceil((whole.total - whole.available) / each)
+    return longest if longest > 1 else None
 
 
 def in_memory_bytes(units: Sequence[Unit], work: Work) -> int:

@@ -60,6 +60,7 @@ def from_pretrained(
     activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
+    tile_tokens: int | str | None = None,
     fused_loss: bool | Literal["auto"] = "auto",
     gradients: Gradients = "auto",
     update: Update = "forward",
@@ -94,7 +95,8 @@ def from_pretrained(
             times the bytes of a bfloat16 table.
         host_memory: as in `memascend.offload`; None is the least that works.
         store, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
-        activations, batch_tokens, micro_batch_size, fused_loss, gradients, update: as in `memascend.offload`.
+        activations, batch_tokens, micro_batch_size, tile_tokens: as in `memascend.offload`.
+        fused_loss, gradients, update: as in `memascend.offload`.
         durability, keep_store, process_group: as in `memascend.offload`.
         options: as in `memascend.offload`; and values of the configuration that are to be others, by their names there
             (`num_labels=3`), with `attn_implementation`.

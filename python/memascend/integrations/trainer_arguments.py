@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import memascend
+from memascend.common.tiles import parse_tile_tokens
 from memascend.errors import MemascendError
 from memascend.formats.hub import download
 from memascend.formats.saving import parse_dtype
@@ -80,9 +81,34 @@ class OffloadArguments:
     recompute: bool = _option("recompute")
     activations: str | None = _option("activations")
     micro_batch_size: int | None = _option("micro_batch_size")
+    accumulate_in_layers: bool = field(
+        default=False,
+        metadata={"help": "take the micro-batches of gradient_accumulation_steps as one batch, layer by layer"},
+    )
+    tile_tokens: str | None = _option("tile_tokens")
     fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
     gradients: str = _option("gradients")
     keep_store: Literal[True, False, "replace"] | None = _option("keep_store", nargs="?", const=True)
+
+    def __post_init__(self) -> None:
+        """Make one batch of the micro-batches that would be accumulated, where that is asked for.
+
+        Raises ValueError where `micro_batch_size` is given too.
+        """
+        arguments: Any = self
+        steps = getattr(arguments, "gradient_accumulation_steps", 1)
+        if self.accumulate_in_layers and steps > 1:
+            if self.micro_batch_size is not None:
+                raise ValueError(
+                    "accumulate_in_layers=True makes per_device_train_batch_size the micro-batch: leave "
+                    "micro_batch_size out"
+                )
+            self.micro_batch_size = arguments.per_device_train_batch_size
+            arguments.per_device_train_batch_size *= steps
+            arguments.gradient_accumulation_steps = 1
+        inherited = getattr(super(), "__post_init__", None)
+        if inherited is not None:
+            inherited()
 
 
 @dataclass
@@ -110,6 +136,7 @@ def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Mod
         Path(paths[0]).mkdir(parents=True, exist_ok=True)
     options = {name: getattr(args, name) for name in OffloadArguments.__dataclass_fields__ if name in OPTION_NAMES}
     options |= {"store": paths, "device": None if device.type == "cpu" else device}
+    options["tile_tokens"] = parse_tile_tokens(args.tile_tokens)
     # A run goes on with its own.
     begun = {"fused_loss": "auto" if options.pop("fused_loss") else False, "gradients": options.pop("gradients")}
     in_memory = model if isinstance(model, nn.Module) else None

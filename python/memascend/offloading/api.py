@@ -164,6 +164,7 @@ def offload(
     activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
+    tile_tokens: int | str | None = None,
     fused_loss: bool | Literal["auto"] = "auto",
     gradients: Gradients = "auto",
     update: Update = "forward",
@@ -191,6 +192,7 @@ def offload(
         activations: where the inputs of recomputed layers wait: "recompute" (in place), "host" or "ssd".
         batch_tokens: tokens of a batch, or (sequences, length), from which the plan estimates activations.
         micro_batch_size: sequences that a repeated layer computes at once, while its weights are in memory.
+        tile_tokens: tokens that an MLP or a norm computes at once, for long sequences, or "auto"; None is all.
         fused_loss: compute the loss in pieces, without the whole head or logits; "auto" does so for large heads.
         gradients: the dtype that gradients are put aside in: "auto" (the weight's) or "bfloat16".
         update: when weights are updated: on the way into the next "forward" pass, or in the "backward" pass.

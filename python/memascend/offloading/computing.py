@@ -95,6 +95,7 @@ class Computing:
             self.device_memory,
             tokens=tokens,
             layer_tokens=layer_tokens,
+            tile_tokens=self.options.tile_tokens,
             config=config,
             activations=self.activations if self.options.recompute else "keep",
             free=free,

@@ -238,6 +238,9 @@ class Hooks:
         first = next((name for name, module in model.named_modules() if module in blocks), None)
         self._layers = "its modules" if first is None else ".".join(["model", *first.split(".")[:-1]])
         inside_blocks = {inner for block in blocks for inner in block.modules()}
+        if (tiling := self.session.tiling) is not None:
+            for part in tiling.parts(model, blocks):
+                self._replace(part, "forward", tiling.around(part, part.forward))
         for module in model.modules():
             if (saver := Hooks.saver_of(module)) is not None:
                 self._replace(module, "save_pretrained", saver)
@@ -459,7 +462,8 @@ class Hooks:
             # A cache that was not asked for would only hold activations in memory.
             caching = session.inputs.keeping_caches(asks_for_cache(args, kwargs))
             slicing = nullcontext() if session.slicing is None else session.slicing.of_pass(args, kwargs)
-            with streamer.forward_pass(grad), explained(session.device_plan), caching, slicing:
+            tiling = nullcontext() if session.tiling is None else session.tiling.of_pass(args, kwargs)
+            with streamer.forward_pass(grad), explained(session.device_plan), caching, slicing, tiling:
                 for unit in direct:
                     streamer.enter_loose(unit)
                 with self.saving_names() if grad else nullcontext():

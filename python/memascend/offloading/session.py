@@ -42,6 +42,7 @@ from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
 from memascend.offloading.slices import Slicing
+from memascend.offloading.tiles import Tiling
 from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, make_plan, replan
 from memascend.residency.device import DeviceStreamer
@@ -171,6 +172,9 @@ class Session:
             self.slicing = Slicing(
                 self.options.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
             )
+        self.tiling: Tiling | None = None
+        if self.options.tile_tokens is not None:
+            self.tiling = Tiling(self.options.tile_tokens, say=self._note, device=self.device)
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({file for place in self.places for file, *_ in place.sources})
         self._note_tuning(self.options.tuning)

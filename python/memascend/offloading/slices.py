@@ -15,7 +15,7 @@ micro-batch would begin with an empty one.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,17 @@ if TYPE_CHECKING:
 _OF_BATCH = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
 
 
-def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """Return how many rows the batch has that a model is called with: those of the first tensor, or of its ids."""
+def first_tensor(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return what tells the batch that a model is called with: the first tensor with dimensions, or its ids."""
     named = (kwargs.get(name) for name in _OF_BATCH)
     leaves = (leaf for value in (*args, *named, *kwargs.values()) for leaf in pytree.tree_leaves(value))
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """Return how many rows the batch has that a model is called with."""
+    first = first_tensor(args, kwargs)
+    return None if first is None else len(first)
 
 
 class Slicing:
@@ -240,18 +246,33 @@ def run_in_slices(model: nn.Module, micro_batch_size: int) -> nn.Module:
     def layer(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return slicing.around(module, forward, forward)(*args, **kwargs)
 
-    def whole(_: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        with slicing.of_pass(args, kwargs):
-            return forward(*args, **kwargs)
-
     for module in {module for unit in partition(model) if unit.repeated for module in unit.modules} - {model}:
-        _surround(module, layer)
-    _surround(model, whole)
+        surround(module, layer)
+    enclose(model, slicing.of_pass)
     model._memascend_slices = slicing  # type: ignore[assignment]
     return model
 
 
-def _surround(module: nn.Module, call: Callable[..., Any]) -> None:
+def enclose(model: nn.Module, of_pass: Callable[[tuple, dict[str, Any]], AbstractContextManager[None]]) -> None:
+    """Have each call of a model run within `of_pass(args, kwargs)`, also of another forward in the place of its own.
+
+    TRL and Liger-Kernel put such there.
+    """
+    entered: list[AbstractContextManager[None]] = []
+
+    def begin(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        entered.append(of_pass(args, kwargs))
+        entered[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if entered:  # not where another hook has failed before
+            entered.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+def surround(module: nn.Module, call: Callable[..., Any]) -> None:
     """Have `call(module, forward, args, kwargs)` run for the module's forward, and of a copy of the module for its."""
     own, of_class = module.__dict__.get("forward"), type(module).forward
 

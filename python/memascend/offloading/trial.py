@@ -49,7 +49,7 @@ class Trial:
             if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:
                 return f"its {type(inner).__name__} takes the statistics of a whole batch"
         try:
-            with self._undisturbed():
+            with undisturbed(self._module, self._device):
                 pair, first, second = (self._outputs(plain, call, *rows) for rows in ((0, 2), (0, 1), (1, 2)))
         except (MemascendError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -81,28 +81,27 @@ class Trial:
             collected.take()
             self._between(self._module)
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Have the layer's calls leave nothing behind, and draw no random numbers."""
-        training = [inner for inner in self._module.modules() if inner.training]
-        eager = torch.compiler.set_stance("force_eager") if self._has_graphs() else nullcontext()
-        try:
-            for inner in training:
-                inner.training = False
-            with (
-                torch.no_grad(),
-                eager,
-                RandomState(self._device).restored(),
-                BufferState(self._module, BufferCopies()).restored(),
-            ):
-                yield
-        finally:
-            for inner in training:
-                inner.training = True
 
-    def _has_graphs(self) -> bool:
-        """Whether a part of the layer is compiled: graphs for the trial's shapes would be made for nothing."""
-        return "torch._dynamo" in sys.modules and any(is_compiled(inner) for inner in self._module.modules())
+@contextmanager
+def undisturbed(module: nn.Module, device: ComputeDevice | None) -> Iterator[None]:
+    """Have calls of a module leave nothing behind in it, draw no random numbers, and make no graph."""
+    training = [inner for inner in module.modules() if inner.training]
+    # Graphs for the shapes of a trial would be made for nothing.
+    compiled = "torch._dynamo" in sys.modules and any(is_compiled(inner) for inner in module.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    try:
+        for inner in training:
+            inner.training = False
+        with (
+            torch.no_grad(),
+            eager,
+            RandomState(device).restored(),
+            BufferState(module, BufferCopies()).restored(),
+        ):
+            yield
+    finally:
+        for inner in training:
+            inner.training = True
 
 
 def _copy_of(leaf: Any) -> Any:
@@ -123,13 +122,13 @@ def _joins_by_rows(both: Any, one: Any, other: Any) -> bool | None:
         plain = type(both) is type(one) is type(other) and isinstance(both, bool | int | float | str | None)
         return False if plain and both == one == other else None
     if one.ndim and one.shape == other.shape and both.shape == (2 * len(one), *one.shape[1:]):
-        return True if _agree(both, torch.cat([one, other])) else None
-    if both.shape == one.shape == other.shape and torch.equal(one, other) and _agree(both, one):
+        return True if agree(both, torch.cat([one, other])) else None
+    if both.shape == one.shape == other.shape and torch.equal(one, other) and agree(both, one):
         return False
     return None
 
 
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether most vectors along the last dimension are the same but for roundings."""
     if not actual.is_floating_point():
         return actual.dtype == expected.dtype  # which experts, which rows: roundings may decide

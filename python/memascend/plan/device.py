@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_size
+from memascend.common.tiles import tile_of
 from memascend.errors import BudgetError
 from memascend.layout.tables import block_rows
 from memascend.layout.units import round_up
@@ -125,6 +126,7 @@ def make_device_plan(
     *,
     tokens: int | None = None,
     layer_tokens: int | None = None,
+    tile_tokens: int | str | None = None,
     config: Any = None,
     activations: str = "recompute",
     fused_loss: bool = False,
@@ -138,6 +140,7 @@ def make_device_plan(
         budget: bytes that may be taken; None takes `free` less a margin of 1/16.
         tokens: tokens of one forward pass (sequences x length), if known.
         layer_tokens: those that a repeated layer computes at once, of slices of the batch; None is all.
+        tile_tokens: those that an MLP or a norm computes at once, or "auto"; None is all.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
             estimated, and buffers beyond the least leave room for activations: the least plan has room for
             `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
@@ -159,7 +162,7 @@ def make_device_plan(
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
     leaving, made, stand_ins = _needed_lines(units, max((nbytes for unit in gradients for nbytes in unit), default=0))
     fused_loss = fused_loss or any(table.is_head for table in tables)
-    computing = _Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments)
+    computing = Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments, tile_tokens)
     estimated = None if tokens is None else computing.lines(tokens, layer_tokens)
     unknown = None if estimated else _unknown_line(computing)
     rest = (stand_ins, *(estimated or (unknown,)), *_segment_lines(gradients, segments))
@@ -175,7 +178,9 @@ def make_device_plan(
     leaving_made = (leaving, made, sums)
     plan = DevicePlan(budget, tuple(kind.line for kind in classes), blocks, leaving_made, rest, smallest, overlap)
     if plan.total > budget:
-        raise _too_small(plan, tokens, activations, fused_loss)
+        beside = smallest - sum(line.total for line in estimated or ())
+        most = None if tokens is None else computing.most_tokens(tokens, layer_tokens, budget - beside)
+        raise _too_small(plan, tokens, most, computing)
     if unknown is not None:
         # The unknown's line is a part of the plan already.
         ahead_leaves, cache_leaves = (
@@ -294,7 +299,7 @@ def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int,
         sums.nbytes, sums.count = min(gradients, room), 1
 
 
-def _unknown_line(computing: _Estimate) -> Line:
+def _unknown_line(computing: Estimate) -> Line:
     """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
     least = computing.lines(LEAST_TOKENS)
     if least is None:
@@ -318,7 +323,7 @@ def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Estimate:
+class Estimate:
     """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
 
     units: Sequence[Unit]
@@ -328,6 +333,7 @@ class _Estimate:
     #: Bytes for gradients of weights.
     gradients: int
     segments: Segments | None
+    tile_tokens: int | str | None = None
 
     @property
     def in_pieces(self) -> bool:
@@ -346,10 +352,11 @@ class _Estimate:
             return None
         itemsize = next(unit for unit in self.units if unit.repeated).tensors[0].dtype.itemsize
         lines = self._waiting_lines(shape, tokens, layers, itemsize)
-        layer = self._taken(shape.layer_tensors(layer_tokens, itemsize))
+        layer = self._taken(self._of_layer(shape, layer_tokens, itemsize))
         if layer_tokens < tokens:
             # The last norm takes the whole batch, in float32: its input, two gradients; others in the layers' dtype.
-            norm = [(tokens * shape.hidden * 4, 3), (tokens * shape.hidden * itemsize, 3)]
+            normed = tokens if self.tile_tokens is None else min(tokens, tile_of(self.tile_tokens, tokens))
+            norm = [(normed * shape.hidden * 4, 3), (tokens * shape.hidden * itemsize, 3)]
             layer = max(layer + self._taken(self._of_batch(shape, tokens, itemsize)), self._taken(norm))
         loss = loss_in_pieces if self.in_pieces else _fused_loss if self.fused_loss else _whole_logits
         logits = self._taken(loss(shape, tokens, itemsize))
@@ -365,6 +372,34 @@ class _Estimate:
         holes = int(HOLES_SHARE * (sum(line.total for line in lines) + self.gradients))
         lines.append(Line("holes", holes, 1, "allowance: PyTorch's allocator"))
         return lines
+
+    def most_tokens(self, tokens: int, layer_tokens: int | None, room: int) -> int:
+        """Return the most tokens of a batch, fewer than `tokens`, whose lines fit into `room` bytes; 0 if none do.
+
+        A layer computes the same part of them at once as `layer_tokens` are of `tokens`.
+        """
+        fits, beyond = 0, tokens
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            at_once = None if layer_tokens is None else max(1, middle * layer_tokens // tokens)
+            lines = self.lines(middle, at_once)
+            if lines is not None and sum(line.total for line in lines) <= room:
+                fits = middle
+            else:
+                beyond = middle
+        return fits
+
+    def _of_layer(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
+        """Return what is there of a layer that computes `tokens` at once, on tiles of them if it does."""
+        tile = tokens if self.tile_tokens is None else tile_of(self.tile_tokens, tokens)
+        if tile >= tokens:
+            return shape.layer_tensors(tokens, itemsize)
+        layers = [unit for unit in self.units if unit.repeated]
+        trained = (sum(p.numel for p in unit.places if p.parameter.requires_grad) for unit in layers)
+        weights = max(0, max(trained) - shape.attention_weights)
+        # The gradients of the MLP's weights of one tile, and their sum in float32.
+        sums = [(weights * itemsize, 1), (weights * 4, 1)]
+        return [*shape.tiled_tensors(tokens, itemsize, tile), *sums]
 
     def _of_batch(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
         """Return the tensors of the whole batch beside slices that go through a layer, and sums of gradients."""
@@ -435,18 +470,22 @@ def _fused_loss(shape: Shape, tokens: int, itemsize: int) -> Tensors:
     return [(piece * shape.vocabulary * itemsize, 2), (tokens * shape.hidden * itemsize, 1)]
 
 
-def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_loss: bool) -> BudgetError:
+def _too_small(plan: DevicePlan, tokens: int | None, most: int | None, computing: Estimate) -> BudgetError:
+    activations = computing.activations
     knobs = []
     consumers = {line.consumer for line in plan.rest if line.count}
     if "activations" in consumers:
         knobs.append("batch_tokens, if a batch has few tokens: its memory is estimated then")
     if consumers & {"inputs of layers", "one layer, recomputed", "logits", "activations of layers"}:
-        knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences)")
+        fitting = f"; {most} fit" if most else ""
+        knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences{fitting})")
+        if computing.tile_tokens is None:
+            knobs.append("tile_tokens='auto', with which MLPs and norms compute a part of a long sequence at a time")
     if activations == "keep":
         knobs.append("recomputed layers (recompute=True)")
     if activations == "recompute" and "inputs of layers" in consumers:
         knobs.append("activations='host' or 'ssd'")
-    if "logits" in consumers and not fused_loss:
+    if "logits" in consumers and not computing.fused_loss:
         knobs.append("a loss that makes the logits in pieces (Liger-Kernel's fused linear cross entropy)")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")

@@ -54,6 +54,27 @@ class Shape:
             vocabulary=text.vocab_size,
         )
 
+    def tiled_tensors(self, tokens: int, itemsize: int, tile: int) -> Tensors:
+        """The tensors of one layer in its backward pass, whose MLP and norms run on tiles of `tile` tokens.
+
+        Of the whole sequence there are what attention keeps, the inputs of both norms and of the MLP, and the gradients
+        of the MLP's output and input; of a tile the MLP's tensors as in `layer_tensors`, with copies of its input's and
+        output's parts and gradients.
+        """
+        narrow, of_tile = tokens * itemsize, tile * itemsize
+        return [
+            (narrow * self.hidden, 6),
+            (narrow * self.queries, 2),
+            (narrow * self.keys, 2),
+            (of_tile * self.mlp, 6),
+            (of_tile * self.hidden, 3),
+        ]
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the projections of a layer's attention."""
+        return 2 * self.hidden * (self.queries + self.keys)
+
     def kept_tensors(self, tokens: int, itemsize: int) -> Tensors:
         """Return the tensors that autograd keeps of one layer between its forward and its backward pass."""
         wide, narrow = tokens * self.hidden * 4, tokens * itemsize

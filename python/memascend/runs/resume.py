@@ -48,8 +48,8 @@ _log = logging.getLogger("memascend")
 
 #: The options that a session which goes back to a checkpoint is opened with again.
 _AS_OPENED = (
-    *("device", "device_memory", "recompute", "activations", "batch_tokens", "micro_batch_size", "update"),
-    "durability",
+    *("device", "device_memory", "recompute", "activations", "batch_tokens", "micro_batch_size", "tile_tokens"),
+    *("update", "durability"),
 )
 
 
@@ -101,6 +101,7 @@ def resume(
     activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
+    tile_tokens: int | str | None = None,
     update: Update = "forward",
     keep_store: bool | Literal["replace"] | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
@@ -123,7 +124,8 @@ def resume(
         tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
         device, device_memory, activations, batch_tokens, update, durability, keep_store, options: as in
             `memascend.offload`; may differ from before.
-        recompute, micro_batch_size: as in `memascend.offload`. None is as before. Another micro-batch has other bits.
+        recompute, micro_batch_size, tile_tokens: as in `memascend.offload`. None is as before. Other micro-batches or
+            tiles have other bits.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
         process_group: as in `memascend.offload`. Every rank resumes its own store, of a run with as many ranks
             (`memascend.reshard` makes it one); they go on from the last step that all of them have.
