@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from memascend.command import main
-from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, parse_held_out, split
+from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, split
 from memascend.command.data import blocks as blocks_module
+from memascend.common.choices import parse_held_out
 from memascend.errors import DataError
 
 #: The turns of ChatML; what stands for BEGIN and END is around what the assistant says.

@@ -22,8 +22,9 @@ from memascend import BudgetError
 from memascend.command import main
 from memascend.forecast import zero_infinity
 from memascend.forecast.forecast import Gpu, as_text, forecast
+from memascend.forecast.kinds import KINDS
 from memascend.forecast.step_time import step_time
-from memascend.forecast.traffic import KINDS, Replay
+from memascend.forecast.traffic import Replay
 from memascend.layout.units import Unit, partition
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
@@ -426,7 +427,7 @@ def test_updates_in_the_backward_pass_of_a_gpu_put_no_gradients_aside(tmp_path, 
     # The device has all weights from the forward pass on, so that most of them are read for their updates alone.
     assert weights / 2 < read[1] - read[0] < weights
     words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--update", "backward", *GIVEN]
-    assert main.main(words) == 0
+    assert main.main([*words, "--details"]) == 0
     assert "gradients being applied" not in capfd.readouterr().out
 
 
@@ -454,6 +455,8 @@ def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
     folder = saved(SMALL, tmp_path)
     words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--activations", "ssd", *GIVEN]
     assert main.main(words) == 0
+    assert "with this GPU" in capfd.readouterr().out.splitlines()[1]
+    assert main.main([*words, "--details", "--compare", "zero-infinity"]) == 0
     out = capfd.readouterr().out
     for title in ("Host memory", "Device memory, of 8.0 GiB", "Time of an optimizer step", "Beside it"):
         assert title in out
@@ -564,10 +567,13 @@ def test_traffic_is_the_38_bytes_that_were_measured():
 
 def test_the_tables_show_every_part(tmp_path, capfd):
     saved(SMALL, tmp_path)
-    assert main.main(["plan", str(tmp_path), "--host-memory", "256MiB", "--seq-len", "64", "--grad-accum", "2"]) == 0
+    words = ["plan", str(tmp_path), "--host-memory", "256MiB", "--seq-len", "64", "--grad-accum", "2", "--details"]
+    assert main.main([*words, "--compare", "zero-infinity"]) == 0
     out = capfd.readouterr().out
     for title in ("LlamaForCausalLM, ", "Host memory", "SSD space", "SSD traffic", "On top", "Beside it"):
         assert title in out
+    assert main.main(words) == 0
+    assert "ZeRO-Infinity" not in capfd.readouterr().out
     assert "256.0 MiB" in out
     assert "2 x 1 sequences of 64 tokens" in out
     assert all(len(line) <= 132 for line in out.splitlines())

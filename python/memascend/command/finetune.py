@@ -37,11 +37,11 @@ from memascend.command.settings import Result, Settings
 from memascend.command.space import check_space
 from memascend.command.training import Training
 from memascend.command.writes import for_steps, forecast_traffic, text_of
+from memascend.common.choices import parse_durability
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
-from memascend.durable.generations import parse_durability
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.traffic import Work, divided, projection_bytes
 from memascend.forecast.whole import Whole, in_memory_bytes, pytorch_memory
@@ -266,7 +266,11 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
         automatic = settings.host_memory == AUTO
         on_device = settings.device is not None
-        options: dict[str, Any] = {"on_device": on_device, "threads": update_threads(on_device)}
+        options: dict[str, Any] = {
+            "update": settings.update,
+            "on_device": on_device,
+            "threads": update_threads(on_device),
+        }
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):

@@ -40,6 +40,7 @@ class Settings:
     states: str = "float32"
     master: bool = True
     gradients: str = "auto"  # the dtype that they are put aside in
+    update: str = "forward"  # when weights are updated: on the way into the next forward pass, or in the backward pass
     on_nan: str = "stop"
     durability: str = "auto"
     resume: bool = False
@@ -71,7 +72,7 @@ class Settings:
     @property
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
-        names = ("device", "device_memory", "recompute", "activations")
+        names = ("device", "device_memory", "recompute", "activations", "update")
         return {name: getattr(self, name) for name in names} | {
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,

@@ -19,6 +19,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.choices import parse_durability
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durable import exact_json
@@ -36,19 +37,6 @@ if TYPE_CHECKING:
 _TAKEN_WITH_THE_STEP = "data"
 
 _log = logging.getLogger("memascend")
-
-
-def parse_durability(durability: str) -> int | None:
-    """Return the steps between generations: 0 for "none", None for "auto".
-
-    Raises ValueError for anything but "auto", "none", "step" and "every:N".
-    """
-    if durability in ("auto", "none", "step"):
-        return {"auto": None, "none": 0, "step": 1}[durability]
-    name, _, number = str(durability).partition(":")
-    if name == "every" and number.isdecimal() and int(number) > 0:
-        return int(number)
-    raise ValueError(f"durability {durability!r} is none of 'auto', 'step', 'every:N' and 'none'")
 
 
 class Generations:

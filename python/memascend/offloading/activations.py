@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.machine.cuda import ComputeDevice
 
-#: Where the inputs of recomputed units wait. "recompute": in place. "host": in host memory, and on
-#: the SSD once that is full. "ssd": on the SSD.
-POLICIES = ("recompute", "host", "ssd")
 #: Smaller inputs stay in place: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
 #: Inputs that may be on their way from a device at once: one being copied, and one still in use.
@@ -150,7 +147,7 @@ class InputStash:
     """Copies the inputs of recomputed units out, each tensor once, however many units it is passed to."""
 
     def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice | None = None) -> None:
-        """Copy inputs on `device` into `runtime`, by the `policy` of that name in `POLICIES`."""
+        """Copy inputs on `device` into `runtime`, by the `policy` of that name in `common.choices.POLICIES`."""
         self.runtime = runtime
         self.policy = policy
         self.timeline = timeline

@@ -6,14 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.choices import GRADIENTS, POLICIES, UPDATES
 from memascend.common.sizes import format_size, parse_size
 from memascend.errors import BudgetError
 from memascend.layout.units import CPU
 from memascend.machine.cuda import ComputeDevice, open_device
-from memascend.offloading.activations import POLICIES
 from memascend.offloading.slices import check_micro_batch_size
 from memascend.plan.device import make_device_plan
-from memascend.plan.host import UPDATES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
-
-#: The dtypes that gradients may be put aside in: that of the weight, or bfloat16.
-GRADIENTS = ("auto", "bfloat16")
 
 _log = logging.getLogger("memascend")
 
@@ -45,7 +41,7 @@ class Computing:
     fused_loss: bool | str = "auto"
     #: One of `GRADIENTS`.
     gradients: str = "auto"
-    #: One of `memascend.plan.host.UPDATES`.
+    #: One of `UPDATES`.
     update: str = "forward"
     #: Sequences that a repeated layer computes at once, or None for the whole batch.
     micro_batch_size: int | None = None

@@ -47,9 +47,6 @@ STATES_STAGING_CHUNKS = 4
 #: chunks cost time: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B
 #: parameters.
 TRANSFER_SHARE = 1 / 6
-#: When tensors that move alone are updated: on the way into the next forward pass, or in the backward pass as soon as
-#: their gradient is made.
-UPDATES = ("forward", "backward")
 #: Gradients that the backward pass is applying: one under way, and the next.
 APPLIED_GRADIENTS = 2
 #: Buffers of a repeated unit: the one in use and the next; a third lets the previous one linger.
@@ -126,7 +123,7 @@ class Plan:
     #: full-size chunks.
     smallest_bytes: int = 0
     overlap_bytes: int = 0
-    #: When large tensors are updated: one of `UPDATES`.
+    #: When large tensors are updated: one of `common.choices.UPDATES`.
     update: str = "forward"
     #: Whether gradients are made on a device.
     on_device: bool = False
@@ -188,8 +185,8 @@ def make_plan(
 ) -> Plan:
     """Size the pool for `units`: first what is needed, then where a spare byte saves most.
 
-    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `UPDATES`, which `threads`
-    threads carry out; `on_device` says that a device makes the gradients.
+    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `choices.UPDATES`, which
+    `threads` threads carry out; `on_device` says that a device makes the gradients.
 
     Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
     """
