@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def report(chosen: argparse.Namespace) -> int:
     """Write the page on a run."""
     run = read_run(records_of(chosen.run))
-    refresh = None if run.end is not None else chosen.refresh
+    refresh = None if run.end else chosen.refresh
     write_page(page_of(run, chosen.tbw, refresh), chosen.out)
     print(f"wrote {chosen.out}: open it in a browser", flush=True)
     with Interrupts():
         while refresh is not None:
             time.sleep(refresh)
             run = _read_again(chosen.run, run)
-            refresh = None if run.end is not None else refresh
+            refresh = None if run.end else refresh
             write_page(page_of(run, chosen.tbw, refresh), chosen.out)
     return 0
 
