@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from memascend.command import main
 from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, split
 from memascend.command.data import blocks as blocks_module
+from memascend.command.data.show import shown as shown_data
 from memascend.common.choices import parse_held_out
 from memascend.errors import DataError
 
@@ -383,3 +384,24 @@ def test_a_run_on_conversations_is_that_in_memory_and_goes_on_to_the_same_bits(
         assert all(torch.equal(value, whole[name]) for name, value in weights.items())
     other = run("all", "--loss-on", "all", store="other")
     assert not all(torch.equal(value, whole[name]) for name, value in other.items())
+
+
+def test_data_is_shown_with_what_is_trained_on(room: Path) -> None:
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
+    blocks = blocks_of(room, lines(room, *[{"messages": turns}] * 2), packing=False, seq_len=128)
+    tokenizer = load_tokenizer(room / "tokenizer", 258)
+    found = list(shown_data(blocks, tokenizer, 5))
+    heads = [line.split(":")[0] for line in found if line.startswith("sequence")]
+    assert heads == ["sequence 1 of 2", "sequence 2 of 2"]
+    seen, trained = (next(line for line in found if line.startswith(f"  {kind}")) for kind in ("seen", "trained"))
+    assert "How many?" in seen and "<|im_start|>" in seen and "Two." not in seen
+    assert trained.startswith("  trained | Two.") and "How many?" not in trained
+    labels = blocks.row(0)["labels"]
+    assert f"{int((labels[1:] >= 0).sum())} of them trained on" in found[0]
+    blocks.close()
+    long = blocks_of(room, lines(room, {"text": "x" * 1000}), packing=False, seq_len=2000)
+    told = list(shown_data(long, tokenizer, 1))
+    long.close()
+    assert len(told) == 3, "the first token is predicted from nothing"
+    assert len(told[2]) < 300 and " ... " in told[2]
+    assert ByteTokenizer().shown([*b"ab", 256, 257]) == "ab<end><pad>"

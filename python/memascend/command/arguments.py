@@ -238,6 +238,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "training (0.05), or files as for --data"
     )
     add("--eval", text, type=_held_out, nargs="+", action="extend", dest="evaluation", metavar="DATA|FRACTION")
+    text = "print the first N sequences before the training, and which of their tokens are trained on"
+    add("--show-data", text, type=_positive, metavar="N")
     text = "show what the model answers to this before and after the training; each takes 48 readings of the model"
     add("--sample", text, metavar="PROMPT")
     add("--eval-steps", "steps between evaluations (default: a tenth of the run)", type=_positive, metavar="N")

@@ -25,6 +25,7 @@ from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
 from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
+from memascend.command.data.show import shown
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
@@ -131,6 +132,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         # Of the step that it goes on from: over processes, a store may have had a newer one.
         progress, entries = _recorded(offload_of(model).generations.waiting)
     blocks, held_out = reader.divided(documents, tokens_max)
+    if settings.show_data:
+        print("\n".join(shown(blocks, tokenizer, settings.show_data)), flush=True)
     log = RunLog(records, go_on=settings.resume)
     if watch is not None:
         watch("before", model, tokenizer)

@@ -56,6 +56,7 @@ class Settings:
     tokenizer: Path | None = None  # the directory of the tokenizer; None is the model's
     bytes: bool = False  # train on the bytes of the text, without a tokenizer
     as_text: bool = False  # every file of data is trained on as the text that it is
+    show_data: int | None = None  # sequences that are printed before the training
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
