@@ -31,11 +31,12 @@ def as_json(capfd: pytest.CaptureFixture[str], model_dir: Path, *more: str) -> d
 
 
 def test_a_plan_is_a_few_lines(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fits, step, run, levers, last = lines(capfd, model_dir, "--ssd", "1e9")
+    fits, step, run, levers, *named, last = lines(capfd, model_dir, "--ssd", "1e9")
     assert fits.startswith("fits: ") and "host memory" in fits and "of SSD" in fits
     assert step.startswith("a step of 64 tokens: ") and "on this machine's processor" in step and "tokens/s" in step
     assert run.startswith("1,000 steps: ") and "written to the SSD" in run and "--data PATH" in run
-    assert "--batch-size 8 --micro-batch-size 1" in levers and "%" in levers
+    assert levers.startswith("largest levers") and len(named) == 3
+    assert any("%  --batch-size 8 --micro-batch-size 1 (8 times" in lever for lever in named), named
     assert "--details" in last
     assert "drives not counted" in lines(capfd, model_dir)[1] or "SSD" in lines(capfd, model_dir)[1]
 

@@ -359,6 +359,7 @@ class Training:
         is_best = step > 0 and not (best and best[0]["loss"] <= loss) and math.isfinite(loss)
         text = f"step {step}: loss {loss:.4f} on held-out data" + (", the least so far" if is_best else "")
         self._bar.note(text)
+        self._bar.update(self.result.steps)  # without the batches of the evaluation
         if is_best:
             best = [found] if self.best.keep(step) else []
         self.result.evaluations = [first, *best]

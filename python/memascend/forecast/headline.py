@@ -17,9 +17,11 @@ LEVERS = 3
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
     """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
     lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
-    if levers := prediction["endurance"]["savings"][:LEVERS]:
-        named = "; ".join(f"{lever['change']}: {lever['saved']:.0%}" for lever in levers)
-        lines.append(f"largest levers, by the bytes a token that are not written: {named}")
+    room = prediction["whole"]["available_bytes"]
+    possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
+    if possible:
+        lines.append("largest levers, by the share of the bytes a token that they do not write:")
+        lines += [f"  {lever['saved']:.0%}  {lever['change']}" for lever in possible[:LEVERS]]
     return lines
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ from memascend.command.exits import explain
 from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.screen import quiet_libraries
 from memascend.command.space import free_bytes
+from memascend.common.progress import USUAL_COLUMNS
 from memascend.errors import BudgetError, DataError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
@@ -85,13 +89,21 @@ def plan(chosen: argparse.Namespace) -> int:
 
 def _text(chosen: argparse.Namespace, prediction: dict[str, Any]) -> str:
     """Return the plan in a few lines, and the tables that were asked for."""
-    lines = headline(prediction, free_bytes(chosen.store))
+    lines = [_wrapped(line) for line in headline(prediction, free_bytes(chosen.store))]
     compare = chosen.compare is not None
     if chosen.details:
         return "\n".join(lines) + "\n\n" + as_text(prediction, compare=compare)
     tables = [curve_text(prediction["curve"])] if chosen.curve else []
     tables += [zero_infinity_text(prediction)] if compare else []
     return "\n\n".join(["\n".join([*lines, "--details shows the tables behind this"]), *tables])
+
+
+def _wrapped(line: str) -> str:
+    """Return a line within the width of the terminal, if it is written to one."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size((USUAL_COLUMNS, 24)).columns
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
