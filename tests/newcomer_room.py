@@ -65,7 +65,7 @@ def write_data() -> None:
     Path("corpus.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
     turns = [("user", "How many drives?"), ("assistant", "Two of them, and a spare.")]
     chat = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
-    Path("chats.jsonl").write_text(f"{chat}\n" * 60)
+    Path("chats.jsonl").write_text(f"{chat}\n" * 800)
     Path("questions.txt").write_text("How many drives?\nWhich of them?\n")
 
 

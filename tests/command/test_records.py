@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +406,51 @@ def test_data_is_shown_with_what_is_trained_on(room: Path) -> None:
     assert len(told) == 3, "the first token is predicted from nothing"
     assert len(told[2]) < 300 and " ... " in told[2]
     assert ByteTokenizer().shown([*b"ab", 256, 257]) == "ab<end><pad>"
+
+
+def test_splits_of_a_data_set_are_streamed(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs.package("data", "datasets").disable_progress_bars()
+    monkeypatch.chdir(room)
+    for part, text in (("train", "to train on"), ("test", "to test on")):
+        file = room / "org" / "talks" / f"{part}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": f"{text} {number}", "other": 1}) + "\n" for number in range(3)))
+    for named, text in (("org/talks:test", "to test on"), ("org/talks:default:train", "to train on")):
+        documents = Documents([named], scratch=room / "scratch")
+        assert len(documents) == 3
+        pieces = [list(documents.document(number).pieces) for number in range(3)]  # type: ignore[union-attr]
+        assert pieces == [[f"{text} {number}"] for number in range(3)]
+        assert documents.where(1) == f"{named}, row 2"
+        documents.close()
+    with pytest.raises(DataError, match=r"org/talks: no such file; as a data set of the hub it cannot be read"):
+        Documents(["org/talks:nowhere"], scratch=room / "scratch")
+    with pytest.raises(DataError, match=r"row 1 .*text"):
+        Documents(["org/talks:test"], scratch=room / "scratch", text_field="content")
+    for path in ("src/missing.jsonl", "/org/talks:test", "talks"):
+        with pytest.raises(DataError, match="No such file"):
+            Documents([path], scratch=room / "scratch")
+
+
+def test_weights_say_how_often_documents_are_taken(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for name in "ab":
+        (room / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name}{number}"}) + "\n" for number in range(4))
+        )
+        paths.append(room / f"{name}.jsonl")
+
+    def counted(*weights: float) -> Counter[str]:
+        documents = Documents(paths, scratch=room / "scratch", weights=weights)
+        found = Counter("".join(documents.document(number).pieces) for number in range(len(documents)))  # type: ignore[union-attr]
+        documents.close()
+        return found
+
+    assert counted() == counted(2, 2) == Counter(f"{name}{number}" for name in "ab" for number in range(4))
+    twice = counted(0.5, 1)
+    assert {twice[f"a{number}"] for number in range(4)} == {1} and {twice[f"b{number}"] for number in range(4)} == {2}
+    part = counted(2.5, 1)
+    assert sorted(part[f"a{number}"] for number in range(4)) == [2, 2, 3, 3] and part == counted(5, 2)
+    words = ["finetune", "model", "--data", *map(str, paths), "--out", str(room / "out"), "--in-memory", "--weights"]
+    for more, said in ((["1"], "1 numbers for 2 of --data"), (["1", "2", "--eval", "0.1"], "give --eval files")):
+        assert main.main([*words, *more]) == main.BAD_INPUT
+        assert said in capfd.readouterr().err

@@ -145,10 +145,16 @@ def _add_finetune(subcommands: Any) -> None:
         paths.add_argument(flag, help=text, **options)
 
     text = (
-        "text files, records (JSON lines, an array of objects, CSV, TSV, Parquet, a directory that datasets saved), or "
-        "directories of them (hidden and binary files are skipped)"
+        "text files, records (JSON lines, an array of objects, CSV, TSV, Parquet, a directory that datasets saved), "
+        "directories of them (hidden and binary files are skipped), or data sets of the hub: org/name, org/name:split, "
+        "org/name:configuration:split"
     )
     add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    text = (
+        "for several --data, how often documents of each are taken beside those of the others: 2 1 takes those of the "
+        "first twice an epoch (default: all once)"
+    )
+    add("--weights", text, type=_positive_rate, nargs="+", action="extend", default=[], metavar="W")
     text = (
         "the field of a record with its text (default: text); a record without it has messages or conversations, "
         "prompt and completion, or instruction, input and output"

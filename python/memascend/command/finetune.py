@@ -120,7 +120,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         note("training on the bytes of the text, one token each, without a tokenizer")
     reader = Reader(settings, tokenizer, vocab_size, scratch)
     cleanup.callback(reader.close)
-    documents = reader.documents(settings.data)
+    documents = reader.documents(settings.data, settings.weights)
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:

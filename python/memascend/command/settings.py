@@ -52,6 +52,7 @@ class Settings:
     recompute: bool = True
     activations: str | None = None
     metrics: Path | None = None
+    weights: Sequence[float] = ()  # how often documents of each of `data` are taken, beside those of the others
     text_field: str = "text"
     tokenizer: Path | None = None  # the directory of the tokenizer; None is the model's
     bytes: bool = False  # train on the bytes of the text, without a tokenizer
@@ -127,7 +128,10 @@ class Settings:
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
             *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
         )
-        return {name: getattr(self, name) for name in names} | {"eval": self.held_out}
+        return {name: getattr(self, name) for name in names} | {
+            "eval": self.held_out,
+            "weights": list(self.weights),
+        }
 
     @property
     def held_out(self) -> float | None:
@@ -142,6 +146,7 @@ class Settings:
         if self.held_out is None:
             record["evaluation"] = [str(path) for path in self.evaluation[:16]]  # type: ignore[index]
         record["report_to"] = list(self.report_to)
+        record["weights"] = list(self.weights)
         record["store"] = [str(path) for path in self.store]
         return record
 

@@ -92,6 +92,10 @@ def _conflict(settings: Settings) -> str | None:
         return "--eval-steps is of the evaluations of --eval: give that too"
     if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
         return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
+    if settings.weights and len(settings.weights) != len(settings.data):
+        return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
+    if settings.weights and isinstance(settings.evaluation, float):
+        return "--weights has documents twice, of which a fraction would hold out one: give --eval files"
     if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):
