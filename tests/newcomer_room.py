@@ -66,6 +66,10 @@ def write_data() -> None:
     turns = [("user", "How many drives?"), ("assistant", "Two of them, and a spare.")]
     chat = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
     Path("chats.jsonl").write_text(f"{chat}\n" * 800)
+    nvme = {"device": "nvme", "nvme_path": "/local"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    configuration = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    Path("ds_config.json").write_text(json.dumps(configuration))
     Path("questions.txt").write_text("How many drives?\nWhich of them?\n")
 
 
