@@ -39,8 +39,13 @@ class Reader:
         Raises DataError where there are none, or the tokenizer cannot read them.
         """
         settings = self._settings
-        read_as = {"text_field": settings.text_field, "as_text": settings.as_text}
-        documents = Documents(paths, scratch=self._folder(), weights=weights, **read_as)
+        documents = Documents(
+            paths,
+            scratch=self._folder(),
+            text_field=settings.text_field,
+            as_text=settings.as_text,
+            weights=weights,
+        )
         self._open.callback(documents.close)
         for line in documents.skipped.lines() + documents.notes:
             note(line)
