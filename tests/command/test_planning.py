@@ -34,7 +34,7 @@ def test_a_plan_is_a_few_lines(model_dir: Path, capfd: pytest.CaptureFixture[str
     fits, step, run, levers, *named, last = lines(capfd, model_dir, "--ssd", "1e9")
     assert fits.startswith("fits: ") and "host memory" in fits and "of SSD" in fits
     assert step.startswith("a step of 64 tokens: ") and "on this machine's processor" in step and "tokens/s" in step
-    assert run.startswith("1,000 steps: ") and "written to the SSD" in run and "--data PATH" in run
+    assert run.startswith("1,000 steps: ") and " written, " in run and "--data PATH" in run
     assert levers.startswith("largest levers") and len(named) == 3
     assert any("%  --batch-size 8 --micro-batch-size 1 (8 times" in lever for lever in named), named
     assert "--details" in last

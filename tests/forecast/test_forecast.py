@@ -143,6 +143,7 @@ def test_a_directory_is_planned_like_its_config(tmp_path, capfd):
     _, of_file = plan(capfd, tmp_path / "config.json", "--seq-len", 64)
     assert of_file["model"].pop("path") == f"{of_directory['model'].pop('path')}/config.json"
     for told in (of_file, of_directory):
+        assert told.pop("step")["floor_seconds"] > 0, "measured, each time anew"
         assert (
             told.pop("whole")["planned_bytes"] == told["host_memory"]["total_bytes"]
         )  # the remainder is of the moment
@@ -175,8 +176,8 @@ def test_the_curve_is_shown_where_it_is_asked_for(tmp_path, capfd):
     assert "More host memory" in shown and "seconds at least" not in shown and "memascend bench" in shown
     assert main.main([*words, "--curve", "--ssd", "1e9"]) == 0
     assert "seconds at least" in capfd.readouterr().out
-    assert main.main([*words, "--ssd", "1e9"]) != 0
-    assert "--curve" in capfd.readouterr().err
+    assert main.main([*words, "--ssd", "1e9"]) == 0
+    assert "drives not counted" not in capfd.readouterr().out
     code, found = plan(capfd, folder, "--gpu", "8GiB", "--seq-len", 128, "--curve", *GIVEN)
     assert code == 0
     # On a device other resources bind too.
@@ -462,7 +463,7 @@ def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
         assert title in out
     assert "On top" not in out
     assert "bound by SSD, read and written" in out
-    assert all(len(line) <= 132 for line in out.splitlines())
+    assert all(len(line) <= 132 for line in out.partition("\n\n")[2].splitlines())
     code, found = plan(capfd, folder, "--gpu", "8GiB", "--seq-len", 128, *GIVEN)
     assert code == 0
     step, memory = found["gpu"]["step"], found["gpu"]["device_memory"]
@@ -576,7 +577,7 @@ def test_the_tables_show_every_part(tmp_path, capfd):
     assert "ZeRO-Infinity" not in capfd.readouterr().out
     assert "256.0 MiB" in out
     assert "2 x 1 sequences of 64 tokens" in out
-    assert all(len(line) <= 132 for line in out.splitlines())
+    assert all(len(line) <= 132 for line in out.partition("\n\n")[2].splitlines())
 
 
 def prepare(room, what):

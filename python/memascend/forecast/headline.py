@@ -65,7 +65,8 @@ def _step(prediction: Mapping[str, Any]) -> str:
         step = prediction["step"]
         where = "without computing" if "network" in prediction else "on this machine's processor"
     else:
-        return f"a step of {tokens:,} tokens: its time is not known for this model"
+        why = "give --network for its time" if "network" in prediction else "its time is not known for this model"
+        return f"a step of {tokens:,} tokens: {why}"
     low, high = (tokens / step[f"{name}_seconds"] for name in ("sum", "floor"))
     rate = f"{_rounded(high)} tokens/s" if high < 1.05 * low else f"{_rounded(low)} to {_rounded(high)} tokens/s"
     text = f"a step of {tokens:,} tokens: {_seconds(step)} {where}, {rate}; bound by {step['bound_by']}"
@@ -82,7 +83,7 @@ def _run(prediction: Mapping[str, Any]) -> str:
         what = f"your data, {data['about']}{data['tokens']:,} tokens: {what}"
     step = prediction["gpu"]["step"] if "gpu" in prediction else prediction.get("step")
     hours = "" if step is None else f"{_hours(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
-    text = f"{what}: {hours}{format_decimal(endurance['total_bytes'])} written to the SSD"
+    text = f"{what}: {hours}{format_decimal(endurance['total_bytes'])} written"
     if endurance["rating_used"] is not None:
         return f"{text}, {endurance['rating_used']:.2%} of its rated {format_decimal(endurance['rated_bytes'])}"
     usual = (

@@ -183,6 +183,8 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
 
 def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
     """The rate of the drives, given or measured before, or None."""
+    if chosen.ssd is not None and (chosen.ranks or 1) > 1 and chosen.network is None and not chosen.curve:
+        raise DataError("--ssd is for the time of a step: over ranks give --network too")
     return gpu.rate_of_drives(chosen.ssd, chosen.store)
 
 
